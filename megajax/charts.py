@@ -153,7 +153,7 @@ class LineChart:
         axes.legend(frameon=False)
 
     def thinned(self) -> "LineChart":
-        """The same chart with at most four points per pixel."""
+        """A copy with at most four points per pixel."""
         x = self._x_axis()
         return replace(self, series=[thin(series, x.low, x.high, int(x.end - x.begin)) for series in self.series])
 

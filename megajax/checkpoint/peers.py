@@ -47,7 +47,7 @@ class Peers:
         return self.index == 0
 
     def namespace(self, name: str) -> "Peers":
-        """The same processes with a separate namespace, for another thread."""
+        """These processes with a separate namespace, for another thread."""
         return Peers(f"{self.token}/{name}")
 
     def _key(self, name: str) -> str:

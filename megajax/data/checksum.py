@@ -21,7 +21,7 @@ BLOCKS_OF_ALL = 4096
 """Blocks of the samples of all files together; with many files, a file has fewer than 64, but at least 4."""
 LEAST_BLOCKS = 4
 SAMPLED_FILES = 1024
-"""Of more files than this, such as images in folders, an evenly spread selection of this size is sampled."""
+"""Maximum number of files to sample. Of more files, such as images in folders, it samples an evenly spread subset."""
 PART = 1 << 24
 """Bytes that are hashed at a time for a checksum of the full content."""
 THREADS = 16
@@ -60,7 +60,7 @@ class FileSum:
         return None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The fields as JSON values."""
         return asdict(self)
 
 

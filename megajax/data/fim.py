@@ -139,7 +139,7 @@ class FillInMiddle(GPTDataset):
 
 
 class SequentialFillInMiddle(FillInMiddle):
-    """As in Megatron-LM, with a single generator for all rows, whose state at a row depends on all earlier rows.
+    """Fill-in-the-middle as in Megatron-LM, with one generator for all rows: its state depends on all earlier rows.
 
     Row i is still a pure function of i: the generator first replays the earlier rows, from the nearest snapshot on.
     """

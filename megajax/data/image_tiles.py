@@ -9,7 +9,7 @@ from megajax.data.image_augmentation import Crop, crop_image, inner_box
 from megajax.data.image_decoding import Picture
 
 FILTER = "BICUBIC"
-"""As in the image processors of CLIP and similar models."""
+"""Resampling filter of the image processors of CLIP and similar models."""
 MEAN_COLOUR = (122, 116, 104)
 """Color of padding: the mean color of CLIP's training images."""
 

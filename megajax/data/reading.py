@@ -120,7 +120,7 @@ class ReadFile:
         self.size = self.size_now()
 
     def size_now(self) -> int:
-        """Its current size in bytes."""
+        """Current size of the file in bytes."""
         return os.lseek(self._descriptor().number, 0, os.SEEK_END)  # a third of the time of fstat
 
     def read(self, parts: Sequence[tuple[int, int]], dtype: np.dtype, name: Callable[[int], str]) -> np.ndarray:

@@ -264,7 +264,7 @@ class _Until(io.RawIOBase):
 
 @contextmanager
 def _open_part(file: TextFile) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
-    """As `open_text`, but only the part of the file from `start` to `stop`."""
+    """`open_text` for the part of the file from `start` to `stop`."""
     with open_text(file.path) as (stream, position):
         if file.stop is None:
             yield stream, position

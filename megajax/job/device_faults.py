@@ -81,7 +81,7 @@ class Change(NamedTuple):
     """A setting that would save memory."""
 
     setting: str
-    """As on the command line, without dashes."""
+    """The setting as on the command line, without dashes."""
     effect: str
 
 

@@ -26,7 +26,7 @@ SERVICE_SECONDS = 4.0
 """How long to wait for the coordination service."""
 
 LAST_CALL_SECONDS = 1.0
-"""The same in a process that is about to end."""
+"""How long to wait for the coordination service in a process that is about to end."""
 
 SILENT_PERIODS = 2.5
 """A process that publishes nothing for this many periods does not run."""

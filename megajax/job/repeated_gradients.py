@@ -122,7 +122,7 @@ class Recompute:
         return np.moveaxis(rows.reshape(*sizes, *rows.shape[1:]), MANUAL.index(AXIS), 0)
 
     def _moved(self, name: str, tree: Mapping[str, Array]) -> dict[str, Array]:
-        """The same values on the rotated mesh: every device sends its shards to the device that replaces it."""
+        """The tree on the rotated mesh: every device sends its shards to the device that replaces it."""
         mesh, specs = self._program.mesh, {path: _spec(x) for path, x in tree.items()}
         if name not in self._moves:
             send = jax.shard_map(

@@ -58,7 +58,7 @@ class Device:
     """The properties of a device that backends depend on."""
 
     name: str
-    """Its name according to the driver."""
+    """Name according to the driver."""
     capability: Version | None = None
     """Compute capability of an NVIDIA GPU, (9, 0) for an H100; None: not an NVIDIA GPU."""
     cudnn: Version | None = None
@@ -101,7 +101,7 @@ class Support:
     """The dtypes and devices that a kernel supports: the common part of every table of capabilities."""
 
     label: str
-    """Its name in messages."""
+    """Name in messages."""
     dtypes: tuple[str, ...] | None = None
     """Dtypes of activations; None: any."""
     devices: DeviceRange | None = None

@@ -50,14 +50,14 @@ class Attention(nnx.Module):
         return self.project_output(self.core(q, k, v, ctx), x)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: "key" and "value" of all rows."""
+        """A decoding step, [T, 1, D] -> [T, 1, D]. Cache leaves: "key" and "value"."""
         q, k, v = self.project_rotated(x, ctx)
         new, axis = {"key": k, "value": v}, "kv_heads"
         mixed, cache = attend_to_cache(self.core, q, new, cache, ctx, axis, v.shape[-1])
         return self.project_output(mixed, x), cache
 
     def project_rotated(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
-        """As `project`, with queries and keys normalised and rotated."""
+        """`project`, followed by normalisation and rotation of queries and keys."""
         q, k, v = self.project(x)
         q, k = self.normalised(q, k)
         if self.rope is not None:

@@ -181,7 +181,7 @@ def ragged(x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tupl
 
 
 def capacity(x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tuple[Array, Array]:
-    """As `ragged`, with a part of fixed size for each pair of devices."""
+    """Exchange like `ragged`, but with a buffer of fixed size for each pair of devices."""
     (tokens, k), devices, axes = routing.experts.shape, dispatch.devices(), dispatch.axes
     local_experts = dispatch.experts // devices
     part = dispatch.rows(tokens * k / devices, tokens * min(k, local_experts))

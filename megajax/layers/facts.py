@@ -235,7 +235,7 @@ class LayerFacts(Builds):
         raise NotImplementedError
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Those of the matmuls."""
+        """Multiply-adds of the matmuls."""
         return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)))
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
@@ -258,7 +258,7 @@ class HasKernel(Protocol):
         ...
 
     def with_kernel(self, name: Any) -> Any:
-        """The same layer with this kernel, a name that `kernel_choice` returned."""
+        """A copy with this kernel, a name that `kernel_choice` returned."""
         ...
 
 
@@ -389,7 +389,7 @@ class MixerFacts(NamedTuple):
     fused: bool
     """Whether the kernel is fused, so that scores are not stored in memory."""
     tensors: tuple[Elements, ...]
-    """Its inputs and outputs."""
+    """Inputs and outputs of the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -470,7 +470,7 @@ class BlockFacts:
         return self._bytes(policy.offloaded, policy, share)
 
     def _bytes(self, parts: Sequence[Part], policy: SavePolicy, share: Share) -> float:
-        """Of layers in one checkpoint, only the first saves its input."""
+        """Bytes of these parts. Of the layers in one checkpoint, only the first saves its input."""
         shares = {"input": policy.layers_per_checkpoint}
         return sum(self.tensor_bytes(part, share) / shares.get(part, 1) for part in parts)
 

@@ -33,7 +33,7 @@ class SegmentsConfig(Builds):
         return self.segments
 
     def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
-        """The same segments with other blocks, one per layer. Equal blocks must be replaced by equal blocks."""
+        """A copy with these blocks, one per layer. Equal blocks must be replaced by equal blocks."""
         starts = accumulate((part.layers() for part in self.segments), initial=0)
         parts = [
             part.with_pattern(blocks[start : start + len(part.pattern)])
@@ -52,7 +52,7 @@ class SegmentsConfig(Builds):
 
     @classmethod
     def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
-        """These blocks in segments with the fewest blocks to compile: the smallest total length of patterns."""
+        """Segments of these blocks with the fewest blocks to compile: the smallest total length of patterns."""
         runs = split_patterns([blocks.index(block) for block in blocks])
         stacks = (StackConfig(pattern=tuple(blocks[n] for n in pattern), repeats=repeats) for pattern, repeats in runs)
         return cls(segments=tuple(stacks))

@@ -264,7 +264,7 @@ class Stack(nnx.Module):
         return tuple(tuple(self.layout.in_fp8(layer + place) for place in range(pattern)) for layer in layers)
 
     def unit(self, segment: Segment, policy: SavePolicy, repeats: int, fp8_layers: Fp8Layers | None = None) -> Unit:
-        """That many repeats of a segment's pattern as one function under the save policy."""
+        """`repeats` repeats of a segment's pattern as one function under the save policy."""
         name_input = "input" in policy.offloaded
         if repeats == 1:
             return checkpointed(self.repeat(segment, name_input, None if fp8_layers is None else fp8_layers[0]), policy)

@@ -90,7 +90,7 @@ class Layout:
     """Approximate weight of one position's loss in the differentiated loss, before the loss scale."""
 
     def plain(self) -> "Layout":
-        """The same layout with einsum; the auxiliary arrays of weights stay."""
+        """A copy that multiplies with plain einsum; the auxiliary arrays of weights stay."""
         return replace(self, matmul=exact, fp8_layers=None)
 
     def fp8_or_plain(

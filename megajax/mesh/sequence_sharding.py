@@ -79,7 +79,7 @@ class SequenceSharding(ContextSharding):
         return jnp.concatenate([piece(i * size, (i + 1) * size) for i in order.tolist()], axis=1)
 
     def plain(self) -> "SequenceSharding":
-        """The same devices with plain chunks: the layout of arrays if the mesh axis is not manual.
+        """This sharding with plain chunks: the layout of arrays if the mesh axis is not manual.
 
         Without a ring, because not every kernel supports plain chunks of causal rows in a ring.
         """

@@ -158,7 +158,7 @@ class ChoosesKernels(Protocol):
         ...
 
     def with_kernels(self, names: Sequence[str]) -> "ModelConfig":
-        """The same model with these kernels, in the order of `kernel_choices`."""
+        """A copy with these kernels, in the order of `kernel_choices`."""
         ...
 
 
@@ -183,7 +183,7 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         ...
 
     def with_recomputing(self, recomputing: Recomputing) -> "Facts":
-        """The same model with these recompute settings."""
+        """A copy with these recompute settings."""
         ...
 
     def matmul_sides(self, tensor: int) -> Iterator[Side]:

@@ -63,7 +63,7 @@ class Target(NamedTuple):
     weights: Array
     """float32 [B, S]."""
     counted: Array
-    """Their sum, float32 []."""
+    """Sum of the weights, float32 []."""
     share: Array
     """Factor on the weights, see `LossReduction.share`; float32 []."""
     coefficient: float

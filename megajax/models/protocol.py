@@ -227,7 +227,7 @@ class GeneratingModel(Model, Protocol):
         ...
 
     def next_logits(self, x: Array) -> Array:
-        """That output -> logits of the next token, float32 [T, 1, V], laid out (batch, seq, vocab).
+        """Output x of `step` -> logits of the next token, float32 [T, 1, V], laid out (batch, seq, vocab).
 
         V: the vocabulary with padding, which every number of devices along `vocab` divides.
         """

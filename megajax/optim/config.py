@@ -328,21 +328,21 @@ class ScheduleConfig(Builds):
     warmup_steps: int | None = None
     """Steps from warmup_start to lr; set at most one of the three warm-ups."""
     warmup_samples: int | None = None
-    """The same in samples."""
+    """Samples from warmup_start to lr."""
     warmup_fraction: float | None = None
-    """The same as a share of the decay."""
+    """Warm-up from warmup_start to lr, as a share of the decay."""
     warmup_start: float = 0.0
     """Learning rate of the first update, when there is a warm-up."""
     decay_steps: int | None = None
     """Steps until min_lr, warm-up included; none: the whole run."""
     decay_samples: int | None = None
-    """The same in samples."""
+    """Samples until min_lr, warm-up included."""
     anneal_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of wsd's decay: 2 * 0.5^r - 1, 1 - r, (1 + cos(pi r)) / 2 or 1 - sqrt(r), with r from 0 to 1."""
     anneal_steps: int | None = None
     """Length of wsd's decay, the last steps before the end of decay_steps."""
     anneal_samples: int | None = None
-    """The same in samples."""
+    """Length of wsd's decay in samples."""
     weight_decay_start: float | None = None
     """Weight decay of the first update, which changes to optimizer.weight_decay; none: constant."""
     weight_decay_style: Literal["linear", "cosine"] = "linear"
@@ -350,7 +350,7 @@ class ScheduleConfig(Builds):
     weight_decay_steps: int | None = None
     """Steps of that change; none: the whole run."""
     weight_decay_samples: int | None = None
-    """The same in samples."""
+    """Samples of that change."""
     on_resume: Literal["same", "config"] = "same"
     """What happens if a run resumes with a different schedule, weight decay or groups. same: an error; config: follow
     this config from the samples consumed so far."""

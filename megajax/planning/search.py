@@ -160,7 +160,7 @@ def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
 
 
 def settings(changed: Mapping[str, Any]) -> list[str]:
-    """As "parallel.tensor=4"."""
+    """Changed settings as on a command line, such as "parallel.tensor=4"."""
 
     def text(value: Any) -> str:
         if isinstance(value, list):

@@ -55,7 +55,7 @@ class Attempt:
     progress: float
     """End of its last step or other work."""
     end: float
-    """Its end, at or after `progress`."""
+    """End of the attempt, at or after `progress`."""
     first_step: int
     """Number of steps completed before it."""
     last_step: int

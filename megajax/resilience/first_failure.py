@@ -40,14 +40,14 @@ class MemberState:
 
     process: int
     code: int | None = None
-    """Its exit code, negative for a signal; None: alive."""
+    """Exit code, negative for a signal; None if the process is alive."""
     order: float = 0.0
     """When it ended, by a clock that all processes share."""
     beat: Beat | None = None
     silent: float = 0.0
     """Age of its last beat, in seconds."""
     state: str | None = None
-    """Its state in Linux (R, S, D, T, Z), if known."""
+    """State in Linux (R, S, D, T, Z), if known."""
 
 
 class Cause(NamedTuple):

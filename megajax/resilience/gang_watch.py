@@ -45,7 +45,7 @@ class Sighting:
     changed: float
     """When the beat last changed, by the launcher's monotonic clock, because clocks of machines differ."""
     state: str | None = None
-    """Its state in Linux (R, S, D, T, Z), if it runs on this machine."""
+    """State in Linux (R, S, D, T, Z), if the process runs on this machine."""
 
 
 class GangWatch:

@@ -17,7 +17,7 @@ class Symptom(NamedTuple):
     """A change in the health of a GPU."""
 
     gpu: int
-    """Its index among all GPUs of the machine."""
+    """Index among all GPUs of the machine."""
     what: str
     """uncorrected_errors, remap_pending, remap_failed, retired_pages, slowdowns, temperature, power_limit, xid or
     driver; also a field of events.jsonl."""

@@ -34,7 +34,7 @@ class StopRequest:
     """The first signal that asked this process to stop."""
 
     signal: str
-    """Its name: "SIGTERM", "SIGINT", "SIGUSR1" or "SIGHUP"."""
+    """Name of the signal: "SIGTERM", "SIGINT", "SIGUSR1" or "SIGHUP"."""
     time: float
     """Time of the signal, in seconds since 1970."""
     at: float = field(default_factory=time.monotonic, compare=False)

@@ -21,7 +21,7 @@ class LogLikelihood(NamedTuple):
     """The log-likelihood of a continuation."""
 
     value: float
-    """Its log-probability, in nats."""
+    """Log-probability of the continuation, in nats."""
     greedy: bool
     """Whether each of its tokens is the most likely one."""
     tokens: int

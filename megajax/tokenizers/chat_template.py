@@ -103,7 +103,7 @@ class ChatTemplate:
         return self._render_marked(messages, prompt, more).replace(BEGIN, "").replace(END, "")
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
-        """As `render`, with BEGIN and END around {% generation %} blocks."""
+        """The text of messages, with BEGIN and END around {% generation %} blocks; see `render`."""
         from jinja2 import TemplateError
 
         try:

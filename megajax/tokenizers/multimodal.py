@@ -68,7 +68,7 @@ class MultimodalTokenizer(Tokenizer):
         return self.base.plain()
 
     def split_point(self, data: bytes) -> int:
-        """That of the tokenizer of the text, or an earlier one if a token may cross it."""
+        """The text tokenizer's split point, or an earlier one if a token may cross it."""
         place = self.base.split_point(data)
         longest = max(map(len, self._ids))
         for start in range(max(0, place - longest + 1), place):

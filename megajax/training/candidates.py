@@ -23,7 +23,7 @@ SHARDINGS = ("replicate", "zero1", "fsdp")
 RESHAPED = 0.8
 """Factor on the score of a candidate for each changed axis other than data: it must use a quarter more devices."""
 HALVED = 0.95
-"""The same for each halving of the rows in a microbatch."""
+"""Factor on the score for each halving of the rows in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ SETTING = "data.loader.balance"
 
 
 def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
-    """Of a RunConfig: rows that all have the same work, and losses that depend on which rows share a microbatch."""
+    """Problems of balancing rows: they have equal work, or the loss depends on which rows share a microbatch."""
     del devices
     balance, model = cfg.data.loader.balance, cfg.model
     if balance == "none":

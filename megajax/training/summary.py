@@ -48,7 +48,7 @@ def plain(title: str, rows: Rows) -> str:
 
 
 def table(title: str, rows: Rows) -> str:
-    """The same as an HTML table."""
+    """An HTML table with the title as its heading."""
     align = ' style="text-align: left"'
     cells = [
         f"<tr><th{align}>{html.escape(name)}</th><td{align}>{html.escape(value)}</td></tr>" for name, value in rows

@@ -99,8 +99,8 @@ def test_the_vocabulary_is_cut_over_pipeline_and_tensor(sizes, multiple, cuts, l
     cfg = run_config(parallel=on(**sizes), model=model(vocabulary_multiple=multiple, **few))
     padded = -(-60 // multiple) * multiple
     assert problems(cfg) == {
-        "model.vocabulary_multiple": f"the vocabulary, padded to {padded}, is cut over {cuts} devices, which do not "
-        f"divide it | set model.vocabulary_multiple={legal}"
+        "model.vocabulary_multiple": f"the vocabulary, padded to {padded}, is sharded over {cuts} devices, which do "
+        f"not divide it | set model.vocabulary_multiple={legal}"
     }
     assert problems(cfg.but(model=model(vocabulary_multiple=legal, **few))) == {}
 

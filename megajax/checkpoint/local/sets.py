@@ -35,11 +35,11 @@ class HostCopy(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     dtype: str
     box: Box
     content: np.ndarray
-    """Its bytes."""
+    """Bytes of the shard."""
 
 
 class Piece(NamedTuple):
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     dtype: str
     box: Box
     file: str

@@ -104,9 +104,9 @@ class TokenFilesConfig(Builds):
     train_paths: tuple[str, ...] = ()
     """Prefixes, with or without weights, of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
-    """The same for validation."""
+    """Prefixes, with or without weights, of validation data only."""
     test_paths: tuple[str, ...] = ()
-    """The same for the test split."""
+    """Prefixes, with or without weights, of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in each of `paths`, by number of sequences, or by number of documents for
     masked data; scaled to a sum of 1."""

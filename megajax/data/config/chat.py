@@ -24,9 +24,9 @@ class ChatConfig(Builds):
     train_paths: tuple[str, ...] = ()
     """Files of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
-    """The same for validation."""
+    """Files of validation data only."""
     test_paths: tuple[str, ...] = ()
-    """The same for the test split."""
+    """Files of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
     template: str = "plain"

@@ -46,9 +46,9 @@ class ImageTextConfig(ImageTextRowsConfig):
     train_paths: tuple[str, ...] = ()
     """Files of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
-    """The same for validation."""
+    """Files of validation data only."""
     test_paths: tuple[str, ...] = ()
-    """The same for the test split."""
+    """Files of test data only."""
     split: str = "98,2,0"
     """Shares of training, validation and test, by number of lines of `paths`."""
     image_folder: str | None = None

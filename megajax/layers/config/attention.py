@@ -24,7 +24,7 @@ class MultiHeadConfig(LayerFacts):
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    """Those of the subclass: every subclass is a dataclass."""
+    """Fields of the subclass, which is always a dataclass."""
     heads: int
     window: int | None
     sink: Literal["none", "zero", "learned"]
@@ -81,7 +81,7 @@ class MultiHeadConfig(LayerFacts):
         return choose(self.kernel, self.request(replace(request, key_dim=self.size(hidden))), device, setting)
 
     def with_kernel(self, name: str) -> Self:
-        """The same layer with this kernel, a `Kernel`."""
+        """A copy with this kernel, a `Kernel`."""
         return replace(self, kernel=name)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
@@ -304,7 +304,7 @@ class AttentionConfig(MultiHeadConfig):
         return replace(request, key_dim=size, value_dim=size, bias=self.relative is not None)
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Those of the matmuls, and of scores and values."""
+        """Multiply-adds of the matmuls, and of scores and values."""
         pairs = self.per_pair(hidden)
         masked, full = (pairs, 0) if self.causal else (0, pairs)
         return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=masked, per_full_pair=full)

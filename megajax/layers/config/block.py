@@ -122,7 +122,7 @@ class StackConfig(Builds):
         return (self,)
 
     def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "StackConfig":
-        """The same stack with other blocks."""
+        """A copy with these blocks as the pattern."""
         return replace(self, pattern=tuple(blocks))
 
     @classmethod

@@ -19,7 +19,7 @@ class StateSpaceConfig(LayerFacts):
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    """Those of the subclass: every subclass is a dataclass."""
+    """Fields of the subclass, which is always a dataclass."""
     kernel: ClassVar[Literal["chunks"]] = "chunks"
     dropout: ClassVar[float] = 0.0
     state: int

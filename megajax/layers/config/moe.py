@@ -208,7 +208,7 @@ class MoEConfig(Builds):
         return replace(self, router=router, dispatch=replace(self.dispatch, room=None))
 
     def with_kernel(self, name: GroupedKernel) -> Self:
-        """The same layer with this kernel."""
+        """A copy with this kernel."""
         return replace(self, kernel=name)
 
     def width(self, hidden: int) -> int:

@@ -83,7 +83,7 @@ class LayerScaleConfig(Builds):
 
     target: ClassVar[str] = "megajax.layers.norm:LayerScale"
     initial: float = 0.1
-    """Of all factors: 0.1 in InternViT, 1e-5 to 0.1 in CaiT."""
+    """Initial value of the factors: 0.1 in InternViT, 1e-5 to 0.1 in CaiT."""
 
     def problems(self) -> list[Problem]:
         return above_zero(initial=self.initial)

@@ -54,7 +54,7 @@ class System:
 
 
 MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
-"""As counted in compiled programs, see megajax.planning.cost.work; most_in_place is MOST_LOOPS of pipeline.executor."""
+"""As counted in compiled programs (megajax.planning.cost.work); most_in_place is MOST_LOOPS of pipeline.executor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +212,9 @@ class Tower:
 
     run: Description
     section: SectionFacts
-    """Whose stack is the segment."""
+    """The section, with this segment as its stack."""
     unsplit: SectionFacts
-    """The same with all its segments."""
+    """The section with all its segments."""
     before: int
     """Layers of the segments before."""
 

@@ -24,13 +24,13 @@ ATTENTION_BACKWARD = 2.5
 RESIDUAL_PASSES = 24
 """Reads and writes of an array of T x D by a block's norms and additions, forward and backward."""
 JOINING_PASSES = 3
-"""The same of whole rows, by adding the input's gradients from matmuls that are not joined."""
+"""Reads and writes of an array of whole rows, to add the input's gradients from matmuls that are not joined."""
 PASSES: dict[Part, int] = {
     "query_key_value": 4,  # rotations, biases, casts beside attention
     "mlp": 2,
     "activation": 4,
 }
-"""The same of the tensors that layers name."""
+"""Additional reads and writes of each named tensor of a layer."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
 ROW_BUFFERS = 3
@@ -43,11 +43,11 @@ LOGIT_BYTES = 14
 """Bytes of one logit, beside the matmuls, in a loss by chunks: read in float32 for maximum, sum and gradient,
 which is written in bfloat16."""
 UNFUSED_LOGIT_BYTES = 36
-"""The same with a loss of separate steps, each of which reads and writes all logits in float32."""
+"""Bytes of one logit in a loss of separate steps, each of which reads and writes all logits in float32."""
 EMBEDDING_PASSES = 6
 """Passes over T x D by looking up embeddings and accumulating their gradients, once a microbatch."""
 ENTRY_PASSES = 12
-"""The same of what is cut along the sequence: the last norm, the loss's input and its gradient."""
+"""Passes over T x D along the sequence by the last norm, the loss's input and its gradient, once a microbatch."""
 TICK_PASSES = {"elementwise": 9, "copies": 10}
 """Passes over T x D along the sequence by tensors between stages: selected, kept, sent; once a tick."""
 ALIGNED = 8
@@ -334,7 +334,7 @@ class Footprint:
     parameters: float
     """float32 master weights, at rest."""
     optimizer: float
-    """Its moments, without those in host memory."""
+    """Bytes of moments, without those in host memory."""
     weights: float
     """In compute dtype, as held during the step."""
     gradients: float

@@ -70,7 +70,7 @@ class Device:
     attention_forward: float = 0.60
     """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
     attention_backward: float = 0.50
-    """The same for the backward pass, which has five matmuls where the forward pass has two."""
+    """Share of `peak` that its backward pass reaches, which has five matmuls instead of two."""
     stream: float = 0.80
     """Share of `bandwidth` that norms, activations and the optimizer reach."""
     nvlink_share: float = 0.75
@@ -267,7 +267,7 @@ class Cluster(NamedTuple):
 
     @property
     def gpu(self) -> GPU:
-        """As the compiler knows it. Raises UserError for a device that is described in a file."""
+        """The compiler's description of the device. Raises UserError for a device from --device-file."""
         if self.device.name not in GPUS:
             raise UserError(
                 f"{self.device.name} is described in --device-file, which the compiler can't use: give --formula"

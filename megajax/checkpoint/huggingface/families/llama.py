@@ -35,9 +35,9 @@ class Kind(NamedTuple):
 
     architecture: str
     defaults: Mapping[str, Any]
-    """Of settings that config.json does not have."""
+    """Values of settings that are missing from config.json."""
     windows: tuple[str, ...] = WINDOWS
-    """Its settings of windows."""
+    """Names of its settings for attention windows."""
 
 
 KINDS = {

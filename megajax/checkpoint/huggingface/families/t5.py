@@ -62,7 +62,7 @@ def feed_forward(settings: Settings) -> layers.MLPConfig:
 
 
 def feed_forward_name(mlp: layers.DenseMLPConfig | layers.GatedMLPConfig) -> str:
-    """Its `feed_forward_proj`."""
+    """`feed_forward_proj` in config.json."""
     if isinstance(mlp, layers.DenseMLPConfig):
         return activation_name(mlp.activation)
     special = {"gelu_tanh": "gated-gelu", "gelu": "gated-gelu_python"}
@@ -87,7 +87,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 
 
 def section(tensor: str, path: str, last: int, up: str) -> list[Row]:
-    """Of `encoder` or `decoder`. last: number of the feed-forward sub-layer; up: name of its matrix."""
+    """Rows of `encoder` or `decoder`. last: number of the feed-forward sub-layer; up: name of its matrix."""
     layer, block = f"{tensor}.block.{{layer}}.layer", f"{path}stack.*"
     names, mlp = ("q", "k", "v", "o"), f"{layer}.{last}.DenseReluDense"
     table = f"{tensor}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
