@@ -43,7 +43,7 @@ class SaveReport(NamedTuple):
     blocking_seconds: float
     """How long `save` took, including waiting for an earlier save."""
     total_seconds: float
-    """From the call to the commit, including hashing."""
+    """Time from the call to the commit, including hashing."""
     bytes: int
     """Size of all files of the step (0 on processes other than 0); of a local save, of this process's set."""
     failure: str | None = None

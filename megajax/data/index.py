@@ -25,7 +25,7 @@ class IndexRequest:
     first: int
     """First sequence of the split."""
     last: int
-    """One past its last sequence."""
+    """One past the last sequence of the split."""
     rows: int | None
     """Minimum number of rows; None: one epoch."""
     sequence_length: int

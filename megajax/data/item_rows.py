@@ -54,7 +54,7 @@ class RowOrder(NamedTuple):
     """Number, order and randomness of the rows of a split, and the handling of unreadable items."""
 
     rows: int | None
-    """None: one pass over the items."""
+    """Number of rows; None: one pass over the items."""
     seed: int
     """Seed of the order and of the randomness within rows."""
     split: int

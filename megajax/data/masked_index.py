@@ -30,7 +30,7 @@ class MaskedRequest:
     first: int
     """First document of the split."""
     last: int
-    """One past its last document."""
+    """One past the last document of the split."""
     rows: int | None
     """Minimum number of samples; None: one epoch."""
     target: int

@@ -44,7 +44,7 @@ class Calibration(NamedTuple):
     """Calibration of all matrices that the text reached."""
 
     matrices: Mapping[str, Calibrated]
-    """By path."""
+    """Calibration of each matrix, by path."""
     errors: Mapping[str, tuple[float, float]]
     """Path -> relative error of the output, root mean square over layers: (without factors, with factors)."""
 

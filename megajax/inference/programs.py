@@ -34,9 +34,9 @@ class LoadedModel:
     cfg: Any
     """A `megajax.models.protocol.ModelConfig`."""
     model: nnx.Module
-    """Abstract."""
+    """The module with abstract arrays."""
     weights: Params
-    """By path, in the compute dtype."""
+    """Weights by path, in the compute dtype."""
     mesh: Mesh
     layout: Layout
     matmul_precision: str | None = None

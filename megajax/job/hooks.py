@@ -87,7 +87,7 @@ class EvaluateTasks:
     log: Writer
     scorer: Scorer
     tasks: dict[str, Task]
-    """By name."""
+    """Tasks by name."""
     ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Shows that an evaluation is under way."""
     last_step: int | None = None

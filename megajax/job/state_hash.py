@@ -31,11 +31,11 @@ class HashedLeaf(NamedTuple):
     """An array of the state, and its sharding."""
 
     path: str
-    """For example "params.stack.blocks.0.mlp.up"."""
+    """Path in the state, for example "params.stack.blocks.0.mlp.up"."""
     sharded: tuple[bool, ...]
     """For each mesh axis, whether the array is sharded over it."""
     bytes: int
-    """On each device."""
+    """Bytes on each device."""
 
     def copies(self, mesh: Mesh) -> int:
         """Number of devices that hold the same bytes."""

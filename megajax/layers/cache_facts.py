@@ -24,7 +24,7 @@ class CacheLeaf:
     """token: in blocks of the pool; row: constant size, in the slot of a row; memory: per token of the preceding
     section, stored as a row leaf of that section's maximum length."""
     dtype: str | None = None
-    """None: the dtype of the cache."""
+    """Dtype of the leaf; None: the dtype of the cache."""
     layers: int = 1
     """Layers stacked along a leading dimension."""
 

@@ -294,7 +294,7 @@ class DrawsNumbers(Protocol):
     """A layer that may draw random numbers other than for dropout."""
 
     def draws_numbers(self) -> bool:
-        """Whether it draws them in training."""
+        """Whether the layer draws random numbers in training."""
         ...
 
 

@@ -55,7 +55,7 @@ class Rates:
     step_seconds: float
     """Wall time of the step, s."""
     tokens_per_second: float | None
-    """Over all devices."""
+    """Throughput of all devices together."""
     tokens_per_second_per_device: float | None
     tflops_per_device_causal: float | None
     """Model TFLOP/s per device, attention counted as causal."""

@@ -49,7 +49,7 @@ class Bert(DecoderLM):
     ) -> Array:
         """tokens int32 [B, S] -> logits of the original tokens, float32 [B, S, vocabulary_size]; by plain jax.jit.
 
-        positions, segment_ids (0 for padding), token_types: int32 [B, S]; None: in order, no padding, all 0.
+        positions, segment_ids (0 for padding), token_types: int32 [B, S]; by default in order, no padding, all 0.
         """
         leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
         batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}

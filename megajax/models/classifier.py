@@ -70,8 +70,8 @@ class TextClassifier(DecoderLM):
         """int32 [B, S], or [B, K, S] for choices -> float32 logits [B, C], numbers [B], scores of choices [B, K], or of
         first and last tokens [B, S, 2]; by plain jax.jit.
 
-        positions: None: in order; segment_ids: 1 for tokens, 0 for padding after them, None: no padding; token_types:
-        None: all 0.
+        positions: in order by default; segment_ids: 1 for tokens, 0 for padding after them, by default no padding;
+        token_types: all 0 by default.
         """
         batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens) if segment_ids is None else segment_ids}
         batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types

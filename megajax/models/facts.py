@@ -47,7 +47,7 @@ class ParameterCount:
     """Number of weights of a model, without the padding of vocabulary tables."""
 
     layers: int
-    """In blocks, final norms, and heads of multi-token prediction."""
+    """Weights in blocks, final norms, and heads of multi-token prediction."""
     embedding: int
     """Token and position tables."""
     head: int

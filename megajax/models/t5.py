@@ -50,7 +50,7 @@ class T5(DecoderLM):
     ) -> Array:
         """tokens int32 [B, S] after encoder_tokens int32 [B, T] -> logits float32 [B, S, vocabulary_size].
 
-        segment_ids: 0 for padding; None: no padding. Raises ValueError without encoder_tokens.
+        segment_ids: 0 for padding; by default there is none. Raises ValueError without encoder_tokens.
         """
         if encoder_tokens is None:
             raise ValueError("T5 needs encoder_tokens, the input of its encoder")

@@ -85,7 +85,7 @@ class Carry(NamedTuple):
     dx: Array
     """Gradient with respect to the input of the last backward."""
     ready: Array
-    """On all stages, the output whose loss is computed next."""
+    """The output whose loss is computed next, on all stages."""
     outputs: Array
     """[output slots, B, S, D]: on the last stage, outputs that wait for their loss."""
     rings: Rings

@@ -51,7 +51,7 @@ LISTED = 5
 """Layouts in the table."""
 
 type Figures = dict[str, Any]
-"""By the names of a plan's JSON: `fits`, `peak_gib` and those of time; or only `fits` and the compiler's `error`."""
+"""Values by their names in a plan's JSON: `fits`, `peak_gib` and times; or only `fits` and the compiler's `error`."""
 
 
 def compile_layout(program: Sequence[str], case: Case) -> Figures:
@@ -155,7 +155,7 @@ class Result:
         return {"tried": sum(counts.values()), **counts}
 
     def to_dict(self, settings: list[str]) -> dict[str, Any]:
-        """For JSON. settings: those that the best lays over the config."""
+        """The ranking as JSON. settings: those that the best layout changes in the config."""
         device, devices, per_node = self.task.case.cluster
         return {
             "device": device.name,

@@ -361,7 +361,7 @@ def rank(entry: Entry) -> tuple[float, int, float]:
 
 
 def rounded(seconds: float) -> float:
-    """To three digits, the precision of the cost model."""
+    """Seconds rounded to three digits, the precision of the cost model."""
     return float(f"{seconds:.2e}")
 
 

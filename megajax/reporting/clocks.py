@@ -18,11 +18,11 @@ class Stamp(NamedTuple):
     """The time of a line."""
 
     time: float
-    """By the wall clock, in seconds since 1970."""
+    """Wall-clock time, in seconds since 1970."""
     boot: str | None = None
     """ID of the machine's boot; None if unknown."""
     seconds: float = 0.0
-    """By the monotonic clock of that boot."""
+    """Time of that boot's monotonic clock, in seconds."""
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> "Stamp":

@@ -122,7 +122,7 @@ class History:
     tasks: Mapping[str, tuple[int, Mapping[str, float]]]
     """Task without a loss -> step of its last evaluation, and its metrics."""
     events: tuple[Event, ...]
-    """In file order."""
+    """Events in file order."""
     config: Mapping[str, Any]
     """config.yaml; {} if it is missing or damaged."""
     differences: tuple[tuple[str, str, str], ...]

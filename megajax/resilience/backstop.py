@@ -13,7 +13,7 @@ import sys
 from typing import Self
 
 GRACE_SECONDS = 10
-"""From the end of the timer to SIGALRM."""
+"""Time from the end of the timer to SIGALRM."""
 LONGEST_SECONDS = 1e9
 """A longer timer may not fit into the system's numbers."""
 

@@ -47,7 +47,7 @@ class Drill(NamedTuple):
     step: int
     always: bool
     process: int | None = None
-    """None: all processes."""
+    """Process that has the fault; None: all processes."""
     attempt: int = 1
     """The start by the launcher in which the fault happens, unless `always`."""
 

@@ -30,7 +30,7 @@ EXIT_CODES = {
         ExitCode(TERMINATED, "a second SIGTERM, or one before training began: ended at once, not saved", False),
     )
 }
-"""By code."""
+"""Exit codes by number."""
 
 STOP_ASKED = frozenset({SUCCESS, REQUEUE, INTERRUPTED, TERMINATED})
 """Codes of runs that were asked to stop, or are done."""

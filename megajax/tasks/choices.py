@@ -17,7 +17,7 @@ class Question(NamedTuple):
     """One line of the file."""
 
     requests: Sequence[Request]
-    """One for each choice."""
+    """One request for each choice."""
     sizes: np.ndarray
     """UTF-8 bytes of each choice."""
     answer: int

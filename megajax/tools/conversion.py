@@ -70,7 +70,7 @@ class Options:
     """How weights are written."""
 
     dtype: np.dtype | None = None
-    """None: float32 in a run; in other formats the dtype of the source."""
+    """Dtype of weights; None: float32 in a run, the dtype of the source in other formats."""
     family: str = ""
     shard_bytes: int = SHARD_BYTES
 

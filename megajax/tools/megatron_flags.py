@@ -83,7 +83,7 @@ class Converted:
     """The result of converting a command line."""
 
     config: RunConfig | None
-    """None: the flags have problems."""
+    """The run's config; None: the flags have problems."""
     flag_settings: frozenset[str]
     """Settings that the flags determine."""
     mapped: tuple[tuple[str, str], ...]

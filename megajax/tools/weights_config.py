@@ -69,7 +69,7 @@ def model_facts(cfg: RunConfig) -> dict[str, Any]:
 def special_tokens(cfg: RunConfig) -> dict[str, int | None]:
     """Special tokens for a config.json, in place of its family's defaults.
 
-    None: the tokenizer has no such token, or its files are missing.
+    A token is None if the tokenizer has no such token or its files are missing.
     """
     if ids_below(cfg.model) is None:
         return {}

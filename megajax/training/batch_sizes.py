@@ -10,7 +10,7 @@ class BatchSize(NamedTuple):
     """The batch size of a step."""
 
     rows: int
-    """Over all devices."""
+    """Rows over all devices."""
     microbatches: int
 
 

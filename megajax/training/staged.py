@@ -105,7 +105,7 @@ class SplitWeights(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], stacks: Sequence[str]) -> "SplitWeights":
-        """From values by path in the model. stacks: paths of the sections, see `StagedSection.path`."""
+        """Splits values by path in the model. stacks: paths of the sections, see `StagedSection.path`."""
         stacked = {
             stack: {path.removeprefix(stack): value for path, value in values.items() if path.startswith(stack)}
             for stack in stacks

@@ -28,7 +28,7 @@ from megajax.config.nearest import did_you_mean
 
 @cache
 def families() -> Mapping[str, Family]:
-    """By name."""
+    """Families by name."""
     modules = (
         llama,
         mixtral,

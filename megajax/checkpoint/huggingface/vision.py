@@ -15,7 +15,7 @@ class Tower(NamedTuple):
     """What the towers of a family have in common."""
 
     model_type: str
-    """In a config.json of a standalone tower."""
+    """model_type in the config.json of a standalone tower."""
     activation: str
     epsilon: float
     patch: int

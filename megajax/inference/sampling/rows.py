@@ -70,9 +70,9 @@ class RowSampling(NamedTuple):
     """The settings of the rows of a step; None for those that the program does not read."""
 
     drawing: Drawing | None = None
-    """From Program.SAMPLED on."""
+    """Read by Program.SAMPLED and Program.FULL."""
     edits: Edits | None = None
-    """From Program.FULL on."""
+    """Read by Program.FULL."""
 
 
 class Chosen(NamedTuple):
@@ -85,7 +85,7 @@ class Chosen(NamedTuple):
     finite: Array
     """bool [R]: whether all logits of the row are finite."""
     scores: "Scores | None" = None
-    """From Program.FULL on."""
+    """Read by Program.FULL."""
 
 
 class Scores(NamedTuple):

@@ -57,7 +57,7 @@ class L2NormConfig(Builds):
         return above_zero(epsilon=self.epsilon)
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
-        """None."""
+        """No weights."""
         del size, axis
         return ()
 
@@ -72,7 +72,7 @@ class IdentityNormConfig(Builds):
         return []
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
-        """None."""
+        """No weights."""
         del size, axis
         return ()
 

@@ -61,7 +61,7 @@ class MeanPoolingConfig(ClassTokenConfig):
     target: ClassVar[str] = "megajax.models.vit:MeanPooling"
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
-        """None."""
+        """No problems."""
         del tower
         yield from ()
 
@@ -168,7 +168,7 @@ class SegmenterConfig(Builds):
         return problems
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
-        """None."""
+        """No problems."""
         del tower
         yield from ()
 

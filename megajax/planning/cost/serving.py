@@ -150,7 +150,7 @@ class Serving:
         return max(compute, self.step_bytes(1) / self.run.device.bandwidth)
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """The estimate as printed by --json."""
         names = ("tensor", "weights", "cache", "context", "weight_bytes", "token_bytes", "row_bytes", "tokens", "rows")
         speeds = {rows: self.tokens_per_second(rows) for rows in row_counts(self.rows)}
         figures = {name: getattr(self, name) for name in (*names, "first_token_seconds")}

@@ -336,9 +336,9 @@ class Footprint:
     optimizer: float
     """Bytes of moments, without those in host memory."""
     weights: float
-    """In compute dtype, as held during the step."""
+    """Weights in the compute dtype, as held during the step."""
     gradients: float
-    """Accumulated over microbatches."""
+    """Gradients accumulated over microbatches."""
     activations: float
     """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
     working: float

@@ -52,9 +52,9 @@ class Device:
     peak: float
     """Rate of dense bfloat16 or float16 matmuls."""
     nvlink: float
-    """To other devices of the node, one direction."""
+    """Bandwidth to other devices of the node, one direction."""
     network: float
-    """To other nodes, one direction, each device's share."""
+    """Bandwidth to other nodes, one direction, each device's share."""
     peak_fp8: float | None = None
     """Rate of dense fp8 matmuls; None: not supported."""
     peak_float32: float | None = None

@@ -133,7 +133,7 @@ class Program:
     """A compiled program: what each device runs."""
 
     computations: dict[str, Computation]
-    """By name; callees come before their callers."""
+    """Computations by name; callees come before their callers."""
     entry: str
 
     @classmethod
@@ -187,13 +187,13 @@ class Place:
     """Fraction of those runs that is not skipped, by the names of conditionals and loops."""
 
     def inside(self, loop: Instruction, number: int) -> "Place":
-        """In the body of a while loop, the `number`th one here."""
+        """The place inside the body of a while loop, the `number`th at this place."""
         counted = loop.trips is not None or loop.share is None
         trips, share = (loop.trips, 1.0) if counted else (1, loop.share or 1.0)
         return Place((*self.path, number), (*self.trips, trips), self.conditional, self.share * share)
 
     def branch(self, op: Instruction) -> "Place":
-        """In the branches of a conditional."""
+        """The place inside the branches of a conditional."""
         return Place(self.path, self.trips, self.conditional or op.share is None, self.share * (op.share or 1.0))
 
     @property

@@ -47,7 +47,7 @@ class Memory:
     optimizer: int
     """Optimizer state, part of the arguments."""
     host: int = 0
-    """In host memory: offloaded moments and activations."""
+    """Bytes in host memory: offloaded moments and activations."""
 
     @property
     def peak(self) -> int:

@@ -51,7 +51,7 @@ def _read(settings: Settings) -> T5Config:
 
 
 def feed_forward(settings: Settings) -> layers.MLPConfig:
-    """By `feed_forward_proj`, for example relu or gated-gelu, which is the tanh form."""
+    """The MLP of `feed_forward_proj`, for example relu or gated-gelu, which is the tanh form."""
     name = settings.take("feed_forward_proj", "relu")
     activation: Any = ACTIVATIONS.get("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-"))
     if activation is None:
