@@ -1,11 +1,11 @@
-"""Layers of BERT and T5 compiled for a virtual H100: which attention kernels they call, and their temporary memory.
+"""Attention kernels and temporary memory of BERT and T5 layers, compiled for a virtual H100.
 
 Run:  python benchmarks/attention_memory.py [--quick]            (needs the extra aot; no GPU. About three minutes)
 
-The gradient of one layer of the size of BERT-large, and of one block of T5's decoder of the same width with
-cross-attention to as many tokens, on 4 padded rows in bfloat16: with cuDNN's kernels, with Pallas's, and with the
-reference, whose scores of 4 rows and 16 heads are 4 * 16 * S * T float32 numbers for each attention. --quick: rows of
-512 tokens alone. Writes benchmarks/results/attention_memory.json; docs/attention.md shows the table.
+Compiles the gradient of one BERT-large layer, and of one T5 decoder block of the same width with cross-attention to
+equally many tokens. Batches have 4 padded rows in bfloat16. The kernels are cuDNN's, Pallas's, and the reference, whose
+scores take 4 * 16 * S * T float32 numbers per attention (4 rows, 16 heads). --quick: only rows of 512 tokens. Writes
+benchmarks/results/attention_memory.json; docs/attention.md shows the table.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def compiled(block: BlockConfig, length: int, gpu: str = "h100") -> tuple[list[s
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the shorter rows alone")
+    parser.add_argument("--quick", action="store_true", help="only the shorter rows")
     quick = parser.parse_args(argv).quick
     devices.prepare()
     records = []

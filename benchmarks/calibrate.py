@@ -1,17 +1,21 @@
-"""Measures what the planner's cost model takes for known, on the devices of this host, into a file it reads.
+"""Measures the constants of the planner's cost model on the devices of this host.
 
 Run:  python benchmarks/calibrate.py [--out=FILE] [--tiny] [--seconds=0.1] [--devices=cpu:8]
 Then: python -m megajax.plan --config=FILE --devices=h100:128 --formula --calibration=FILE
 
-Matmuls by size in bfloat16 (and fp8, where the device has it), from which come the share of the peak that large ones
-reach and the size at which half of that is lost; a stream through memory; causal attention forward and backward; and,
-with several local devices, an all-gather large and small. Inputs are random numbers: on zeros or ones a GPU draws less
-power and runs up to 13 % faster than on data. Calls are enqueued in groups that are waited for once; each makes several
-products of inputs of its own, so that starting a program does not count as the time of a small matmul. Shares are of
-data sheets (planning/program/devices.py). On a device that is not known there, the rates measured stand for its peaks:
-add `network` to plan with it by --device-file.
---seconds: of timed calls for each figure. --tiny: sizes for a CPU, to see that it runs. FILE is
-benchmarks/results/calibration.json unless given; it is written after each kind of figure.
+Measures:
+- matmuls of several sizes in bfloat16, and in fp8 if supported. They give the share of the peak that large matmuls
+  reach, and the size that reaches half of that share;
+- a stream through memory;
+- causal attention, forward and backward;
+- with several local devices, a large and a small all-gather.
+
+Inputs are random numbers, because a GPU runs up to 13 % faster on zeros or ones, which need less power. The host waits
+once per group of calls. Each call computes several products of different inputs, so that launch overhead does not count
+as the time of a small matmul. Shares are relative to data sheets (planning/program/devices.py). For a device that is
+not listed there, the measured rates replace its peaks; add `network` to plan with it by --device-file.
+--seconds: duration of the timed calls for each figure. --tiny: sizes for a CPU, for a quick test. The default of --out
+is benchmarks/results/calibration.json; it is written after each kind of measurement.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Seconds that a checkpoint costs: what the training loop waits for, until it is committed, and reading it back.
+"""Cost of a checkpoint in seconds: the wait of the training loop, the time to the commit, and the time to read it.
 
     python benchmarks/checkpoint.py [--megabytes=500] [--devices=8] [--folder=DIR]
 
-Writes benchmarks/results/checkpoint.json. The state is float32 noise (weights and moments compress as badly), sharded
-over all devices (fake ones on a CPU).
+Writes benchmarks/results/checkpoint.json. The state is float32 noise, which compresses as badly as weights and moments.
+It is sharded over all devices, which are virtual on a CPU.
 """
 
 import argparse

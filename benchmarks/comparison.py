@@ -1,4 +1,7 @@
-"""Figures of gpu_check.sh by name, beside those that the planner predicted. Imports no jax: the GPU is the parts'."""
+"""Figures of gpu_check.sh by name, with the planner's predictions.
+
+Does not import jax, so that the parts can use the whole GPU.
+"""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,14 +1,14 @@
-"""Memory of the shipped configs on virtual H100s, compiled: one file of figures, and tables of pages made of it.
+"""Compiled memory of the shipped configs on virtual H100s: a file of figures, and the tables of docs made from it.
 
-Run:  nice python benchmarks/compiled_peaks.py            (needs the extra aot; no GPU. Some 15 minutes on two cores)
+Run:  nice python benchmarks/compiled_peaks.py            (needs the extra aot; no GPU. About 15 minutes on two cores)
       python benchmarks/compiled_peaks.py llama3_8b       only plans whose key contains a word
       python benchmarks/compiled_peaks.py --check [WORD]  compiles and compares with the file, writes nothing;
-                                                          exit code 1 where a figure differs by more than 1 %
+                                                          exit code 1 if a figure differs by more than 1 %
       python benchmarks/compiled_peaks.py --pages         writes the tables into the pages again; compiles nothing
 
-Figures go to benchmarks/results/compiled_peaks.json, each with the commit it was compiled at. Each plan is written as
-soon as it is compiled. Tables stand between `<!-- figures: NAME ... -->` and `<!-- end of figures -->` in PAGES; a test
-compares them with the file.
+Writes benchmarks/results/compiled_peaks.json after each plan; each figure has the commit at which it was compiled. The
+tables are between `<!-- figures: NAME ... -->` and `<!-- end of figures -->` in PAGES; a test compares them with the
+file.
 """
 
 import json
@@ -41,24 +41,24 @@ CONFIGS = {
     "t5_base": "t5.py:t5_base",
     "t5_11b": "t5.py:t5_11b",
 }
-"""Name in keys -> what --config is given, as the pages show it."""
+"""Name in keys -> value of --config, as in the pages."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config on so many H100s."""
+    """A config on a number of H100s."""
 
     config: str
     """A name of CONFIGS."""
     gpus: int
     change: str = ""
-    """What differs from the config as shipped, in words; "": nothing."""
+    """Differences from the shipped config, for people; "": none."""
     settings: tuple[str, ...] = ()
     """The same as overrides."""
 
     @property
     def key(self) -> str:
-        """What its figures are filed under."""
+        """Key of its figures in the file."""
         return ", ".join([self.config, str(self.gpus), *([self.change] if self.change else [])])
 
 
@@ -110,7 +110,7 @@ HARDWARE = {
     "t5_base": "8 H100",
     "t5_11b": "64 H100, tensor 8",
 }
-"""What a config is meant for, as docs/layouts.md says it."""
+"""The hardware that a config is meant for, as in docs/layouts.md."""
 
 type Figures = Mapping[str, Mapping[str, Any]]
 """Key -> its figures."""
@@ -140,7 +140,7 @@ def compiled(plan: Plan) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The last change of what is compiled."""
+    """Commit of the last change of the compiled code."""
     command = ["git", "log", "-1", "--format=%h", "--", "megajax", "configs"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -151,7 +151,7 @@ def stored_figures() -> dict[str, dict[str, Any]]:
 
 
 def keep(figures: dict[str, dict[str, Any]]) -> None:
-    """Write them, in the order of PLANS, with what each is a plan of; what is no plan any more goes."""
+    """Write the figures in the order of PLANS, each with its plan; figures of former plans are removed."""
     ordered = {
         plan.key: {"config": CONFIGS[plan.config], "gpus": plan.gpus, "settings": list(plan.settings)}
         | {name: value for name, value in figures[plan.key].items() if name not in ("config", "gpus", "settings")}
@@ -162,7 +162,7 @@ def keep(figures: dict[str, dict[str, Any]]) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as it was, in words."""
+    """Messages about figures that have changed."""
     for name, value in before.items():
         figure = now.get(name)
         if name in ("config", "gpus", "settings", "jax", "commit") or figure == value:
@@ -181,7 +181,7 @@ def configs_table(figures: Figures) -> Iterator[str]:
 
 
 def formula_table(figures: Figures) -> Iterator[str]:
-    """Formulas beside the compiler, docs/planning.md."""
+    """Formulas and compiled peaks, docs/planning.md."""
     yield "| config, devices | formula | compiled | |"
     yield "|---|---:|---:|---:|"
     before = None
@@ -224,7 +224,7 @@ def with_table(page: str, table: str, figures: Figures) -> str:
     before, marker, rest = page.partition(begin)
     _, ended, after = rest.partition(END)
     if not marker or not ended:
-        raise ValueError(f"the marks {begin} and {END} are not there")
+        raise ValueError(f"the marks {begin} and {END} are missing")
     return "\n".join([before + begin, *TABLES[table](figures), END]) + after
 
 

@@ -1,15 +1,19 @@
-"""Recipes of long rows on virtual H100s, by each strategy of `context`: memory, what is sent, and what hides it.
+"""Long-row configs on virtual H100s with each strategy of `context`: memory, transfers and their overlap.
 
-Run:  nice python benchmarks/context.py                 (needs the extra aot; no GPU. Some 15 minutes on two cores)
+Run:  nice python benchmarks/context.py                 (needs the extra aot; no GPU. About 15 minutes on two cores)
       python benchmarks/context.py llama3_8b_1m ring    only cases with all of these words
-      python benchmarks/context.py --table              the figures on file as Markdown; compiles nothing
+      python benchmarks/context.py --table              prints the figures on file as Markdown; compiles nothing
 
-Of each recipe and strategy: peak memory of a device, the compiler's and by formula; the bytes that a device sends over
-`context` for one layer and microbatch, forward and backward, beside the least that the strategy needs (keys and values
-in compute dtype, gradients in float32 where a ring adds them up; megajax.planning.cost.traffic); how many of these
-collectives have a matmul or an attention kernel between start and end; and the attention of the busiest device over the
-mean, exactly, of rows of one document and of packed ones. Nothing is run, so no time is measured: `step_seconds` is
-the cost model's. Each case is written to benchmarks/results/context.json as soon as it is compiled.
+For each config and strategy:
+- peak memory of a device, compiled and by formula;
+- bytes that a device sends over `context` for one layer and microbatch, forward and backward, and the minimum of the
+  strategy: keys and values in the compute dtype, gradients in float32 if a ring sums them
+  (megajax.planning.cost.traffic);
+- the number of these collectives with a matmul or an attention kernel between start and end;
+- attention work of the busiest device over the mean, computed exactly, for rows of one document and packed rows.
+
+Nothing is run, so no time is measured: `step_seconds` is an estimate of the cost model. Each case is written to
+benchmarks/results/context.json when it is compiled.
 """
 
 import json

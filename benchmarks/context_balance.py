@@ -1,9 +1,9 @@
-"""Work of the busiest device over the mean, of rows with documents: cut over context, balanced over data groups.
+"""Work of the busiest device over the mean for rows of documents, sharded over context and balanced over data groups.
 
 Run:  python benchmarks/context_balance.py [--rows=1024] [--model=llama3.py]
 
-Documents have log-normal lengths. As they come, they are read as one stream that is cut into rows, as token files are.
-Packed, documents no longer than a row fill rows, as conversations do. Prints tables, and writes
+Documents have log-normal lengths. "As they come": they form one stream that is cut into rows, as in token files.
+Packed: documents that fit into a row are packed, as conversations are. Prints tables, and writes
 benchmarks/results/context_balance.json.
 """
 

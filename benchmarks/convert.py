@@ -1,11 +1,11 @@
-"""Memory and seconds of converting a large model: random weights -> run -> Hugging Face folder, byte for byte.
+"""Memory and time of converting a large model: random weights -> run -> Hugging Face folder, compared byte for byte.
 
     python benchmarks/convert.py [--size=7b] [--folder=DIR]
 
-Writes benchmarks/results/convert.json. A folder of the shape of Llama 2 7B (13.5 GB of bfloat16) is filled with random
-bytes, converted to a run with float32 weights by `python -m megajax.convert`, deleted, and converted back; the hash of
-each tensor is compared. Needs 41 GB of disk for 7b, and deletes all of it. Memory is what belongs to the process alone
-(RssAnon and RssShmem of /proc, every 20 ms): pages of files that it has mapped can be dropped at any time.
+Creates a folder with the shapes of Llama 2 7B and random bytes (13.5 GB of bfloat16), converts it to a run with float32
+weights by `python -m megajax.convert`, deletes the folder, and converts back. Compares the hash of each tensor. 7b
+needs 41 GB of disk; everything is deleted afterwards. Memory excludes pages of mapped files, which the kernel can drop
+at any time (RssAnon and RssShmem of /proc, every 20 ms). Writes benchmarks/results/convert.json.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def converted(source: str, target: str, gigabytes: float) -> dict[str, float]:
             peaks["VmHWM"] = max(peaks["VmHWM"], kilobytes.get("VmHWM", 0))
             time.sleep(0.02)
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        raise SystemExit(f"{' '.join(command)} exited with {process.returncode}")
     seconds = time.monotonic() - started
     return {
         "seconds": round(seconds, 1),
@@ -96,7 +96,7 @@ def size_of(folder: Path) -> float:
 
 
 def measure(size: str, home: Path) -> dict[str, object]:
-    """Both directions. Raises SystemExit if a tensor does not come back."""
+    """Both directions. Raises SystemExit if a tensor differs afterwards."""
     elements = sum(prod(spec.shape) for spec in declared_by(llama2(size)).values())
     if (free := shutil.disk_usage(home).free) < 6.5 * elements:
         raise SystemExit(f"{home} has {free / 1e9:.1f} GB free, {6.5 * elements / 1e9:.1f} GB are needed")
@@ -114,7 +114,7 @@ def measure(size: str, home: Path) -> dict[str, object]:
         name for name in written_folder.entries() if hashes.pop(name, "") != digest(written_folder.read(name))
     ]
     if mismatched or hashes:
-        raise SystemExit(f"these tensors did not come back: {', '.join([*mismatched, *hashes])}")
+        raise SystemExit(f"these tensors differ after the conversion: {', '.join([*mismatched, *hashes])}")
     allowed = 2 * largest / 1e6 + 2**30 / 1e6
     return {
         "model": f"llama2 {size}",
@@ -131,8 +131,8 @@ def measure(size: str, home: Path) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="7b", help="of Llama 2: debug, 7b, 13b, 70b")
-    parser.add_argument("--folder", type=Path, default=None, help="where the files go; they are deleted")
+    parser.add_argument("--size", default="7b", help="size of Llama 2: debug, 7b, 13b, 70b")
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the files, which are deleted afterwards")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="convert-") as home:
         name = "convert" if options.size == "7b" else f"convert_{options.size}"

@@ -1,9 +1,9 @@
-"""How fast rows are found, read, batched and put on devices, in tokens a second; how full rows of chats are.
+"""Speed of finding, reading and batching rows and putting them on devices, and the fill of packed conversations.
 
 Run:  python benchmarks/data.py [--tokens=60000000] [--sequence-length=2048] [--rows=32]
 
-Writes a token file of random documents into a temporary folder, times each part on its own and the whole way from
-file to device, and the time a step waits for its batch while the device is busy. Prints JSON and writes it to
+Writes a token file of random documents into a temporary folder. Times each part separately, the whole path from file to
+device, and the wait of a step for its batch while the device is busy. Prints JSON and writes it to
 benchmarks/results/data.json.
 """
 

@@ -1,4 +1,4 @@
-"""What a machine has: the device, versions, and which optional packages are missing.
+"""Prints the device, the versions and the missing optional packages of this machine.
 
 Run:  python benchmarks/device.py [--json=FILE]
 """

@@ -1,14 +1,15 @@
-"""One matmul of a layer and its gradients, in 8 bits and in bfloat16: time and memory, side by side in one run.
+"""One matmul of a layer and its gradients in 8 bits and in bfloat16: time and memory in one run.
 
 Run:  python benchmarks/fp8.py                     on a GPU
-      python benchmarks/fp8.py --deviceless=h100       compiles for a virtual one: memory and kernels, no times
+      python benchmarks/fp8.py --deviceless=h100   compiles for a virtual GPU: memory and kernels, no times
 
   --tokens=N     rows of the activations (default 8192)
-  --shapes=LIST  in x out of the weights (default those of an 8B model: 4096x14336,14336x4096,4096x6144,4096x4096)
-  --rounds=N     timed rounds of each; the two take turns (default 20)
+  --shapes=LIST  in x out of the weights (default: those of an 8B model, 4096x14336,14336x4096,4096x6144,4096x4096)
+  --rounds=N     timed rounds of each, in alternation (default 20)
 
-"8 bits" is what a train step runs: amax, scales and casts of all three tensors, and whatever the compiler turns over
-for the tensor cores. Rates count 6 x tokens x in x out. Writes benchmarks/results/fp8.json, or fp8_deviceless.json.
+"8 bits" includes all operations of a train step: amax, scales and casts of all three tensors, and the transposes that
+the compiler adds for the tensor cores. Rates count 6 x tokens x in x out operations. Writes
+benchmarks/results/fp8.json, or fp8_deviceless.json.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def first_gpu() -> Any:
     """The first GPU."""
     device = resolve("jax:devices")()[0]
     if device.platform != "gpu":
-        raise SystemExit("no GPU here: give --deviceless=h100 for memory and kernels without times")
+        raise SystemExit("no GPU found: use --deviceless=h100 for memory and kernels without times")
     resolve("megajax.precision.fp8:refuse_old")(device)
     return device
 

@@ -1,6 +1,6 @@
-"""The parts of gpu_check.sh, one after another: see there. It sets OUT.
+"""Runs the parts of gpu_check.sh in sequence; see there for its variables. gpu_check.sh sets OUT.
 
-Imports no jax: the GPU is the parts'.
+Does not import jax, so that the parts can use the whole GPU.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from gpu_parts import BUDGET, LISTS, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_PATIENCE = 6
-"""By how much limits are longer in a dry run, whose machine may be slow and busy."""
+"""Factor on time limits in a dry run, whose machine may be slow and busy."""
 LEAST = 20
-"""Seconds that must be left for a part to begin."""
+"""Minimum remaining seconds to start a part."""
 GRACE = 10
-"""Seconds between the interrupt of a part and its end by force."""
+"""Seconds between the interrupt of a part and its kill."""
 TIMED_OUT = 124
-"""Exit code of a part that was ended, as `timeout` gives it."""
+"""Exit code of a part that exceeded its limit, as of `timeout`."""
 
 
 @dataclass
 class Check:
-    """One call: what is run, where results go, what there is so far."""
+    """One call: the parts to run, the folder of results, and the results so far."""
 
     parts: tuple[Part, ...]
     gpu: str | None
@@ -45,9 +45,9 @@ class Check:
     python: str
     torch_python: str
     folder: Path
-    """Where parts leave their figures."""
+    """The folder of the parts' figures."""
     results: dict[str, Any] = field(default_factory=dict)
-    """Part -> how it ended and what it found."""
+    """Part -> its exit code, times and figures."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -75,7 +75,7 @@ class Check:
         }
 
     def run(self, part: Part) -> None:
-        """Run a part in what time there is, and write down how it went."""
+        """Run a part in the remaining time, and record its result."""
         remaining = self.remaining_seconds()
         if remaining < LEAST:
             self.results[part.name] = {"code": None, "left_out": "the time was over"}
@@ -95,14 +95,14 @@ class Check:
         self.write()
 
     def write(self) -> None:
-        """All there is so far, also of earlier calls; whole at any moment."""
+        """Write all results so far, including those of earlier calls; the file is always complete."""
         text = json.dumps({"gpu": self.gpu, "parts": self.results, "comparison": self.compared()}, indent=1)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(text + "\n")
         os.replace(temporary, self.file)
 
     def compared(self) -> list[dict[str, Any]]:
-        """Measured beside predicted."""
+        """Measured and predicted figures."""
         predicted = comparison.predictions(self.gpu, tiny=self.tiny)
         kinds = {part.name: part.kind for parts in LISTS.values() for part in parts}
         rows: list[dict[str, Any]] = []
@@ -113,13 +113,13 @@ class Check:
 
 
 def figures(result: Mapping[str, Any]) -> Any:
-    """Of a part's result: None where it left none."""
+    """Figures of a part's result; None if it wrote none."""
     outcome = result.get("outcome")
     return outcome.get("figures", outcome) if isinstance(outcome, dict) else None
 
 
 def left_by(part: Part, json_file: Path) -> dict[str, Any]:
-    """{"outcome": what a part wrote}, or nothing."""
+    """{"outcome": the part's figures}; {} if it wrote none."""
     try:
         if part.kind == "tests":
             return {"outcome": comparison.tests_of(json_file.with_suffix(".xml"))}
@@ -127,7 +127,7 @@ def left_by(part: Part, json_file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, ElementTree.ParseError):
-        return {"outcome": "cut off while it was written"}
+        return {"outcome": "incomplete file"}
 
 
 def ended(command: list[str], limit: float, environment: dict[str, str]) -> int:
@@ -150,7 +150,7 @@ def ended(command: list[str], limit: float, environment: dict[str, str]) -> int:
 
 
 def listed_parts(lists: str) -> list[str]:
-    """Lists that PARTS asks for."""
+    """Lists that PARTS selects."""
     return list(LISTS) if lists == "all" else lists.split(",")
 
 
@@ -158,12 +158,12 @@ def select_parts(lists: str, only: str) -> tuple[Part, ...]:
     """Parts of the lists named, `first,second` or `all`, whose names match. Raises SystemExit for an unknown list."""
     names = listed_parts(lists)
     if unknown := [name for name in names if name not in LISTS]:
-        sys.exit(f"PARTS={','.join(unknown)}: there are {', '.join(LISTS)} and all")
+        sys.exit(f"PARTS={','.join(unknown)}: unknown list; choose from {', '.join(LISTS)} and all")
     return tuple(part for name in names for part in LISTS[name] if re.search(only, part.name))
 
 
 def gpu_name() -> str | None:
-    """Of the first GPU, as its driver and jax call it; None where there is none."""
+    """Name of the first GPU, as in its driver and jax; None without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -173,7 +173,7 @@ def gpu_name() -> str | None:
 
 
 def listed() -> str:
-    """All parts with their limits, and each list's sum."""
+    """All parts with their limits, and the sum of each list."""
     lines = []
     for name, parts in LISTS.items():
         lines.append(f"{name}: {sum(part.limit for part in parts)} s of {BUDGET}")
@@ -182,7 +182,7 @@ def listed() -> str:
 
 
 def main() -> int:
-    """1 where a part failed."""
+    """Exit code: 1 if a part failed."""
     variables = os.environ
     if variables.get("LIST") == "1":
         print(listed())
@@ -209,12 +209,12 @@ def main() -> int:
         for part in parts:
             check.run(part)
     rows = check.compared()
-    scale = "; tiny sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if gpu is None else ""
+    scale = "; tiny sizes on a CPU, compared with predictions for a GPU: the ratios mean nothing" if gpu is None else ""
     print(f"\n######## measured over predicted{scale}\n{comparison.table(rows)}")
     print(f"\n######## {time.monotonic() - check.began:.0f} s; results in {check.file}")
     selected = {part.name: check.results[part.name] for part in parts}
     if over := [name for name, result in selected.items() if result["code"] is None]:
-        print(f"not run, the time was over: {', '.join(over)}")
+        print(f"not run, out of time: {', '.join(over)}")
     if failed := [f"{name} ({result['code']})" for name, result in selected.items() if result["code"]]:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

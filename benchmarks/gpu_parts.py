@@ -1,8 +1,8 @@
-"""What gpu_check.sh runs on one GPU: parts with time limits, in lists that each fit into one call of ten minutes.
+"""The parts of gpu_check.sh with their time limits, in lists that each fit into one call of ten minutes.
 
-Every part has sizes for a GPU and tiny sizes for a CPU, and both go through the same commands. {json}, {folder}, {out}
-and {torch_python} in a word stand for the part's file of figures, the folder it is in, the folder of results, and the
-Python with torch. This module imports neither jax nor megajax.
+Each part has sizes for a GPU and tiny sizes for a CPU; both run the same commands. In a command, {json} is the part's
+file of figures, {folder} its folder, {out} the folder of results, and {torch_python} the Python with torch. This module
+imports neither jax nor megajax.
 """
 
 from collections.abc import Mapping

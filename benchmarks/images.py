@@ -1,11 +1,11 @@
-"""How fast images are decoded and augmented, in rows a second for each core, and how that grows with threads.
+"""Speed of decoding and augmenting images, in rows per second and core, and its scaling with threads.
 
 Run:  python benchmarks/images.py [--images=64] [--size=224] [--threads=1,2,4,8] [--seconds=4]
 
 Writes photograph-like JPEG files of 500 x 375 pixels into a temporary folder and reads rows of --size from them: whole
-images decoded, the centre crop of evaluation, random crops, with RandAugment, with mixup, and tiles for text with
-images. A core's rows a second count its processor time, so that other programs do not matter; the figures of threads
-and processes are by the clock. Prints JSON and writes it to benchmarks/results/images.json.
+decoded images, the centre crop of evaluation, random crops, with RandAugment, with mixup, and tiles for text with
+images. Rows per second and core are based on processor time, so other programs do not matter; figures of threads and
+processes are based on wall-clock time. Prints JSON and writes it to benchmarks/results/images.json.
 """
 
 import argparse

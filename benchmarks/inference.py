@@ -1,17 +1,17 @@
-"""Text generation on this machine: speed over its bandwidth bound, against transformers, and under mixed loads.
+"""Text generation on this machine: speed relative to the bandwidth bound and to transformers, and under mixed loads.
 
 Run:  python benchmarks/inference.py [--torch-python=FILE] [--parts=NAME,...] [--seconds=N] [--clients=N]
 
-A Llama with random weights in float32 and the tiled kernel; ratios are of one run on the same cores.
+The model is a Llama with random weights in float32 and the tiled kernel. Ratios compare runs on the same cores.
 
-bound         tokens/s of 8 rows over what the memory's bandwidth allows: it is measured in the same run, and a step
-              reads all weights and the cache of its rows.
-transformers  against `generate` of transformers on the same weights, greedy, 8 rows of equal length; the tokens must be
-              the same. Needs --torch-python, a Python with torch and transformers; otherwise left out.
-batching      requests with answers of many lengths: all submitted at once, against groups that wait for their longest.
-overhead      time of the host beside the device's, per step of 64 rows.
-latency       time to the first token and between tokens, with requests that arrive at 60 % of the rate of `batching`.
-server        requests/s, latency and memory of `python -m megajax.serve` with clients that ask all the time.
+bound         tokens/s of 8 rows over the bound by memory bandwidth, which is measured in the same run. A step reads all
+              weights and the cache of its rows.
+transformers  speed relative to `generate` of transformers with the same weights, greedy, 8 rows of equal length. The
+              tokens must be equal. Needs --torch-python, a Python with torch and transformers; otherwise skipped.
+batching      requests with answers of many lengths: submitted all at once, and in groups that wait for their longest.
+overhead      host time relative to device time, per step of 64 rows.
+latency       time to the first token and between tokens; requests arrive at 60 % of the rate of `batching`.
+server        requests/s, latency and memory of `python -m megajax.serve` with clients that send requests continuously.
 
 Writes benchmarks/results/inference.json.
 """
@@ -378,7 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", type=Path, required=False)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of `latency` and `server`")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of `latency` and `server`")
     parser.add_argument("--clients", type=int, default=64)
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):

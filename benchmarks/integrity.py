@@ -1,9 +1,9 @@
-"""What the checks for silent corruption cost: time of a hash of the state and of a recomputed step, over a step's.
+"""Cost of the checks for silent corruption: time of a state hash and of a recomputed step, relative to a step.
 
 Run:  python benchmarks/integrity.py [--rounds=5] [--devices=2]
 
-On CPU devices with replicated data parallelism, so that the whole state has copies; `overheads` is for other programs.
-Prints JSON: seconds, and the share of a step that a check every 100 (hash) or 1000 (recomputed) steps takes.
+Runs on CPU devices with replicated data parallelism, so that the whole state has copies. Other programs may call
+`overheads`. Prints JSON: seconds, and the share of time if the check runs every 100 steps (hash) or 1000 (recomputed).
 """
 
 import argparse

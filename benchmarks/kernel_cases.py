@@ -1,4 +1,4 @@
-"""The cases of `kernels.py`: what is called, what it has to equal, and what it costs at least."""
+"""The cases of `kernels.py`: the function to call, its expected result, and the minimum cost."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,18 +1,18 @@
-"""Attention, loss, norms and matmuls alone, of experts too: are they right, how far from what a device can do at most?
+"""Correctness and speed of single kernels: attention, loss, norms, matmuls, grouped matmuls, state-space layers.
 
 Run:  python benchmarks/kernels.py [--parts=attention,grouped] [--seconds=0.3] [--json[=FILE]]
 
   --parts=LIST      of attention, loss, norm, matmul, grouped, state_space (default: all)
-  --seconds=N       of timed calls for each figure
-  --json[=FILE]     write it down too; without a name into benchmarks/results/kernels.json
+  --seconds=N       duration of the timed calls for each figure
+  --json[=FILE]     also write JSON; the default file is benchmarks/results/kernels.json
   --peak-tflops=N   bfloat16 peak of a device that is not in the table
   --devices=cpu     on CPU: tiny sizes, no share of a peak
 
-Each is compared with a reference in float32 on the same inputs: relative error of the result and of every gradient, by
-Euclidean norms; one above TOLERANCE ends the program with 1. Times are of calls one after another, waited for in
-groups. The floor is the larger of operations over the published peak and bytes over the published bandwidth, each input
-read and each output written once; causal attention counts half the square, its backward five matmuls to the forward's
-two, because scores are computed again. One device; the loss on all there are (see benchmarks/loss.py).
+Each result and gradient is compared with a float32 reference on the same inputs by relative Euclidean error; an error
+above TOLERANCE makes the exit code 1. Calls are timed in sequence, and the host waits once per group. The minimum time
+is the larger of operations over the published peak and bytes over the published bandwidth, with each input read once
+and each output written once. Causal attention counts half the square; its backward pass counts five matmuls for two of
+the forward pass, because scores are recomputed. Uses one device, except for the loss (see benchmarks/loss.py).
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         return 0
     flags = parse(argv, verb="kernels", flags=FLAGS, with_config=False).flags
     if unknown := set(flags["parts"]) - set(PARTS):
-        raise UserError(f"--parts={','.join(sorted(unknown))}: no such part; there are {', '.join(PARTS)}")
+        raise UserError(f"--parts={','.join(sorted(unknown))}: unknown part; choose from {', '.join(PARTS)}")
     table = resolve("kernel_cases:table")
     path = None
     if flags["json"]:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if path is not None:
         print(f"written: {path}")
     incorrect = [record["name"] for records in figures["parts"].values() for record in records if not record["right"]]
-    print(f"on {figures['device']}; " + (f"WRONG: {', '.join(incorrect)}" if incorrect else "all results right"))
+    print(f"on {figures['device']}; " + (f"WRONG: {', '.join(incorrect)}" if incorrect else "all results correct"))
     return 1 if incorrect else 0
 
 

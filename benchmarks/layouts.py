@@ -1,16 +1,16 @@
-"""Every layout computes the same: five steps and all gradients on eight fake devices against one device's.
+"""Compares layouts on eight virtual devices with one device: the losses of five steps, and all gradients.
 
 Run:  python benchmarks/layouts.py [--only=SUBSTRING] [--quick]
       python benchmarks/layouts.py --context [--only=SUBSTRING]
 
-One line for each combination of tests/combinations.py whose line of the table there has the substring: the largest
-relative error of a loss, the largest error of a gradient over the largest gradient of its weight, that weight, and the
-seconds to compile the layout's step. In float32. Exits 1 if an error is above 1e-5, or a row of weights that belongs to
-no layer is not zero. --quick: machine code without optimisations, as the tests have it. Writes
+Prints one line for each combination of tests/combinations.py whose line in its table contains the substring: the
+largest relative error of a loss, the largest error of a gradient over the largest gradient of its weight, that weight,
+and the compile time in seconds. Computes in float32. Exits with 1 if an error is above 1e-5, or if a padding row of
+stacked weights is not zero. --quick: compile without optimizations, as in the tests. Writes
 benchmarks/results/layouts.json.
 
---context: a step with rows cut over 2, 4 and 8 devices, by every strategy, from tests/context_cases.py. The largest
-differences of each model and strategy stand in one line. Writes benchmarks/results/context_layouts.json.
+--context: one step with rows sharded over 2, 4 and 8 devices by every strategy, from tests/context_cases.py. Prints the
+largest differences of each model and strategy. Writes benchmarks/results/context_layouts.json.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> int:
     selected = [combination for combination in COMBINATIONS if arguments.only in combination.name]
     if not selected:
         print(
-            f"no combination has {arguments.only!r}; there are:",
+            f"no combination contains {arguments.only!r}; the combinations are:",
             *(combination.name for combination in COMBINATIONS),
             sep="\n  ",
         )
@@ -98,7 +98,7 @@ def main() -> int:
 def over_context(only: str) -> int:
     selected = [case for case in CASES if only in case.name]
     if not selected:
-        print(f"no case has {only!r}; there are:", *(case.name for case in CASES), sep="\n  ")
+        print(f"no case contains {only!r}; the cases are:", *(case.name for case in CASES), sep="\n  ")
         return 2
     print(f"{'loss':>9} {'gradient':>9}         case")
     lines = [compared_over_context(case) for case in selected]

@@ -1,9 +1,9 @@
-"""What local checkpoints cost: the copy to host memory, the writes in the background, and the steps beside them.
+"""Cost of local checkpoints: the copy to host memory, the background writes, and the steps meanwhile.
 
     python benchmarks/local_checkpoints.py [--every=40] [--rounds=6] [--folder=DIR]
 
-Trains a GPT of 11 million weights (a state of 131 MB), in rounds with and without a local checkpoint at their first
-step, in turn, so that other load on the machine meets both. Writes benchmarks/results/local_checkpoints.json.
+Trains a GPT of 11 million weights (a state of 131 MB). Rounds with and without a local checkpoint in their first step
+alternate, so that other load on the machine affects both. Writes benchmarks/results/local_checkpoints.json.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""The cross-entropy in chunks, over a vocabulary cut over all devices, against whole logits: time, memory, equality.
+"""The chunked cross-entropy, with a vocabulary sharded over all devices, against whole logits: time, memory, equality.
 
 Run:  python benchmarks/loss.py [--seconds=0.3] [--devices=cpu:4] [--peak-tflops=N]
 
-Both compute the loss and the gradients of hidden states and table. The shipped one makes float32 logits of one chunk of
-tokens at a time and its gradient in the same pass; the plain one makes all logits and is left to autodiff. Operations
-are 6 x tokens x hidden x vocabulary, shared by the devices. Also a part of benchmarks/kernels.py, which writes JSON.
+Both compute the loss and the gradients of hidden states and table. The shipped loss computes the float32 logits of one
+chunk of tokens at a time, and their gradient in the same pass. The plain one computes all logits and uses autodiff.
+Operations are 6 x tokens x hidden x vocabulary, divided by the number of devices. benchmarks/kernels.py has the same
+cases and writes JSON.
 """
 
 from megajax.command_line import Flag, front_door, parse

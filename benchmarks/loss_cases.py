@@ -1,4 +1,4 @@
-"""The cases of `loss.py`: the cross-entropy in chunks and plain, at the sizes of models."""
+"""The cases of `loss.py`: the chunked and the plain cross-entropy, at the sizes of models."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,10 +1,10 @@
-"""How many rows for BERT and T5 one core makes in a second, and what a step of BERT costs beside a decoder's.
+"""Rows for BERT and T5 per second and core, and the cost of a BERT step relative to a decoder's.
 
 Run:  python benchmarks/masked_data.py [--rows=2000] [--hidden=256] [--layers=2] [--steps=10]
 
-Rows are timed by the processor time of one thread, from a file of random sentences, at 128 and 512 tokens. Steps: the
-train step of BERT (both losses) and that of a decoder with the same sizes, on the same devices in one run. BERT-large
-has --hidden=1024 --layers=24 --length=512. Prints JSON and writes it to benchmarks/results/masked_data.json.
+Rows of 128 and 512 tokens are made from a file of random sentences, and timed by the processor time of one thread. The
+train step of BERT, with both losses, is timed in one run with that of a decoder of the same sizes on the same devices.
+BERT-large has --hidden=1024 --layers=24 --length=512. Prints JSON and writes it to benchmarks/results/masked_data.json.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Megatron-LM on the same shapes, from a checkout of the user's: its own entry, pretrain_gpt.py, on made-up rows.
+"""Runs Megatron-LM on the same shapes, by pretrain_gpt.py of the user's checkout with mock data.
 
-`python -m megajax.tools.megatron_args -- ...` reads these flags back into the config they come from, which tests check.
+`python -m megajax.tools.megatron_args -- ...` converts these flags back to the original config; a test checks this.
 """
 
 import re

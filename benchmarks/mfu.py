@@ -1,17 +1,17 @@
-"""How fast the shipped train step is on the devices that are here: tokens/s, TFLOP/s, MFU, memory, kernels.
+"""Speed of the shipped train step on the devices of this machine: tokens/s, TFLOP/s, MFU, memory, kernels.
 
 Run:  python benchmarks/mfu.py --config=FILE[:function] [--setting=value ...] [--steps=N] [--json[=FILE]]
 
-  --steps=N         steps that are timed, after warm-up steps that are not (default 20)
-  --json[=FILE]     write all of it down too; without a name into benchmarks/results/mfu_NAME.json
+  --steps=N         timed steps, after untimed warm-up steps (default 20)
+  --json[=FILE]     also write JSON; the default file is benchmarks/results/mfu_NAME.json
   --trace=FILE      then trace two further steps: a compressed file for python -m megajax.tools.trace FILE
   --peak-tflops=N   bfloat16 peak of one device, for devices that are not in the table
-  --devices=cpu:8   eight CPU devices instead of what jax finds
+  --devices=cpu:8   eight virtual CPU devices instead of the devices that jax finds
 
-Settings are those of training (python -m megajax.train --help). No data is read and no tokenizer loaded: tokens are
-drawn at random, one batch serves all steps, weights are fresh. MFU is FLOP/s over the published bfloat16 peak, told
-with attention counted as causal and in full. A GPU without a known peak is an error (exit 2), a CPU has no MFU.
-Several processes: start each as for training (docs/launch.md).
+Settings are those of training (python -m megajax.train --help). No data or tokenizer is loaded: all steps use one batch
+of random tokens, and the weights are freshly initialised. MFU is FLOP/s over the published bfloat16 peak, with causal
+attention counted as half and in full. A GPU without a known peak is an error (exit code 2); a CPU has no MFU. For
+several processes, start each as for training (docs/launch.md).
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     command = parse(argv, verb="mfu", flags=FLAGS)
     flags = command.flags
     if flags["steps"] < 1:
-        raise UserError(f"--steps={flags['steps']} leaves nothing to time: give at least 1")
+        raise UserError(f"--steps must be at least 1, got {flags['steps']}")
     set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     start(patience=flags["init_timeout"])

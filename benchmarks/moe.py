@@ -1,14 +1,16 @@
-"""Grouped matmuls of experts, compiled for virtual GPUs; a mixture of experts against a dense layer, timed on a CPU.
+"""Grouped matmuls of experts, compiled for virtual GPUs; mixtures of experts and dense layers, timed on a CPU.
 
-Run:  python benchmarks/moe.py             both; the first needs the extra aot. About three minutes, no GPU
-      python benchmarks/moe.py --part=compiled      or timed; writes only its half of the results
+Run:  python benchmarks/moe.py                      both parts; `compiled` needs the extra aot. Three minutes, no GPU
+      python benchmarks/moe.py --part=compiled      or --part=timed: runs and writes only this part
 
-compiled: the grouped matmuls of layers of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral 8x7B, forward and both gradients:
-temporary memory beside the results, and operations computed over the model's. Kernels compute whole blocks, so the
-ratio follows from the rows of each expert: drawn at random, once with equal probability for all experts and once with
-the last expert three times as likely as the first. timed: forward and backward of a mixture of experts, with routing,
-sort and both permutations, over those of a dense layer with as many active weights; in processor time, which other
-programs disturb less, by turns. Speed on a GPU: kernels.py --parts=grouped.
+compiled: temporary memory and operations of the grouped matmuls of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral 8x7B, forward
+and both gradients. Operations are relative to the model's. Kernels compute whole blocks, so this ratio depends on the
+rows of each expert. They are drawn at random, once with equal probability for all experts, and once with the last
+expert three times as likely as the first.
+
+timed: forward and backward pass of a mixture of experts, with routing, sort and both permutations, relative to a dense
+layer with as many active weights. The two alternate. Times are processor time, which depends less on other programs.
+kernels.py --parts=grouped measures the speed on a GPU.
 
 Writes benchmarks/results/moe.json; docs/moe.md shows it.
 """

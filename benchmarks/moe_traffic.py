@@ -1,11 +1,11 @@
-"""What mixtures of experts send on 8 virtual H100s, for each way of dispatch: compiled train steps against the least.
+"""Bytes that mixtures of experts send on 8 virtual H100s with each way of dispatch, compiled, and the minimum.
 
 Run:  nice python benchmarks/moe_traffic.py             (needs the extra aot; no GPU. About ten minutes)
       python benchmarks/moe_traffic.py "mixtral gather"     only programs whose name contains this
 
-Two layers, one row of 4096 tokens on each device, everything recomputed. Bytes are those that a device receives for one
-layer in a forward and a backward pass. The least: each token goes once to each device of its experts, five times
-(tokens and outputs forward; their gradients, and tokens again, backward). Formulas are those of plans.
+The models have two layers, one row of 4096 tokens per device, and full recomputation. Bytes are received by one device
+for one layer in a forward and a backward pass. The minimum sends each token once to each device of its experts, five
+times (tokens and outputs forward; their gradients, and tokens again, backward). Formulas are those of plans.
 
 Writes benchmarks/results/moe_traffic.json; docs/moe.md and docs/planning.md show it.
 """

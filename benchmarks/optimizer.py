@@ -1,8 +1,8 @@
-"""What Muon costs over AdamW: the update alone, and the whole train step, on the same small model.
+"""Cost of Muon relative to AdamW on the same small model: the update alone, and the whole train step.
 
 Run:  python benchmarks/optimizer.py [--config=FILE] [--rounds=12] [--steps=4]
 
-Short rounds of both take turns, so that a noisy machine disturbs both alike; ratios are of the medians and of the
+Short rounds of both alternate, so that other load on the machine affects both. Ratios are of the medians and of the
 fastest rounds. Writes benchmarks/results/optimizer.json.
 """
 

@@ -1,4 +1,4 @@
-"""One variant of the train step, timed and started twice: what `xla_options.py` tells."""
+"""Times one variant of the train step and starts it twice, for `xla_options.py`."""
 
 import time
 from typing import Any

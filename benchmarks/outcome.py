@@ -1,4 +1,4 @@
-"""Where benchmark figures go: benchmarks/results/NAME.json, with command, versions and machine."""
+"""Writes benchmark figures to benchmarks/results/NAME.json, with command, versions and machine."""
 
 import importlib.metadata
 import json

@@ -1,20 +1,21 @@
-"""The same model and batch trained by MegaJAX and by others on the GPU that is here: ratios of speed and of memory.
+"""Trains the same model and batch with MegaJAX and with other trainers on this GPU: ratios of speed and memory.
 
 Run:  python benchmarks/peers.py --config=FILE[:function] [--setting=value ...] [--steps=N] [--json[=FILE]]
 
-  --steps=N              steps that are timed of each, after five that are not (default 20)
-  --json[=FILE]          write all of it down too; without a name into benchmarks/results/peers_NAME.json
+  --steps=N              timed steps of each trainer, after five untimed ones (default 20)
+  --json[=FILE]          also write JSON; the default file is benchmarks/results/peers_NAME.json
   --torch-python=FILE    the Python that has torch (default: this one)
-  --torch-seconds=N      after so long no further variant of the baseline is begun (default 240), after twice as long
-                         it is ended; what it measured by then counts
-  --megatron=DIR         a checkout of Megatron-LM, run by its pretrain_gpt.py with the Python of --torch-python
-  --peak-tflops=N        as for benchmarks/mfu.py, which is what measures MegaJAX
+  --torch-seconds=N      start no further variant of the baseline after this time (default 240), and end it after twice
+                         this time; variants measured by then count
+  --megatron=DIR         a checkout of Megatron-LM; its pretrain_gpt.py runs with the Python of --torch-python
+  --peak-tflops=N        as for benchmarks/mfu.py, which measures MegaJAX
   --devices=cpu          on CPU
 
-PyTorch runs benchmarks/torch_baseline.py: our own, with torch.compile, fused attention and fused AdamW, in several
-variants of which the fastest counts. It starts from our weights, and the losses of the first five steps of both must
-agree, so that equal work is compared (exit 1 if they don't): see TOLERANCES. Each trainer has a process of its own, one
-after the other. One device: more would compare layouts. Megatron-LM starts from weights of its own, on rows of its own.
+The PyTorch baseline is benchmarks/torch_baseline.py, with torch.compile, fused attention and fused AdamW. The fastest
+of its variants counts. It starts from the weights of MegaJAX. To ensure equal work, the losses of the first five steps
+must agree within TOLERANCES; otherwise the exit code is 1. Each trainer runs in a separate process, one after the
+other. Only one device is used, because several would compare layouts. Megatron-LM starts from its own weights and uses
+its own rows.
 """
 
 import json
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     demand_torch(flags["torch_python"])
     if flags["megatron"] is not None and not (flags["megatron"] / megatron_peer.SCRIPT).is_file():
         raise UserError(
-            f"--megatron={flags['megatron']}: no {megatron_peer.SCRIPT} there. Name a checkout of Megatron-LM"
+            f"--megatron={flags['megatron']}: it has no {megatron_peer.SCRIPT}. Name a checkout of Megatron-LM"
         )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -117,7 +118,7 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
     if any(unfit.values()):
         variants = ", ".join(name for name, unfit_reason in unfit.items() if unfit_reason)
         raise UserError(
-            f"the torch baseline has no counterpart for what this config has in {variants}.\nIt knows GPT and Llama: "
+            f"the torch baseline does not support {variants} of this config.\nIt supports GPT and Llama: "
             "plain or grouped attention, one kind of block, no dropout, AdamW, one device: --config=bench.py:llama_1b"
         )
     return {
@@ -217,7 +218,7 @@ def run(program: list[str], name: str, *, environment: dict[str, str], seconds: 
     try:
         code = subprocess.run(program, check=False, env=environment, timeout=seconds).returncode
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{name} was ended after {seconds:g} s") from error
+        raise UserError(f"{name} was stopped after {seconds:g} s") from error
     if code:
         raise UserError(f"{name} ended with code {code}")
 
@@ -288,7 +289,7 @@ def report(figures: dict[str, Any]) -> str:
     equal = [
         ("equal work", f"{verdict} (first loss within {first:g}, {WARM_UP - 1} later ones within {tolerance:g})"),
         ("tokens/s", "none" if speed is None else f"{speed:.3f} times the fastest of torch"),
-        ("peak memory", "not counted here" if most is None else f"{most:.3f} times that one's"),
+        ("peak memory", "not available" if most is None else f"{most:.3f} times that of the fastest of torch"),
     ]
     versions = theirs["versions"]
     title = f"{own['device']}, torch {versions['torch']}, cuDNN {versions['cudnn']}"

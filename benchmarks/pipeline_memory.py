@@ -1,13 +1,13 @@
-"""What pipelines take of memory as microbatches are added, read from compiled train steps; nothing runs.
+"""Memory of pipelines by the number of microbatches, from compiled train steps; nothing is run.
 
 Run:  python benchmarks/pipeline_memory.py
 
-Temporary memory of a model of 0.6 B against the number of microbatches, compiled for eight CPU devices of this machine
-and for eight H100s that need not be there. It must not grow with 1f1b and interleaved (by less than 2 % from 8 to 32),
-and must with gpipe; exits 1 otherwise. compiled_peaks.py has the configs for large models, by schedule.
+Compiles a model of 0.6 B for eight CPU devices and for eight virtual H100s, and prints its temporary memory. From 8 to
+32 microbatches, it must grow by less than 2 % with 1f1b and interleaved, and by more with gpipe; otherwise the exit
+code is 1. compiled_peaks.py has the figures of large models by schedule.
 
-GPUs are virtual devices, which need the extra aot (`uv sync --extra aot`); without it the CPU's part is printed, then
-what is missing, and the exit code is 2. Writes benchmarks/results/pipeline_memory.json.
+Virtual H100s need the extra aot (`uv sync --extra aot`). Without it, the program prints the figures of the CPU and the
+missing package, and exits with 2. Writes benchmarks/results/pipeline_memory.json.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main() -> int:
         return 2
     outcome.write("pipeline_memory", {"scaling": lines, "seconds": round(time.monotonic() - started)})
     unexpected = [f"{line['schedule']} on {line['devices']}" for line in lines if not line["as_expected"]]
-    print("" if not unexpected else f"not as it should be: {', '.join(unexpected)}")
+    print("" if not unexpected else f"unexpected growth: {', '.join(unexpected)}")
     return 1 if unexpected else 0
 
 

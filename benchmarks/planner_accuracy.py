@@ -1,11 +1,11 @@
-"""Published training speeds against what the planner's cost model says of them.
+"""Compares published training speeds with the planner's cost model.
 
 Run:  python benchmarks/planner_accuracy.py [--fit]
 
-Tokens per second and GPU of dense models on A100, H100, H200, B200 and GB200, as their makers publish them (`RUNS`,
-with where), each described by model, layout, batch, recomputation and precision. Four of them (`FITTED`) set four
-constants; all others are predictions. With --fit the four constants are found again and printed. Needs no device.
-Writes benchmarks/results/planner_accuracy.json and planner_accuracy.md.
+`RUNS` has tokens per second and GPU of dense models on A100, H100, H200, B200 and GB200, as published by their makers,
+with source, model, layout, batch, recomputation and precision. Four constants are fitted to four runs (`FITTED`); all
+other runs are predictions. --fit fits the four constants again and prints them. Needs no device. Writes
+benchmarks/results/planner_accuracy.json and planner_accuracy.md.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What the planner says of every part of gpu_check.sh, written down before anything is measured.
+"""The planner's predictions for every part of gpu_check.sh, written before anything is measured.
 
 Run:  python benchmarks/predict.py            writes benchmarks/predictions.json; imports jax, needs no GPU
 
-Train steps: time, tokens/s, MFU and peak memory of the cost model. Kernels: the least time by data sheets, the roof.
-Calibration: the constants that the cost model takes. Made again whenever the cost model or a part changes, and before a
-measurement: a prediction made after it is none.
+Train steps: time, tokens/s, MFU and peak memory of the cost model. Kernels: the minimum time by data sheets (the
+roofline). Calibration: the constants of the cost model. Run it again before a measurement whenever the cost model or a
+part has changed.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""How fast text becomes token files, per core: bytes and GPT-2's encoding, against the `tokenizers` package.
+"""Preprocessing speed per core for bytes and GPT-2's encoding, compared with the `tokenizers` package.
 
     python benchmarks/preprocess.py --input wiki.txt … --vocab-file vocab.json --merge-file merges.txt
 
-Every line of the inputs that is not blank is a document of a JSON-lines file, repeated to --megabytes of text. Times of
-one process are processor seconds, which other programs on the machine disturb less than they do wall-clock seconds;
-the best of --repeats counts. Writes benchmarks/results/preprocess.json.
+Every non-blank line of the inputs becomes a document of a JSON-lines file, repeated up to --megabytes of text. Figures
+of one process use processor time, which depends less on other programs than wall-clock time. The best of --repeats
+counts. Writes benchmarks/results/preprocess.json.
 """
 
 import argparse
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--vocab-file", required=True, help="GPT-2's vocab.json")
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges.txt")
     parser.add_argument("--megabytes", type=float, default=20.0, help="text to tokenise (default: 20)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="for the run with several (default: cores)")
-    parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (default: 3)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes in parallel (default: cores)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats; the best counts (default: 3)")
     options = parser.parse_args()
     import tokenizers
 

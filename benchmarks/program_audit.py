@@ -1,10 +1,10 @@
-"""What compiled train steps do with memory: kernels, bytes by kind of work, copies, float32 arrays, loss chunks.
+"""Memory use of compiled train steps: kernels, bytes by kind of work, copies, float32 arrays, loss chunks.
 
 Run:  python benchmarks/program_audit.py [--quick]            (needs the extra aot; no GPU. About two minutes)
 
-Programs of gpt3.py:gpt3_1_3b and llama3.py for virtual H100s; the compiler can't time matmul kernels there, so
-which it takes for them says nothing. Bytes are of one device and step (planning/program/audit.py says how they are
-counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what was made of it.
+Compiles gpt3.py:gpt3_1_3b and llama3.py for virtual H100s. The compiler cannot time matmul kernels there, so its choice
+of them is not meaningful. Bytes are per device and step (counted as in planning/program/audit.py). Writes
+benchmarks/results/program_audit.json; docs/speed.md describes the conclusions.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def programs() -> dict[str, tuple[RunConfig, str]]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the first program alone")
+    parser.add_argument("--quick", action="store_true", help="only the first program")
     quick = parser.parse_args(argv).quick
     prepare()
     selected = dict(list(programs().items())[: 1 if quick else None])

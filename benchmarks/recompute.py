@@ -1,11 +1,11 @@
-"""What each way of keeping and computing again costs: time to compile, time of a step, memory.
+"""Cost of each recomputation setting: compile time, step time, memory.
 
 Run:  python benchmarks/recompute.py [--config=FILE] [--rounds=8] [--steps=3] [--deviceless=CONFIG --devices=h100:8]
 
-Short rounds of all take turns, so that a noisy machine disturbs them alike; ratios are to `none`. Temporary memory is
-what the compiler says of the step, kept is what layers keep of a microbatch by the shapes of their gradients. With
---deviceless a config is compiled for virtual GPU devices as well (extra aot): memory alone, there is nothing to time.
-Writes benchmarks/results/recompute.json.
+Short rounds of all settings alternate, so that other load on the machine affects all. Ratios are relative to `none`.
+Temporary memory is the compiler's; kept memory is computed from the shapes of the tensors that layers save for a
+microbatch. --deviceless also compiles a config for virtual GPUs (extra aot) and reports memory only. Writes
+benchmarks/results/recompute.json.
 """
 
 import argparse

@@ -6,11 +6,11 @@
     python benchmarks/reliability.py overhead
     python benchmarks/reliability.py leaks [--steps=4000]
 
-kills: a process that saves in a loop is killed at random moments and started again (--single), and a random rank of a
-supervised gang of two (--gang). restarts: from the death of a rank to no process left, and to the next step. watchdog:
-from a rank that stops to the end of the gang. overhead: of the watchdog, hashes of replicas, saves and local
-checkpoints on a model of 0.3 s a step or more. leaks: memory, descriptors and threads over many steps with saves.
-Each writes benchmarks/results/reliability_NAME.json.
+kills: kills a process that saves in a loop at random moments and restarts it (--single), and kills a random rank of two
+supervised processes (--gang). restarts: time from the death of a rank to the end of all processes, and to the next
+step. watchdog: time from a rank that stops to the end of all processes. overhead: cost of the watchdog, hashes of
+replicas, saves and local checkpoints with a model whose steps take at least 0.3 s. leaks: memory, descriptors and
+threads over many steps with saves. Each writes benchmarks/results/reliability_NAME.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a device could do at most: published peaks, and the least time that operations and bytes take by them."""
+"""Limits of a device: published peaks, and the minimum time of operations and bytes."""
 
 import re
 from dataclasses import dataclass

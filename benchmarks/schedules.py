@@ -2,9 +2,10 @@
 
 Run:  python benchmarks/schedules.py
 
-A line for each schedule and size: P stages, V chunks of layers on each, M microbatches, `wait` the ticks a loss waits.
-Each table is checked (megajax.pipeline.check), then its figures are counted in it and computed in closed form, here and
-in the library. Exits 1 if any two differ. Needs no device. Writes benchmarks/results/schedules.json.
+Prints a line for each schedule and size: P stages, V chunks of layers per stage, M microbatches, and `wait`, the ticks
+that a loss waits. Each table is checked (megajax.pipeline.check). Its figures are counted in the table and compared
+with the formulas in this file and in the library. Exits with 1 if any two differ. Needs no device. Writes
+benchmarks/results/schedules.json.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def main() -> int:
         name = "1f1b" if sizes[1] == 1 else "interleaved"
         lines += [line(name, sizes, wait) for wait in (0, 1)]
     mismatches = sum(not record["equal"] for record in lines)
-    print(f"{len(lines)} tables, {mismatches} unlike the formulas\n")
+    print(f"{len(lines)} tables, {mismatches} differ from the formulas\n")
     outcome.write("schedules", {"tables": len(lines), "wrong": mismatches, "lines": lines})
     return 1 if mismatches else 0
 

@@ -1,9 +1,9 @@
-"""What the planner's search finds for shipped configs, beside the layouts their published runs have.
+"""Layouts found by the planner's search for shipped configs, with those of the published runs.
 
 Run:  python benchmarks/search.py [NAME ...]
 
-Each of `CASES` is searched by formulas and, where the extra aot is installed, its three best are compiled. Needs no
-device. Writes benchmarks/results/search_NAME.json.
+Searches each of `CASES` by formulas. With the extra aot, the three best layouts are compiled. Needs no device. Writes
+benchmarks/results/search_NAME.json.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def main(names: list[str]) -> None:
     """Search those named, or all. Raises UserError for a name that is none."""
     for name in names or CASES:
         if name not in CASES:
-            raise UserError(f"no case {name}: there are {', '.join(CASES)}")
+            raise UserError(f"unknown case {name}: choose from {', '.join(CASES)}")
         config, devices = CASES[name]
         with tempfile.TemporaryDirectory() as folder:
             file, started, printed = Path(folder) / "found.json", time.monotonic(), io.StringIO()

@@ -1,6 +1,6 @@
-"""Many clients at once against a server of text: `python benchmarks/serving_load.py --url=http://127.0.0.1:5000`.
+"""Loads a text server with many clients at once: `python benchmarks/serving_load.py --url=http://127.0.0.1:5000`.
 
-Uses the standard library alone, one connection for each client, so that the clients cost little beside the server.
+Uses only the standard library and one connection per client, so that the clients need little processor time.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""The recurrence of Mamba-2 by matmuls over chunks, against one position after another; and compiled for a GPU.
+"""The chunked form of Mamba-2's recurrence against the recurrence position by position, and compiled for a GPU.
 
 Run:  python benchmarks/ssd.py [--quick]        (the second half needs the extra aot; no GPU. About two minutes)
 
-Here: forward and backward pass of both on one row of 2048 positions in float32, in one run, taking turns. For a virtual
-H100: the same of Mamba-2 2.7B's layer (80 heads of 64, states of 128) on 8192 positions in bfloat16, for several sizes
-of chunks: temporary memory, and operations that the compiler counts over those the method needs. --quick: fewer
-positions here, and one size of chunks. Times on a GPU are the part `state_space` of benchmarks/kernels.py. Writes
-benchmarks/results/ssd.json; docs/mamba.md tells of it.
+On this machine: alternating forward and backward passes of both on one row of 2048 positions in float32. For a virtual
+H100: the chunked form of Mamba-2 2.7B's layer (80 heads of 64, states of 128) on 8192 positions in bfloat16 with
+several chunk sizes: temporary memory, and the compiler's operation count over the minimum. --quick: fewer positions and
+one chunk size. The part `state_space` of benchmarks/kernels.py measures times on a GPU. Writes
+benchmarks/results/ssd.json; docs/mamba.md shows it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long a newcomer waits: import, --help, a mistyped setting, and the quickstart to its first step and its end.
+"""Start times: import, --help, a mistyped setting, and the quickstart to its first step and its end.
 
 Run:  python benchmarks/startup.py [--quickstart]
 

@@ -1,11 +1,12 @@
-"""What guards, logging and the loop cost: time per step over the bare jitted step's on the same model.
+"""Cost of guards, logging and the training loop: time per step relative to the bare jitted step of the same model.
 
 Run:  python benchmarks/step_overhead.py [--rounds=24] [--steps=12]
 
-bare: the jitted step called again and again on one batch, without orders. told: the same with the orders of a guard,
-each step hearing of the one before. loop: reads batches, watches for spikes, fetches and logs every step (metrics.jsonl
-and console) and asks its hooks, as a job does. Short rounds of all three take turns, so that a noisy machine disturbs
-them alike; ratios are given of the medians and of the fastest rounds. Writes benchmarks/results/step_overhead.json.
+bare: the jitted step, called repeatedly on one batch. told: the same with the limits of a guard, where each step
+receives the results of the previous one. loop: also reads batches, detects spikes, fetches and logs every step
+(metrics.jsonl and console) and calls the hooks, as a job does. Short rounds of all three alternate, so that other load
+on the machine affects all. Ratios are of the medians and of the fastest rounds. Writes
+benchmarks/results/step_overhead.json.
 """
 
 import argparse

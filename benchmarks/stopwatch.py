@@ -1,6 +1,6 @@
-"""Seconds of repeated work on a device, and how they spread. Of jax or torch alike: it imports neither.
+"""Times repeated work on a device, with its spread; for jax and torch, so it imports neither.
 
-Runs on Python 3.11 as well, which the Python with torch may be.
+Also runs on Python 3.11, which the Python with torch may be.
 """
 
 import time

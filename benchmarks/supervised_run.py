@@ -1,4 +1,4 @@
-"""A supervised gang of training processes on this machine, and how faults are put into it."""
+"""A supervised group of training processes on this machine, with injected faults."""
 
 import contextlib
 import json

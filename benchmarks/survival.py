@@ -1,14 +1,14 @@
-"""One run of four processes that meets four faults in sequence and ends like an undisturbed one, to the last bit.
+"""Runs four processes through four faults in sequence, and compares all losses with an undisturbed run bit by bit.
 
     python benchmarks/survival.py [--folder=DIR] [--steps=240]
 
-The faults, each put in by this script while the supervisor (`megajax.launch --max-restarts`) alone answers them:
+This script injects the faults; only the supervisor (`megajax.launch --max-restarts`) handles them:
   1. kill -9 of a rank
-  2. a rank that is alive but stuck: it sleeps for ever before its next batch
-  3. a full disk: the file system of the checkpoints has no room for a save until the run has failed one and goes on
-  4. the newest checkpoint is damaged: one bit of one file is flipped, then a rank is killed
-Needs a small file system of its own for the third: as root a tmpfs is mounted; otherwise give --disk=DIR, a folder
-on a file system with less than 64 MiB of room. Writes benchmarks/results/survival.json.
+  2. a rank that is alive but stuck: it sleeps forever before its next batch
+  3. a full disk: the file system of the checkpoints has no space until a save has failed and the run has continued
+  4. a damaged newest checkpoint: one bit of one file is flipped, then a rank is killed
+The third fault needs a small file system. As root, the script mounts a tmpfs; otherwise pass --disk=DIR, a folder on a
+file system with less than 64 MiB of space. Writes benchmarks/results/survival.json.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--folder", type=Path, help="where both runs are kept; none: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder of both runs; none: a temporary folder")
     parser.add_argument("--disk", type=Path, help="a folder on a small file system; none: a tmpfs is mounted")
     parser.add_argument("--steps", type=int, default=240)
     arguments = parser.parse_args()

@@ -1,13 +1,13 @@
-"""The same training step in PyTorch, as fast as it goes there: torch.compile, fused attention, fused AdamW.
+"""The same training step in optimized PyTorch: torch.compile, fused attention, fused AdamW.
 
 Run:  python benchmarks/torch_baseline.py SPEC.json START.npz OUT.json     (benchmarks/peers.py writes and reads them)
 
-Needs torch and numpy, nothing of MegaJAX, and runs in a process of its own so that the GPU's memory is free. Weights,
-gradients and moments are float32; weights are cast to the compute dtype where they are used, inside the compiled graph,
-as mixed precision has it. Queries, keys and values are one matmul, so are gate and up. Each variant starts from the
-weights of START and trains the same batch: attention by cuDNN's or the flash kernel, blocks compiled one by one or the
-model as a whole, the loss over whole logits or chunks. Where a variant runs out of memory it is tried again with blocks
-recomputed. SPEC: see `peers.spec_of`.
+Needs torch and numpy but not MegaJAX, and runs in a separate process, so that the GPU's memory is free. Weights,
+gradients and moments are float32. Weights are cast to the compute dtype where they are used, inside the compiled graph,
+as in mixed precision. Queries, keys and values are one matmul, and so are gate and up. Each variant starts from the
+weights of START and trains the same batch. Variants differ in attention (cuDNN or flash), compilation (single blocks or
+the whole model) and loss (whole logits or chunks). A variant that runs out of memory is repeated with recomputation of
+blocks. SPEC: see `peers.spec_of`.
 """
 
 import gc

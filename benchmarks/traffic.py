@@ -1,10 +1,10 @@
-"""Bytes through memory by formula against those of compiled programs.
+"""Bytes through memory by formula, compared with compiled programs.
 
 Run:  python benchmarks/traffic.py [NAME ...]                 (needs the extra aot; no GPU. Minutes for each program)
 
-Each of `CASES` is compiled for virtual H100s, and its kernels are counted
-(planning/program/audit.py) without cuBLAS's scratch space; beside that is what planning/cost/work.py says.
-Of one device and step. Writes benchmarks/results/traffic.json.
+Compiles each of `CASES` for virtual H100s, counts the bytes of its kernels (planning/program/audit.py) without cuBLAS's
+scratch space, and compares them with planning/cost/work.py. Figures are per device and step. Writes
+benchmarks/results/traffic.json.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 def main(names: list[str]) -> None:
     """Compare those named, or all. Raises UserError for a name that is none."""
     if unknown := [name for name in names if name not in CASES]:
-        raise UserError(f"no case {unknown[0]}: there are {', '.join(CASES)}")
+        raise UserError(f"unknown case {unknown[0]}: choose from {', '.join(CASES)}")
     prepare()
     print("TiB of formula / compiled; ratios of copies, elementwise, matmul, attention, collective")
     figures = {name: compared(*CASES[name]) for name in names or CASES}

@@ -1,4 +1,4 @@
-"""The shipped train step, compiled and timed on the devices that are here: what `mfu.py` tells."""
+"""Compiles and times the shipped train step on the devices of this machine, for `mfu.py`."""
 
 import gzip
 import os
@@ -181,7 +181,7 @@ def in_fp8(rates: Rates, roof: Roof) -> dict[str, Any]:
 
 
 def memory(compiled: Any) -> dict[str, int | None]:
-    """Bytes of a device: by the compiler's plan, and the most in use since the process began where that is counted."""
+    """Memory of a device in bytes: the compiler's plan, and the peak in use since the process began, if available."""
     plan, most = compiled.memory_analysis(), peak_memory()
     memory: dict[str, int | None] = {"peak_in_use": None, "limit": None}
     if most is not None:
@@ -249,7 +249,7 @@ def report(figures: dict[str, Any]) -> str:
         (
             "step",
             f"{1e3 * step['median']:.2f} ms ({_tails(step, 1e3, 2)}; "
-            f"{figures['timed_steps']} steps in {step['readings']} readings, {WARM_UP} before them not timed)",
+            f"{figures['timed_steps']} steps in {step['readings']} readings, after {WARM_UP} untimed ones)",
         ),
         ("compilation", _compilation(figures["seconds"])),
     ]
@@ -266,12 +266,12 @@ def report(figures: dict[str, Any]) -> str:
         ("recompute", run["recompute"]),
         ("custom calls", calls),
         ("compiler options", ", ".join(f"{name}={value}" for name, value in run["compiler_options"].items()) or "none"),
-        ("loss", f"{figures['losses'][0]:.4f} at first (fresh weights: about "
-         f"{run['first_loss_expected']:.4f}), {figures['last_loss']:.4f} at last"),
+        ("loss", f"{figures['losses'][0]:.4f} first (fresh weights: about "
+         f"{run['first_loss_expected']:.4f}), {figures['last_loss']:.4f} last"),
     ]  # fmt: skip
-    used = "not counted here" if memory["peak_in_use"] is None else size(memory["peak_in_use"])
-    planned_text = "not told" if memory["planned_peak"] is None else size(memory["planned_peak"])
-    peaks = [("most in use", used), ("planned by the compiler", planned_text)]
+    used = "not available" if memory["peak_in_use"] is None else size(memory["peak_in_use"])
+    planned_text = "not available" if memory["planned_peak"] is None else size(memory["planned_peak"])
+    peaks = [("peak in use", used), ("planned by the compiler", planned_text)]
     return plain("train step", [("speed", speed), ("memory of a device", peaks), ("run", shape)])
 
 
@@ -305,4 +305,4 @@ def _tokens(program: Program) -> int:
 
 def _demand_numbers(loss: Any) -> None:
     if not np.isfinite(loss):
-        raise UserError(f"the loss is {loss}: such a step is skipped, and its speed says nothing")
+        raise UserError(f"the loss is {loss}: such steps are skipped, so their speed is not meaningful")

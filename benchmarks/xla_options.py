@@ -1,16 +1,16 @@
-"""What each option of XLA is worth on the devices that are here: a step's time, compile time, memory, with and without.
+"""Effect of each XLA option on the devices of this machine: step time, compile time and memory with and without it.
 
 Run:  python benchmarks/xla_options.py --config=FILE[:function] [--setting=value ...] [--try=NAME=VALUE;...] [--steps=N]
 
-  --try=A=1;B=2,C=3  further variants, one per semicolon, each with its options over the shipped ones
+  --try=A=1;B=2,C=3  further variants, separated by semicolons, each with its options in addition to the shipped ones
   --steps=N          timed steps of each (default 20)
-  --json[=FILE]      write it down; without a name into benchmarks/results/xla_options_NAME.json
-  --devices=cpu:8    eight CPU devices instead of what jax finds
+  --json[=FILE]      also write JSON; the default file is benchmarks/results/xla_options_NAME.json
+  --devices=cpu:8    eight virtual CPU devices instead of the devices that jax finds
 
-Compared are the train step as shipped, the same without each option that is there by default on these devices (none on
-CPUs), and with xla.deterministic. Each is compiled without cache, warmed up and timed on the same batch; then it
-starts twice from the same weights, and it is told whether the losses of both are the same to the last bit. Settings are
-those of training; no data is read.
+Compares the shipped train step, the same without each default option of these devices (CPUs have none), and with
+xla.deterministic. Each variant is compiled without cache, warmed up and timed on the same batch. It is then started
+twice from the same weights, and the program reports whether the losses are bitwise equal. Settings are those of
+training; no data is read.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         return 0
     command = parse(argv, verb="xla_options", flags=FLAGS)
     if command.flags["steps"] < 1:
-        raise UserError(f"--steps={command.flags['steps']} leaves nothing to time: give at least 1")
+        raise UserError(f"--steps must be at least 1, got {command.flags['steps']}")
     set_process(command.config.xla)
     figures: dict[str, Any] = {}
     for name, cfg in variants(command.config, command.flags["try"]):
@@ -91,7 +91,7 @@ def line(name: str, figures: dict[str, Any]) -> str:
     """One variant in words."""
     seconds, equality = figures["step_seconds"], "the same" if figures["same_bits"] else "OTHER"
     return (
-        f"{name}: {1000 * seconds['median']:.1f} ms a step ({figures['step_over_shipped']:.3f} of shipped; tenths "
+        f"{name}: {1000 * seconds['median']:.1f} ms a step ({figures['step_over_shipped']:.3f} of shipped; p10 to p90: "
         f"{1000 * seconds['p10']:.1f} to {1000 * seconds['p90']:.1f}), compiled in {figures['compile_seconds']:.1f} s, "
         f"temporary {figures['temporary_bytes'] / 2**20:.0f} MiB; {equality} bits when started again"
     )

@@ -38,7 +38,7 @@ def test_another_figure_makes_another_page() -> None:
     figures[PLANS[0].key] |= {"peak_gib": 12.34}
     text = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
     assert " | 12.3 GiB |" in with_table(text, "configs", figures)
-    with pytest.raises(ValueError, match=r"the marks .* are not there"):
+    with pytest.raises(ValueError, match=r"the marks .* are missing"):
         with_table("a page without marks", "configs", figures)
 
 

@@ -122,10 +122,10 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_half_a_file_is_no_end_of_the_others(tmp_path: Path) -> None:
     checked = check(tmp_path)
     checked.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
-    assert checked.results["half"]["outcome"] == "cut off while it was written"
+    assert checked.results["half"]["outcome"] == "incomplete file"
     (tmp_path / "tests.xml").write_text("<testsuite>")
     assert gpu_check.left_by(quick("tests", "", kind="tests"), tmp_path / "tests.json") == {
-        "outcome": "cut off while it was written"
+        "outcome": "incomplete file"
     }
 
 
@@ -177,7 +177,9 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_lists_are_refused() -> None:
-    with pytest.raises(SystemExit, match="PARTS=fourth: there are first, second, third, more, layers and all"):
+    with pytest.raises(
+        SystemExit, match="PARTS=fourth: unknown list; choose from first, second, third, more, layers and all"
+    ):
         gpu_check.select_parts("first,fourth", ".")
     assert [part.name for part in gpu_check.select_parts("all", "norm|device")] == ["device", "kernels_norm"]
 

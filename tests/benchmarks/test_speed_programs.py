@@ -123,7 +123,7 @@ def test_what_the_torch_baseline_is_told() -> None:
 )
 def test_a_config_without_a_counterpart_is_refused(setting: str, message: str) -> None:
     cfg = load("bench.py:debug", *(["optimizer.beta2=0.95"] * ("moments" in setting)), setting)
-    with pytest.raises(UserError, match=rf"no counterpart for what this config has in {message}\."):
+    with pytest.raises(UserError, match=rf"does not support {message} of this config\."):
         peers.spec_of(cfg)
 
 
@@ -169,7 +169,7 @@ def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Pat
     write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(actual)!r});"
     slow = [sys.executable, "-c", f"{write} import time; time.sleep(60)"]
     broken = [sys.executable, "-c", f"{write} import os; os._exit(3)"]
-    for program, message in ((slow, "was ended after 2 s"), (broken, "ended with code 3")):
+    for program, message in ((slow, "was stopped after 2 s"), (broken, "ended with code 3")):
         file.unlink(missing_ok=True)
         theirs = peers.measure_torch(program, file, dict(os.environ), 2.0)
         assert theirs == actual | {"ended": f"the torch baseline {message}"}
