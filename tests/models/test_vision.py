@@ -237,7 +237,7 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
     ("changes", "parallel", "message"),
     [
         ({"height": 9}, ONE, "height: 9 is not divisible by patch=2"),
-        ({"class_tokens": 0}, ONE, "reads a class token, and class_tokens=0"),
+        ({"class_tokens": 0}, ONE, "reads a class token, but class_tokens=0"),
         ({"mean": (0.5,)}, ONE, "must be 3 numbers"),
         ({"positions_multiple": 1}, ParallelConfig(data=1, tensor=2, sequence=True), "use 2"),
         ({}, ParallelConfig(data=1, context=2), "ViTConfig needs whole rows"),
