@@ -162,7 +162,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def check_bytes(size: int, maximum_pixels: int) -> None:
-    """Raises UnreadableItem for an empty file, or one larger than any image of that many pixels."""
+    """Raises UnreadableItem for an empty file, or one larger than any image of `maximum_pixels`."""
     if not size:
         raise UnreadableItem("empty file", "")
     if size > maximum_pixels * BYTES_PER_PIXEL + HEADER_BYTES:

@@ -89,7 +89,7 @@ def ssd_reference(scan: Scan) -> tuple[Array, Array]:
 
 
 def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
-    """The recurrence by matmuls over chunks of that many positions: y [B, S, N, P] in x's dtype, the last state.
+    """The recurrence by matmuls over chunks of `chunk` positions: y [B, S, N, P] in x's dtype, the last state.
 
     Matmuls are in x's dtype with float32 sums; steps, decays and states are float32. Only the inputs are saved for the
     backward pass: arrays of size chunk x chunk per head exist once, while a layer is computed.

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017). B rows, S positions, D hidden, E experts of which a token chooses k."""
+"""Mixtures of experts (Shazeer et al. 2017). B rows, S positions, D hidden, E experts, k chosen by each token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ def checkpointed(layer: Callable, policy: SavePolicy) -> Callable:
 
 
 def save_only_inputs[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """Save only the arguments of f for the backward pass; recompute the rest, whatever the policy of the layer.
+    """Save only the arguments of f for the backward pass; recompute the rest under any policy of the layer.
 
     For functions that the compiler fuses: the backward kernel reads the arguments again instead of every intermediate
     result, which would be stored in float32 if f computes in float32.

@@ -184,7 +184,7 @@ class Stack(nnx.Module):
         return jax.lax.fori_loop(0, segment.repeats, repeat, (x, cache))
 
     def spans(self, repeats: int, first: int | None = None) -> list[Span]:
-        """The spans of all layers, or of a pipeline chunk with that many repeats.
+        """The spans of all layers, or of a pipeline chunk with this many repeats.
 
         first: number of the first repeat if it is the same on all devices: layers with another recipe than their
         neighbours then form their own spans; None: each layer checks its number at run time.
@@ -225,7 +225,7 @@ class Stack(nnx.Module):
         return [span._replace(units=int(np.max(offsets[span.segment.blocks]))) for span in spans]
 
     def spans_of(self, segment: Segment, repeats: int, first: int | None, rings: int = 0) -> list[Span]:
-        """The spans of that many repeats of a segment. rings: number of rings of earlier spans."""
+        """The spans of `repeats` repeats of a segment. rings: number of rings of earlier spans."""
         pattern, config = len(segment.blocks), self.recomputing
         recomputing = repeats if config.layers is None else min(config.layers // pattern, repeats)
         spans, start_repeat = [], 0

@@ -40,7 +40,7 @@ class VisionTower(nnx.Module):
         return x[:, : self.cfg.used_positions()]
 
     def image_context(self, images: int, row_keys: Array | None = None) -> Context:
-        """The context of that many images. row_keys: see `Context`."""
+        """The context for `images` images. row_keys: see `Context`."""
         index = jnp.arange(self.cfg.positions())
         positions = jnp.broadcast_to(index[None], (images, index.size))
         segments = (positions < self.cfg.used_positions()).astype(jnp.int32) if self.cfg.padding() else None

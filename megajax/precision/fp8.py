@@ -187,7 +187,7 @@ def scale_for(largest: Array, form: jnp.dtype, margin: int = 0) -> Array:
 
 
 def _as_stored(x: Array) -> Array:
-    # The compiler may pass the float32 numbers that x was rounded from, here and not there: they become other 8 bits.
+    # The compiler may pass the float32 values from before rounding in some uses of x: these give other 8-bit values.
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
 

@@ -92,7 +92,7 @@ def _row(token: str, fate: Fate) -> Flag:
     names, _, kind_name = typed.partition(":")
     name, *also = names.split("|")
     kind = KINDS[kind_name or "list"]
-    # A switch that is a setting by itself leaves the setting alone if it is not given.
+    # A switch for a single setting leaves the setting unchanged if it is not given.
     default = False if kind is bool and not (isinstance(fate, Mapped) and fate.by is None and not fate.values) else None
     if equals:
         default = value.split() if kind is list else kind(value)

@@ -197,7 +197,7 @@ class Program:
         return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
-        """The schedule of the stages in a step of that many microbatches."""
+        """The schedule of the stages in a step of `microbatches` microbatches."""
         return _pipeline(self.cfg.parallel, microbatches)
 
     @cached_property

@@ -95,7 +95,7 @@ class RunConfig:
         return sizes[BATCH_AXES[0]] * sizes[BATCH_AXES[1]]
 
     def batch_sizes(self, replicas: int) -> Any:
-        """The BatchSizes of the run on that many data-parallel devices."""
+        """The BatchSizes of the run on this many data-parallel devices."""
         return self.batch.build(replicas, sequence_length=self.model.row_positions())
 
     def but(self, **changes: Any) -> "RunConfig":

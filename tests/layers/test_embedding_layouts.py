@@ -1,4 +1,4 @@
-"""The vocabulary at both ends of a model, with its gradients, on every layout against plain indexing."""
+"""The token embedding and the vocabulary head, with gradients, on every layout against plain indexing."""
 
 from typing import NamedTuple
 

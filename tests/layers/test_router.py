@@ -145,7 +145,7 @@ def test_losses_and_their_gradients(score):
         return sum(coefficients[name] * value for name, value in written_out(cfg, logits, tokens_before).items())
 
     gradient = jax.jit(jax.grad(total))(logits)
-    # Of the sum over tokens, as the gradients of a language model's loss are.
+    # The gradient is of the sum over tokens, as for the loss of a language model.
     np.testing.assert_allclose(balanced.gradient / TOKENS, gradient, rtol=1e-4, atol=1e-7)
 
 

@@ -71,7 +71,7 @@ def _outside(cfg: DecoderConfig, declared: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """A feed-forward of a user's: as many experts, of which a token is sent to one."""
+    """A user's feed-forward with experts, one of which each token is sent to."""
 
     experts: int
     ffn: int

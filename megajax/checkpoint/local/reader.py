@@ -60,7 +60,7 @@ class LocalReader:
         self._meta: Meta | None = None
 
     def newest_intact(self) -> int | None:
-        """The newest step of which the processes have every shard, with its saved SHA-256; None if there is none."""
+        """The newest step with all shards on the processes, matching their saved SHA-256; None if there is none."""
         infos = [local_set.index.info for local_set in self._local.served.values()]
         gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
         for step, save, processes in sorted({tuple(save) for saves in gathered for save in saves}, reverse=True):

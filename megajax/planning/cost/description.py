@@ -40,13 +40,13 @@ class System:
     data_hidden: bool = True
     """Gathers of weights overlap the first microbatch's forward, reductions of gradients the last one's backward."""
     tensor_hidden: float | None = None
-    """Share of the time of collectives over `tensor` that matmuls hide; None: as counted in our compiled programs."""
+    """Share of the time of collectives over `tensor` that matmuls hide; None: as in compiled MegaJAX programs."""
     most_in_place: int | None = None
     """Chunks of a stage up to which matmuls use a layer's weights and gradient accumulators in place; None: always.
     With more, weights are copied out of their stack, and accumulators out and in."""
     xla: bool = False
-    """Loops over layers copy what a layer saves into a stacked array, and what attention reads out of it; queries,
-    keys and values, and gate and up, are multiplied each on its own. Otherwise these are one matrix each."""
+    """Loops over layers copy a layer's saved tensors into a stacked array, and the inputs of attention out of it.
+    Queries, keys, values, gate and up have separate matmuls; otherwise q, k and v are one matrix, and gate and up."""
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
     overhead: float = 1.0
@@ -325,7 +325,7 @@ class Tower:
 
 
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
-    """The description of a config that passes its checks on that many devices.
+    """The description of a config that passes its checks on this many devices.
 
     Raises UserError for a model or a layer without facts, and for an optimizer that is not one of the library's.
     """

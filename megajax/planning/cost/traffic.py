@@ -105,7 +105,7 @@ class Traffic:
         return max(0.0, self.seconds - self.hidden)
 
     def beside(self, computing: float) -> "Traffic":
-        """The same, hidden by at most so many seconds of computing."""
+        """This traffic, hidden by at most `computing` seconds of computation."""
         return replace(self, hidden=min(self.seconds, computing))
 
 
@@ -204,7 +204,7 @@ class Sent(NamedTuple):
     kind: str
     what: str
     parts: list[float]
-    """Bytes of each, as a device has them; of a gather, before it."""
+    """Bytes of each array on a device; for a gather, before it."""
     beside: str = ""
     """Kernels that the compiler runs at the same time."""
     share: float = 1.0
@@ -213,7 +213,7 @@ class Sent(NamedTuple):
     """Devices of a group; None: all of `context` that the strategy groups."""
 
     def size(self, devices: int) -> float:
-        """Mean bytes on the full side, in groups of so many devices."""
+        """Mean bytes on the full side, in groups of this many devices."""
         full = devices if self.kind in ("all-gather", "reduce-scatter") else 1
         return full * sum(self.parts) / len(self.parts)
 

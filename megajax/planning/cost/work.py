@@ -51,7 +51,7 @@ ENTRY_PASSES = 12
 TICK_PASSES = {"elementwise": 9, "copies": 10}
 """Passes over T x D along the sequence by tensors between stages: selected, kept, sent; once a tick."""
 ALIGNED = 8
-"""cuBLAS wants matrices with multiples of so many columns; others are padded by copies."""
+"""cuBLAS needs matrices whose number of columns is a multiple of this; others are copied with padding."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Work:
         return self.copies + self.elementwise
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
-        """The sum with another, taken that many times."""
+        """The sum of this and `times` the other."""
         return Work(*(getattr(self, name) + times * getattr(other, name) for name in self.__slots__))
 
     def streamed(self, run: Description) -> "Work":
@@ -128,7 +128,7 @@ class Product:
 def products(
     run: Description, matmuls: Sequence[Matmul], all_tokens: int, policy: SavePolicy, *, trained: bool = True
 ) -> Iterator[Product]:
-    """Forward and backward pass of matmuls of so many tokens; those that are recomputed are in both."""
+    """Products of the forward and the backward pass of matmuls; recomputed matmuls are in both."""
     width, tensor = run.width, run.parallel.tensor
     accumulated = run.reduced_width if run.parallel.data_sharding == "fsdp" else 2 * BYTES[run.gradients]
     for matmul in matmuls:

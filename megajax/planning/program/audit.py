@@ -257,9 +257,9 @@ def _bytes_written(root: hlo.Instruction, body: hlo.Computation) -> int:
 
 
 def largest_arrays(text: str, most: int = 5) -> Table:
-    """The largest arrays in memory of a program's text, by shape; arrays inside of fusions are never in memory.
+    """The largest arrays in memory of a program's text, by shape. Arrays inside fusions are never in memory.
 
-    in program: instructions that make one, not all of which are alive at once; made by: the first of them.
+    in program: number of instructions that create such an array, not all alive at once; made by: the first of them.
     """
     makers: dict[str, list[str]] = {}
     for name, computation in hlo.Program.read(text).computations.items():

@@ -111,8 +111,8 @@ class Device:
     def matmul_share(self, *sizes: float) -> float:
         """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
 
-        n / (n + matmul_half) for each dimension: partial tiles, and pipelines that fill and drain, cost the same
-        whatever the size.
+        n / (n + matmul_half) for each dimension: the costs of partial tiles, and of filling and draining pipelines,
+        do not depend on the size.
         """
         return prod(size / (size + self.matmul_half) for size in sizes)
 
