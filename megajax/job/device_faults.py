@@ -163,7 +163,7 @@ def _activation_changes(cfg: RunConfig) -> Iterator[Change]:
     if recompute != "full":
         yield Change("model.recompute=full", "saves only inputs of layers; a third more computation")
     if micro == 1 and cfg.model.allows_context():
-        effect = "splits each row over twice as many devices"
+        effect = "splits each row over twice as many devices, so half as many read different rows"
         yield Change(f"parallel.context={2 * parallel.context}", effect)
 
 

@@ -126,8 +126,8 @@ class Ending:
 
     def _sample(self) -> None:
         """Print a sample of the trained model, only after the last step and in a single process. Errors are printed."""
-        finished = self.run.cfg.logging.sample and self.run.step >= self.run.cfg.steps
-        if self._sampler is None or not finished or jax.process_count() > 1:
+        sample_due = self.run.cfg.logging.sample and self.run.step >= self.run.cfg.steps
+        if self._sampler is None or not sample_due or jax.process_count() > 1:
             return
         try:
             with self.console.ticker("sampling", total=False):

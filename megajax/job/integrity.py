@@ -39,9 +39,9 @@ class Integrity:
         self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
         drills = for_this_attempt(cfg.corruption_drills())
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
-        results = CheckGradients(cfg.recompute, run, event, say, drills)
-        self.hooks: list[Hook] = [*flips, self.replicas, results]
-        for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), results.due):
+        gradients = CheckGradients(cfg.recompute, run, event, say, drills)
+        self.hooks: list[Hook] = [*flips, self.replicas, gradients]
+        for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), gradients.due):
             say(line)
         if flips and most_copies(state_hash(run.program).leaves, run.mesh) < 2:
             sharding = f"parallel.data_sharding={run.cfg.parallel.data_sharding}"

@@ -104,8 +104,8 @@ def all_reduce() -> Result:
         lambda index: contribution(0, mesh.size * elements, place_of(index))[None],
     )
     # The sum of the contributions of places 0 to n - 1 repeats after PERIOD elements.
-    period = np.arange(PERIOD)
-    total = sum(((period + place) % PERIOD for place in range(mesh.size)), np.zeros(PERIOD, np.int64))
+    indices = np.arange(PERIOD)
+    total = sum(((indices + place) % PERIOD for place in range(mesh.size)), np.zeros(PERIOD, np.int64))
     total = total.astype(np.float32)
 
     def local(x: Array) -> tuple[Array, Array]:

@@ -62,12 +62,12 @@ class Results(NamedTuple):
     norms: np.ndarray
     """float32 [groups, ...]: squared norms of gradients."""
 
-    def differ(self, rerun: "Results", tolerance: float) -> np.ndarray:
+    def differ(self, other: "Results", tolerance: float) -> np.ndarray:
         """bool [groups]: whether the gradients differ, or with a tolerance their norms."""
         groups = len(self.hashes)
         if tolerance == 0:
-            return (self.hashes != rerun.hashes).reshape(groups, -1).any(1)
-        a, b = (np.sqrt(results.norms.reshape(groups, -1)) for results in (self, rerun))
+            return (self.hashes != other.hashes).reshape(groups, -1).any(1)
+        a, b = (np.sqrt(results.norms.reshape(groups, -1)) for results in (self, other))
         return ~(np.abs(a - b) <= tolerance * np.maximum(np.abs(a), np.abs(b))).all(1)
 
 

@@ -154,7 +154,7 @@ def mismatches(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> 
     shape = mesh.devices.shape
     positions = np.arange(mesh.size).reshape(shape)
     for number, leaf in enumerate(leaves):
-        order = [*_indices(leaf.sharded, state=True), *_indices(leaf.sharded, state=False)]
+        order = [*_indices(leaf.sharded, sharded=True), *_indices(leaf.sharded, sharded=False)]
         copies = leaf.copies(mesh)
         table = hashes[:, number].reshape(*shape, LANES).transpose(*order, len(shape)).reshape(-1, copies, LANES)
         if (table == table[:, :1]).all():
@@ -199,8 +199,8 @@ def group_of(path: str) -> str:
     return first if more else "counters"
 
 
-def _indices(values: Sequence[bool], *, state: bool) -> list[int]:
-    return [i for i, value in enumerate(values) if value is state]
+def _indices(values: Sequence[bool], *, sharded: bool) -> list[int]:
+    return [i for i, value in enumerate(values) if value is sharded]
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -20,7 +20,7 @@ SHAPES: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
         "minus_sqrt": lambda decayed, remaining: remaining / (1 + jnp.sqrt(decayed)),
     }
 )
-"""Position between min_lr (0) and lr (1) as a function of (r, 1 - r), with r the decayed share of the decay.
+"""Position between min_lr (0) and lr (1) as a function of (r, 1 - r), with r the elapsed share of the decay.
 
 1 - r, (1 + cos(pi r)) / 2, 2 * 0.5^r - 1 and 1 - sqrt(r), written without cancellation in float32."""
 

@@ -93,9 +93,9 @@ class StepRampConfig:
     """Unit of the thresholds; tokens are divided by the sequence length, rounded down."""
 
     def problems(self) -> list[Problem]:
-        pairs_text = self.sizes.replace(",", " ").split()
-        invalid = [word for word in pairs_text if not THRESHOLD.fullmatch(word)]
-        if invalid or not pairs_text:
+        words = self.sizes.replace(",", " ").split()
+        invalid = [word for word in words if not THRESHOLD.fullmatch(word)]
+        if invalid or not words:
             message = f"{invalid[0]!r} is not threshold:rows" if invalid else "is empty"
             return [Problem("sizes", message, "write for example 0:768 250B:1536")]
         pairs = self.pairs()

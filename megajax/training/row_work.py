@@ -24,8 +24,8 @@ def row_work(model: Any) -> RowWork:
             window: int | None = getattr(getattr(block, "mixer", None), "window", None)
             pairs[window] += times * block.multiply_adds(section.hidden, 0.0).per_pair
     # The two conventions differ by half of a row's square of scores.
-    flops_per_score = 2 * (flops.full - flops.causal) / facts.row_positions() / (sum(pairs.values()) or 1)
-    per_score = tuple((window, flops_per_score * count) for window, count in pairs.items() if count)
+    flops_per_multiply_add = 2 * (flops.full - flops.causal) / facts.row_positions() / (sum(pairs.values()) or 1)
+    per_score = tuple((window, flops_per_multiply_add * count) for window, count in pairs.items() if count)
     return RowWork(2 * flops.causal - flops.full, per_score)
 
 

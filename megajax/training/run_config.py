@@ -170,11 +170,11 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         nearest = f" and parallel.data={data}" if data else ", and its devices for parallel.data"
         yield Problem("parallel.pipeline", message, f"use 1{nearest}, with parallel.tensor={parallel.tensor} as it is")
         return
-    message = "repeats" if len(stack.parts()) == 1 else "layers"
+    unit = "repeats" if len(stack.parts()) == 1 else "layers"
     if parallel.chunks() > repeats:
         yield Problem(
             "parallel.pipeline",
-            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many {message} of the "
+            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many {unit} of the "
             f"model's stack, which has {repeats}",
             f"pipeline x virtual_stages can be at most {repeats}",
         )
@@ -257,9 +257,8 @@ def _uneven_rows(cfg: RunConfig, name: str, length: int) -> Problem:
     causes += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if parallel.sequence else ""]
     message = f"rows of {length} positions ({name}) are not divisible by {unit}: {', '.join(filter(None, causes))}"
     below = length // unit * unit
-    hint = (
-        f"use rows of {either(str(rows) for rows in (below, below + unit) if rows)} positions (model.sequence_length)"
-    )
+    lengths = either(str(multiple) for multiple in (below, below + unit) if multiple)
+    hint = f"use rows of {lengths} positions (model.sequence_length)"
     legal = [] if rounds == 1 else [n for n in divisors_of(length) if length % _unit(cfg, n) == 0]
     nearest = [*[n for n in legal if n < rounds][-1:], *[n for n in legal if n > rounds][:1]]
     if nearest:

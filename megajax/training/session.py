@@ -201,7 +201,7 @@ class Run:
         """The model's metrics over global batches of `source` from row `first` on; nan for a total weight of 0.
 
         stopping: called before each batch; True ends the evaluation, which returns None. waiting: context around the
-        wait for a batch.
+        wait for a batch; StopWaiting raised in it also ends the evaluation.
         """
         loader = self.parts.loader(source, first)
         totals: dict[str, list[np.ndarray]] = {"loss": [np.zeros(()), np.zeros(())]}

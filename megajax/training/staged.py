@@ -58,14 +58,14 @@ def staged(
         return bind(model, shapes | dict(shared))
 
     def divide(path: str) -> StagedSection:
-        section, stacked = model.sections[path], f"{path}." if path else ""
+        section, prefix = model.sections[path], f"{path}." if path else ""
 
         def bound_section(shared: Params) -> Any:
             return bound(shared).sections[path]
 
         def with_names(unit: Unit) -> Unit:
             def run(weights: Params, common: Params, numbers: Array, x: Array, ctx: Any) -> Array:
-                stack = {name.removeprefix(stacked + STACK_PREFIX): w for name, w in common.items() if name != MEMORY}
+                stack = {name.removeprefix(prefix + STACK_PREFIX): w for name, w in common.items() if name != MEMORY}
                 return unit(weights, stack, numbers, x, with_memory(ctx, common.get(MEMORY)))
 
             return run
@@ -73,12 +73,12 @@ def staged(
         stack = section.stack
         spans = stack.spans(stack.repeats, 0) if partition is None else stack.chunk_spans(*partition.layers())
         return StagedSection(
-            path=stacked + STACK,
+            path=prefix + STACK,
             context=lambda rows: section.context(rows, key),
             embed=lambda shared, rows: bound_section(shared).embed(rows),
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
             spans=[_span(span, with_names(span.unit)) for span in spans],
-            common=lambda shared: {name: shared[name] for name in shared if name.startswith(stacked + STACK_PREFIX)},
+            common=lambda shared: {name: shared[name] for name in shared if name.startswith(prefix + STACK_PREFIX)},
             leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
 

@@ -143,7 +143,7 @@ def _shape_mismatch(scales: Entry, expected: tuple[int, ...]) -> str:
 
 
 def dequantizer(settings: Settings) -> Callable[[Tensors], Tensors]:
-    """Reads tensors by quantization_config. Unsupported formats are reported to the settings."""
+    """A function that dequantizes tensors by quantization_config. Unsupported formats are reported to the settings."""
     config: dict[str, Any] = settings.take("quantization_config", {})
     block, kind = config.get("weight_block_size"), config.get("quant_method")
     if not config:

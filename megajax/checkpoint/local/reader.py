@@ -72,7 +72,9 @@ class LocalReader:
             ]
             answers = self._peers.gather((own_holders, faults))
             holders = [
-                Holder(process, name, tuple(parts)) for of_process, _ in answers for process, name, parts in of_process
+                Holder(process, name, tuple(parts))
+                for process_holders, _ in answers
+                for process, name, parts in process_holders
             ]
             missing = set(range(processes)).difference(*(holder.parts for holder in holders))
             if not missing:

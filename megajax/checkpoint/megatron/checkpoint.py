@@ -151,12 +151,12 @@ class MegatronCheckpoint:
     ) -> dict[str, ForeignWeights]:
         """Kind -> moments. Observations have none. Raises UnmappedError."""
         trained = {path: spec for path, spec in declared.items() if spec.updater is None}
-        rows = [tensor for tensor in tensors if all(piece.path in trained for piece in tensor.pieces)]
-        by_name, moments = {tensor.name: tensor for tensor in rows}, {}
+        trained_tensors = [tensor for tensor in tensors if all(piece.path in trained for piece in tensor.pieces)]
+        by_name, moments = {tensor.name: tensor for tensor in trained_tensors}, {}
         for kind, parts in self.contents.moments(by_name).items():
             padless = _padless(self.where, parts, by_name)
-            demand_fit(padless, rows, ignored)
-            moments[MOMENTS[kind]] = ForeignWeights(padless, rows, trained)
+            demand_fit(padless, trained_tensors, ignored)
+            moments[MOMENTS[kind]] = ForeignWeights(padless, trained_tensors, trained)
         return moments
 
     def _has(self, key: str) -> bool:

@@ -65,14 +65,15 @@ def _optimizers(content: Any) -> Iterator[dict[str, Any]]:
     """The optimizers of a state: several where experts have their own."""
     if content is None:
         raise UnmappedError("the checkpoint has none")
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict):
+    for optimizer in content if isinstance(content, list) else [content]:
+        if not isinstance(optimizer, dict):
             raise UnmappedError("it is of an unknown kind")
-        inner = part.get("optimizer", part)
+        inner = optimizer.get("optimizer", optimizer)
         if not isinstance(inner, dict) or not inner.get("state") or "param_groups" not in inner:
             raise UnmappedError("it is of a distributed optimizer, whose buffers span all weights")
-        parts = {"state": inner["state"], "param_groups": inner["param_groups"]}
-        yield parts | ({"masters": part["fp32_from_fp16_params"]} if part.get("fp32_from_fp16_params") else {})
+        fields = {"state": inner["state"], "param_groups": inner["param_groups"]}
+        masters = optimizer.get("fp32_from_fp16_params")
+        yield fields | ({"masters": masters} if masters else {})
 
 
 def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], expert_groups: bool) -> bool:

@@ -316,10 +316,10 @@ def _size(_: _Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _rebuilt(machine: _Machine, arguments: tuple[Any, ...]) -> Any:
     """A tensor with attributes of its own: (function, type, its arguments, attributes)."""
-    function, _, arguments, *_ = arguments
+    function, _, tensor_arguments, *_ = arguments
     if not isinstance(function, Name) or not function.dotted.startswith("torch._utils._rebuild_"):
         raise ValueError(f"{function}")
-    return machine.result(function.dotted, arguments)
+    return machine.result(function.dotted, tensor_arguments)
 
 
 def _mapping(_: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:

@@ -162,7 +162,7 @@ class RankTensors:
         """Number of experts of a layer in a file."""
         experts = namespace(file.archive).get("num_experts")
         if isinstance(experts, int):
-            return experts // (1 + max(file.rank.expert for file in self._files))
+            return experts // (1 + max(rank_file.rank.expert for rank_file in self._files))
         names = [name for chunk in self._chunks[file.rank] for name in chunk]
         if any(map(PACKED.match, names)):
             raise UserError(f"{file.archive.where}: its args have no num_experts")

@@ -39,7 +39,7 @@ def _dense(tensor: str, path: str) -> list[Row]:
 
 
 def _projection(tensor: str, path: str) -> list[Row]:
-    """What attention writes."""
+    """The output projection of attention."""
     return [Row(f"{tensor}.weight", f"{path}.output", "d (n h) -> n h d"), Row(f"{tensor}.bias", f"{path}.output_bias")]
 
 
@@ -115,7 +115,8 @@ def _mamba(tensor: str, path: str) -> Iterator[Row]:
     inputs = tuple(f"{path}.mixer.in_{part}" for part in ("z", "x", "b", "c", "dt"))
     yield Row(f"{tensor}.mixer.in_proj.weight", inputs, (*["(n h) d -> d n h"] * 4, "n d -> d n"))
     for name, part, pattern in (("weight", "kernel", "(n h) 1 k -> k n h"), ("bias", "bias", "(n h) -> n h")):
-        yield Row(f"{tensor}.mixer.conv1d_{name}", tuple(f"{path}.mixer.conv_{x}.{part}" for x in "xbc"), pattern)
+        paths = tuple(f"{path}.mixer.conv_{channels}.{part}" for channels in "xbc")
+        yield Row(f"{tensor}.mixer.conv1d_{name}", paths, pattern)
     for name, part in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip")):
         yield Row(f"{tensor}.mixer.{name}", f"{path}.mixer.{part}")
     yield Row(f"{tensor}.mixer.norm.weight", f"{path}.mixer.norm_gain", "(n h) -> n h")
