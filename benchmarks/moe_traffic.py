@@ -86,7 +86,7 @@ def measure_traffic(hidden: int, moe: MoEConfig) -> dict[str, Any]:
         runs = collective.place.runs(plan.unknown_trips) or 0
         share = (DEVICES - 1) / DEVICES * collective.bytes * runs / times / MIB
         received[collective.kind] = received.get(collective.kind, 0.0) + share
-    step = Case(cfg, plan.cluster, devices.GPUS["h100"]).estimate
+    step = Case(cfg, plan.cluster).estimate
     traffic = audit(plan.text, plan.unknown_trips).to_dict()["bytes_per_step"], bytes_per_step(step)
     large = [collective for collective in rows if collective.bytes > MIB]
     facts = moe.expert_facts(hidden)

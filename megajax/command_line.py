@@ -169,7 +169,7 @@ def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
             raise
         report(error) if isinstance(error, UserError) else print("interrupted", file=sys.stderr)
         if process_index() != 0 and isinstance(error, ConfigError):
-            # Process 0 reports the error. Wait, because the supervisor ends it as soon as this process exits.
+            # Process 0 reports the error. Wait, because a supervisor ends process 0 as soon as this one exits.
             time.sleep(1.0)
         code = _code(error)
     end(code)

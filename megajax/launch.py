@@ -37,7 +37,7 @@ FLAGS = (
         "auto",
         help="seconds without a heartbeat of a process: a hang; auto: 60, 300 with --scheduler; none: no limit",
     ),
-    Flag("scheduler", help="COMMAND starts the processes itself, such as srun or mpirun: start and restart it once"),
+    Flag("scheduler", help="COMMAND starts the processes itself, as srun or mpirun do: start and restart only COMMAND"),
     Flag("beats", Path | None, help="folder for heartbeats, shared by all machines; default: a local temporary folder"),
 )
 

@@ -73,8 +73,8 @@ def _defaults(value: Any, default: Any, where: str) -> Iterator[tuple[str, Any]]
         hint = schema.hints(type(value))[field.name]
         nodes = [(path, hint, current, default_value)]
         if isinstance(current, tuple | list) and any(schema.is_config(item) for item in current):
-            is_list = isinstance(default_value, tuple | list) and len(default_value) == len(current)
-            pairs = enumerate(zip(current, default_value if is_list else [MISSING] * len(current), strict=True))
+            same_length = isinstance(default_value, tuple | list) and len(default_value) == len(current)
+            pairs = enumerate(zip(current, default_value if same_length else [MISSING] * len(current), strict=True))
             nodes = [(join(path, str(i)), schema.entry(hint, i), *pair) for i, pair in pairs]
         if all(schema.is_config(node) for _, _, node, _ in nodes):
             for place, annotation, node, default_node in nodes:

@@ -46,9 +46,9 @@ def require(module: str, feature: str, otherwise: str = "") -> ModuleType:
         if error.name != package:
             raise
         instead = f", or {otherwise}" if otherwise else ""
-        remedy = f"{install(EXTRAS[package])}{instead}"
+        commands = f"{install(EXTRAS[package])}{instead}"
         raise UserError(
-            f"{feature} needs the package {package}, which is not installed. Install it: {remedy}."
+            f"{feature} needs the package {package}, which is not installed. Install it: {commands}."
         ) from error
 
 

@@ -208,7 +208,7 @@ class ChatBuilder:
         bounds: tuple[int, int],
         rows: int | None,
         name: str,
-        shared_skipped: Mapping[str, int],
+        skipped_before: Mapping[str, int],
     ) -> ChatRows:
         config, (first, last), length = self.config, bounds, self.length
         if first == last:
@@ -216,7 +216,7 @@ class ChatBuilder:
                 f"the {name} split has none of the {len(conversations.places)} conversations: give it a larger share "
                 f"in data.split={config.split}"
             )
-        lengths, skipped = conversations.line_lengths(config.pad_multiple)[first:last], Counter(shared_skipped)
+        lengths, skipped = conversations.line_lengths(config.pad_multiple)[first:last], Counter(skipped_before)
         masked = self.pad if config.mask_pad else None
         weighs = conversations.line_weighs(config.pad_multiple, length, masked)[first:last]
         long = (lengths > length) & (not config.cut_long)

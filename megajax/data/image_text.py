@@ -75,8 +75,8 @@ class ImageTextRows(ItemRows[Samples]):
         if len(sample.pictures) > layout.slots:
             detail = f"{len(sample.pictures)} images, the model's rows have {layout.slots} slots"
             raise UnreadableItem("too many images", detail)
-        slots_of = [self._slots(picture, len(sample.pictures), generator) for picture in sample.pictures]
-        text, counts = self._text(sample.pieces, [len(tiles) for tiles in slots_of])
+        slot_images = [self._slots(picture, len(sample.pictures), generator) for picture in sample.pictures]
+        text, counts = self._text(sample.pieces, [len(tiles) for tiles in slot_images])
         row = {"positions": self._positions}
         for name, dtype in (("tokens", np.int32), ("labels", np.int32), ("loss_mask", np.float32)):
             row[name] = np.zeros(layout.length, dtype)
@@ -87,7 +87,7 @@ class ImageTextRows(ItemRows[Samples]):
             detail = f"{len(text)} tokens, and no caption or answer in the {layout.length} that a row has"
             raise UnreadableItem("too long", detail)
         row["images"] = np.zeros((layout.slots, *layout.size[::-1], 3), np.uint8)
-        for slot, image in enumerate(image for tiles in slots_of for image in tiles):
+        for slot, image in enumerate(image for tiles in slot_images for image in tiles):
             row["images"][slot] = image
         return row
 

@@ -173,7 +173,7 @@ def splits_from_items(items: Callable[[str], Items | None], rows: Rows, make: Ma
     """Row sources for the splits that a run requests, each from separate items. items: split -> its items or None."""
 
     def source(position: int, name: str, row_count: int | None) -> Any:
-        split_items_of = items(name)
-        return None if split_items_of is None else make(split_items_of, position, row_count)
+        separate_items = items(name)
+        return None if separate_items is None else make(separate_items, position, row_count)
 
     return Splits.build(rows, source)

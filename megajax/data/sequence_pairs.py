@@ -74,10 +74,10 @@ def example_splits(
     config: BenchmarkConfig, examples: Callable[[str], Examples[Any] | None], rows: Rows, seed: int
 ) -> Splits:
     """Row sources of the splits that a run requests. examples: train, valid or test -> its examples or None."""
-    data_seed_ = data_seed(config.seed, seed)
+    order_seed = data_seed(config.seed, seed)
 
     def make(items: Examples[Any], position: int, row_count: int | None) -> ExampleRows:
-        return ExampleRows(items, RowOrder(row_count, data_seed_, position))
+        return ExampleRows(items, RowOrder(row_count, order_seed, position))
 
     return splits_from_items(examples, rows, make)
 

@@ -56,7 +56,8 @@ class Chunk:
         start: byte in the file; for Parquet, the row group, which is read only when the chunk is tokenized.
         stored: corresponding bytes on disk, for the progress.
         second: for pairs, the lines that correspond to those of `data`.
-        piece: part of a document that is a whole file; `ends`: its last piece.
+        piece: whether the chunk is a part of a document that is a whole file.
+        is_last: whether it is the last piece of that document; true for other chunks.
     """
 
     file: TextFile

@@ -83,8 +83,8 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
         rows.append((guesses, tokenizer.decode([truth[place]]) if place in truth else ""))
     hidden = {tokenizer.specials["cls"], tokenizer.pad}
     numbers = {place: number for number, place in enumerate(places.tolist(), start=1)}
-    shown_tokens = [place for place, token in enumerate(tokens[:PRINTED_TOKENS].tolist()) if token not in hidden]
-    text = _with_numbers([(int(tokens[place]), numbers.get(place)) for place in shown_tokens], tokenizer)
+    positions = [place for place, token in enumerate(tokens[:PRINTED_TOKENS].tolist()) if token not in hidden]
+    text = _with_numbers([(int(tokens[place]), numbers.get(place)) for place in positions], tokenizer)
     return _blanks_report(text, rows)
 
 
@@ -128,8 +128,8 @@ def spans_text(
     if not numbers:
         content = "what the model writes" + (", then the true text" if truth else "")
         texts = (f"  {textwrap.fill(_plain(tokens, tokenizer), WIDTH)}" for tokens in [answer, *[truth] * bool(truth)])
-        encoder_input = textwrap.fill(_plain(text, tokenizer), WIDTH)
-        return visible("\n".join([f"sample (a text; {content}):", encoder_input, *texts])) + "\n"
+        encoder_text = textwrap.fill(_plain(text, tokenizer), WIDTH)
+        return visible("\n".join([f"sample (a text; {content}):", encoder_text, *texts])) + "\n"
     predicted = split_spans(answer, sentinels)
     expected = split_spans(truth, sentinels)
     rows = [(_plain(predicted.get(blank), tokenizer), _plain(expected.get(blank), tokenizer)) for blank in numbers]
@@ -193,8 +193,8 @@ def _with_numbers(tokens: Sequence[tuple[int, int | None]], tokenizer: Any) -> s
 def _plain(tokens: Sequence[int] | None, tokenizer: Any) -> str:
     if tokens is None:
         return "-"
-    text = [token for token in tokens if token not in (tokenizer.specials["eos"], tokenizer.pad)]
-    return tokenizer.decode(text) or "nothing"
+    ids = [token for token in tokens if token not in (tokenizer.specials["eos"], tokenizer.pad)]
+    return tokenizer.decode(ids) or "nothing"
 
 
 def _blanks_report(text: str, rows: Sequence[tuple[str, str]], numbers: Sequence[str] | None = None) -> str:

@@ -22,7 +22,9 @@ class ModelDevice:
     def __init__(self, programs: Programs, vocabulary: int):
         """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
         self.programs, self.vocabulary = programs, vocabulary
-        self.choosers: Sequence[RowChooser] = [item for item in programs.choosers if isinstance(item, RowChooser)]
+        self.choosers: Sequence[RowChooser] = [
+            chooser for chooser in programs.choosers if isinstance(chooser, RowChooser)
+        ]
         self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
@@ -31,7 +33,7 @@ class ModelDevice:
         """Run a step of each replica -> results in the order of `Step.parts`."""
         rows = [row for step in work if step is not None for row, _ in step.parts()]
         needed = max(map(program_of, rows))
-        chooser = next(item for item in self.choosers if item.program >= needed)
+        chooser = next(chooser for chooser in self.choosers if chooser.program >= needed)
         steps: Sequence[Any] = work
         result = self.programs.run(steps, chooser, lambda bucket: chooser.inputs(work, bucket))
         chosen: StepChosen = jax.device_get(result.chosen)

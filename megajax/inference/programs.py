@@ -99,7 +99,7 @@ def buckets_up_to(rows: int, chunk: int, *, invariant: bool = False) -> tuple[Bu
     while counts[-1] > 2 and not invariant:
         counts.append(max(2, 1 << (counts[-1] - 1).bit_length() - 1))
     chunks = (chunk,) if invariant else (0, chunk)
-    return tuple(sorted(Bucket(count, step_rows) for count in counts for step_rows in chunks))
+    return tuple(sorted(Bucket(count, prompt_tokens) for count in counts for prompt_tokens in chunks))
 
 
 class Programs:
@@ -263,12 +263,12 @@ def step_output(
     def parts(x: Array, last: Array) -> tuple[Array, Array]:
         return x[last], x[rows.parts()[1]] if len(groups) > 1 else x[:0]
 
-    step_rows, prompt = layout.island(parts, (token, ("batch",)), (token, token))(x, arrays.last)
+    decoded, prompt = layout.island(parts, (token, ("batch",)), (token, token))(x, arrays.last)
 
     def logits_of(x: Array) -> Array:
         return model.next_logits(x)[:, 0]
 
-    return StepOutput(logits_of(step_rows), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
+    return StepOutput(logits_of(decoded), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
 
 
 def of_layers(cache: Cache) -> Cache:
@@ -281,8 +281,8 @@ def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tupl
 
     def local(leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
         leaf = write(leaf, new[:, 0], rows)
-        step_rows = [leaf[0][table] for table in rows.tables]
-        return leaf, jnp.concatenate([blocks.reshape(blocks.shape[0], -1) for blocks in step_rows])
+        gathered = [leaf[0][table] for table in rows.tables]
+        return leaf, jnp.concatenate([blocks.reshape(blocks.shape[0], -1) for blocks in gathered])
 
     pool, row = (None, "batch", None), ("batch", None)
     return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)

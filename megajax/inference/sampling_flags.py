@@ -35,6 +35,6 @@ def sampling_of(flags: Mapping[str, Any]) -> Sampling:
             raise UserError(f"--guide={flags['guide']}: is not a file with a JSON schema: {error}") from error
     sampling = Sampling(**settings)
     if problems := sampling.problems():
-        problems_by_flag = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in problems]
-        raise ConfigError(problems_by_flag, "command line")
+        flag_problems = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in problems]
+        raise ConfigError(flag_problems, "command line")
     return sampling

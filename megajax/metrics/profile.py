@@ -23,11 +23,9 @@ class Profile:
     def __init__(self, cfg: ProfileConfig, folder: Path, first: int, show: Callable[[TraceSummary], None]):
         self.cfg, self.folder, self._show = cfg, folder, show
         window = cfg.window()
-        traced_process = jax.process_index() in cfg.processes
+        is_traced = jax.process_index() in cfg.processes
         self.window = (
-            None
-            if window is None or window[1] <= first or not traced_process
-            else (max(window[0], first + 1), window[1])
+            None if window is None or window[1] <= first or not is_traced else (max(window[0], first + 1), window[1])
         )
         self.started_at: int | None = None
         """Step before the first traced one, while tracing."""

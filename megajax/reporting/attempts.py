@@ -93,8 +93,8 @@ def attempts(history: History) -> list[Attempt]:
     rerun = _superseded(history, groups)
     runs: list[Attempt] = []
     for index, group in enumerate(groups):
-        later_starts = [after for after in groups[index + 1 :] if after.start is not None]
-        resumed_at = (later_starts[0].start.step or 0) if later_starts and later_starts[0].start else None
+        later_groups = [later for later in groups[index + 1 :] if later.start is not None]
+        resumed_at = (later_groups[0].start.step or 0) if later_groups and later_groups[0].start else None
         following = groups[index + 1] if index + 1 < len(groups) else None
         runs.append(_attempt(history, runs, group, rerun.get(index, []), resumed_at, following))
     return runs
@@ -222,9 +222,9 @@ def _range(
         completed = before[-1].last_step - before[-1].rerun_steps if before else 0
         return completed, completed
     first, steps = group.start.step or 0, history.steps.step
-    logged_seconds = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
+    logged_steps = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
     done_steps = [event.step or 0 for event in group.events if event.name not in INCOMPLETE]
-    last = max([first, *logged_seconds[-1:].tolist(), *done_steps])
+    last = max([first, *logged_steps[-1:].tolist(), *done_steps])
     return first, max(last, (resumed_at or 0) + len(rerun)) if rerun else last
 
 

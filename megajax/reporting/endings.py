@@ -135,8 +135,8 @@ def _give_up_reason(stop: Event) -> str:
 
 def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
     """The failure that caused the others."""
-    by_name = [restart.integer("process")] if restart is not None else [_waits_for(event) for event in failures]
-    blamed = next((process for process in by_name if process is not None), None)
+    candidates = [restart.integer("process")] if restart is not None else [_waits_for(event) for event in failures]
+    blamed = next((process for process in candidates if process is not None), None)
     recorded = {event.integer("process") for event in failures if event.name != "lost"}
 
     def rank(event: Event) -> tuple[bool, bool, bool, int]:

@@ -140,9 +140,9 @@ def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, s
     elif (rate := steps.median("tflops_per_device_causal")) is not None:
         full = steps.median("tflops_per_device_full") or 0
         yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} with full attention"
-    if (productivity := goodput(history, runs)) is not None:
-        yield "wall time", duration(productivity.elapsed), f"in {len(runs)} attempt{'s' * (len(runs) != 1)}"
-        yield "goodput", f"{productivity.share:.1%}", "of the wall time in steps whose result was kept"
+    if (run_goodput := goodput(history, runs)) is not None:
+        yield "wall time", duration(run_goodput.elapsed), f"in {len(runs)} attempt{'s' * (len(runs) != 1)}"
+        yield "goodput", f"{run_goodput.share:.1%}", "of the wall time in steps whose result was kept"
 
 
 def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str]]:

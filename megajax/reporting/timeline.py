@@ -163,5 +163,5 @@ def _mark_text(event: Event, *, several: bool) -> str:
 
 
 def _resume_text(run: Attempt) -> str:
-    detail = f" after step {run.first_step:,}" if run.ready is not None else ", which failed during setup"
+    detail = f" after step {run.first_step:,}" if run.ready is not None else ", which did not finish its setup"
     return f"attempt {run.number}{detail}"

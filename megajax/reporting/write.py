@@ -111,7 +111,7 @@ def _write_page(history: History, path: Path | None) -> str:
         figures(summary.figures),
         *_timeline(summary),
         *_charts([chart.thinned() for chart in curves(history, summary.attempts)]),
-        *(section(series.title, series.svg()) for series in history.layers.heat_maps()),
+        *(section(heat_map.title, heat_map.svg()) for heat_map in history.layers.heat_maps()),
         *_tables(summary),
         f"<footer>{escape(footer)}</footer>",
     ]

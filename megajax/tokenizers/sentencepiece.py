@@ -20,9 +20,9 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model (Kudo and Richardson 2018) as the library runs it, with optional special tokens.
 
     With special tokens, text is cut at them as in Megatron-LM's legacy mode: each part is encoded by itself, and a
-    space alone between two of them is dropped; `decode` puts spaces around them. Invalid UTF-8
-    becomes, depending on the model, U+FFFD, its bytes, or the unknown token. No split point is known: models may join
-    words, and most put a space before a text.
+    space alone between two of them is dropped; `decode` puts spaces around them. Invalid UTF-8 becomes,
+    depending on the model, U+FFFD, its bytes, or the unknown token. No split point is known: models may join words, and
+    most put a space before a text.
 
     Raises:
         UserError: a file that is missing or not a model, no token for the end of a document, or the extra `tokenizers`

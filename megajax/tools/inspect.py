@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.checkpoint.inspection:{function}") for function in ("survey", "choose", "describe")
     )
     try:
-        steps = survey(folder, lambda report: verify and step in (None, report))
+        steps = survey(folder, lambda number: verify and step in (None, number))
     except OSError as error:
         raise UserError(f"{error.filename or folder} can't be read: {error.strerror}") from error
     content, arrays = describe(folder, choose(folder, steps, step).step)

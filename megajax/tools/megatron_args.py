@@ -219,7 +219,7 @@ def _report(converted: Converted) -> Iterator[str]:
 
 def _title(training: Training, source: str, converted: Converted) -> str:
     """The docstring of the file: its source, and the command with its variables replaced."""
-    texts = [shlex.quote(text.text) for text in training.words if UNKNOWN not in text.text]
+    texts = [shlex.quote(word.text) for word in training.words if UNKNOWN not in word.text]
     flags: list[list[str]] = []
     for text in texts:
         if text.startswith("--") or not flags:

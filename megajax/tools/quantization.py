@@ -64,13 +64,13 @@ def report(before: StoredModel, calibration: Calibration | None, target: str, te
         errors = calibration.errors
         content["output_errors"] = {path: {"plain": a, "calibrated": b} for path, (a, b) in errors.items()}
         plain, calibrated = (
-            sum(path_errors) / max(1, len(errors)) for path_errors in zip(*errors.values(), strict=True)
+            sum(kind_errors) / max(1, len(errors)) for kind_errors in zip(*errors.values(), strict=True)
         )
         title = "mean relative error of a matrix's outputs on the calibration text"
         lines.append(f"{title}: {plain:.3%} without calibration, {calibrated:.3%} with it")
     if text is not None:
         rows = text_rows(_tokenizer(before), read_text(str(text)), length=_length(before), most=MAX_TOKENS)
-        models = [LayerByLayer(path_errors.model, path_errors.weights) for path_errors in (before, quantized)]
+        models = [LayerByLayer(stored.model, stored.weights) for stored in (before, quantized)]
         difference = compare(*models, rows, rows=ROWS)
         content |= {"text": str(text), **asdict(difference)}
         lines += _table(difference)

@@ -117,9 +117,9 @@ def all_reduce() -> Finding:
     values = np.random.default_rng(13).integers(-1000, 1000, (len(devices), ELEMENTS)).astype(np.float32)
     sharded = jax.device_put(values, each_process(mesh, np.zeros(ELEMENTS, np.float32)).sharding)
     shards, expected = jax.jit(lambda x: x.sum(0))(sharded).addressable_shards, values.sum(0)
-    failures = [shard.device.id for shard in shards if not np.array_equal(shard.data, expected[shard.index])]
-    if failures:
-        text = f"the sum over {len(devices)} devices is wrong on {failures}"
+    failed_ids = [shard.device.id for shard in shards if not np.array_equal(shard.data, expected[shard.index])]
+    if failed_ids:
+        text = f"the sum over {len(devices)} devices is wrong on {failed_ids}"
         return fail(text, "set NCCL_DEBUG=WARN for details; if NCCL_P2P_DISABLE=1 helps, a link is at fault")
     return ok(f"exact over {len(devices)} devices" if len(devices) > 1 else "one device: nothing to reduce")
 
