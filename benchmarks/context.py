@@ -169,9 +169,9 @@ def balance(recipe: str, gpus: int) -> dict[str, Any]:
     ratios: dict[str, Any] = {"context": parallel.context, "rounds": parallel.context_rounds}
     for name, work in {"attention": RowWork(), "all": row_work(cfg.model)}.items():
 
-        def mean(samples: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
-            cut = SequenceSharding.of(replace(parallel, context_rounds=rounds), causal=True)
-            return round(float(np.mean([imbalance(work.of_devices(row, cut)) for row in samples])), 4)
+        def mean(batch: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
+            sharding = SequenceSharding.of(replace(parallel, context_rounds=rounds), causal=True)
+            return round(float(np.mean([imbalance(work.of_devices(row, sharding)) for row in batch])), 4)
 
         ratios[name] = {"one_document": mean([np.array([length])], 1)}
         ratios[name] |= {f"packed_{rounds}": mean(rows, rounds) for rounds in ROUNDS}

@@ -183,7 +183,7 @@ def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
             engine.step()
         before, start = sum(len(listener.tokens) for listener in listeners), time.perf_counter()
         finish(engine)
-        rates.append((sum(len(one.tokens) for one in listeners) - before) / (time.perf_counter() - start))
+        rates.append((sum(len(listener.tokens) for listener in listeners) - before) / (time.perf_counter() - start))
     weights = sum(w.nbytes for path, w in model.weights.items() if path != "tokens")
     cache = BATCH * (PROMPT + ANSWER / 2) * token_bytes(model.cfg.cache_leaves(1), "float32")
     bandwidth, speed = stream_bandwidth(), statistics.median(rates)
@@ -208,12 +208,12 @@ def transformers(engine: Engine, python: Path, folder: Path) -> dict[str, Any]:
     prompt_lists = [prompts_of(BATCH, np.random.default_rng(seed), [PROMPT]) for seed in (3, 4, 5)]
     fresh = [decode_seconds(engine, prompt_list, ANSWER)[0] for prompt_list in prompt_lists]
     equal_tokens = int((np.array(tokens) == np.array(peer["tokens"])).sum())
-    own_seconds, theirs = statistics.median(fresh), statistics.median(peer["seconds"])
+    own_seconds, peer_seconds = statistics.median(fresh), statistics.median(peer["seconds"])
     return {
         "tokens_equal": f"{equal_tokens} of {BATCH * ANSWER}",
         "tokens_per_second": BATCH * ANSWER / own_seconds,
-        "transformers_tokens_per_second": BATCH * ANSWER / theirs,
-        "ratio": theirs / own_seconds,
+        "transformers_tokens_per_second": BATCH * ANSWER / peer_seconds,
+        "ratio": peer_seconds / own_seconds,
     }
 
 
@@ -241,14 +241,14 @@ def batching(engine: Engine, rows: int) -> dict[str, Any]:
             start = time.perf_counter()
             way()
             seconds.append(time.perf_counter() - start)
-    joint, groups = (min(seconds) for seconds in seconds_by_way.values())
+    continuous, static = (min(seconds) for seconds in seconds_by_way.values())
     return {
         "requests": len(answers),
         "answer_tokens": sum(answers),
-        "continuous_tokens_per_second": sum(answers) / joint,
-        "static_tokens_per_second": sum(answers) / groups,
-        "ratio": groups / joint,
-        "requests_per_second": len(answers) / joint,
+        "continuous_tokens_per_second": sum(answers) / continuous,
+        "static_tokens_per_second": sum(answers) / static,
+        "ratio": static / continuous,
+        "requests_per_second": len(answers) / continuous,
     }
 
 

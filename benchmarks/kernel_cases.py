@@ -151,7 +151,7 @@ class AttentionCase(NamedTuple):
         queries, keys = (rows, length, heads, head), (rows, key_length, groups, head)
         keys_per_query = key_length / self.documents / (1 + self.causal) if self.window is None else self.window
         forward = 4 * rows * heads * head * length * keys_per_query * (0.75 if self.padded else 1)
-        end_bytes = 2 * 2 * rows * head * (length * heads + key_length * groups)
+        io_bytes = 2 * 2 * rows * head * (length * heads + key_length * groups)
         kind = f", {self.documents} documents apart" * (self.documents > 1)
         kind += "" if self.window is None else f", window {self.window}"
         kind += ", full" * (not self.causal and not self.padded and self.keys is None)
@@ -165,7 +165,7 @@ class AttentionCase(NamedTuple):
             shapes=(queries, keys, keys),
             flops=(forward, 3.5 * forward),
             # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
-            moved=(end_bytes, 3 * end_bytes),
+            moved=(io_bytes, 3 * io_bytes),
         )
 
 
@@ -297,7 +297,7 @@ def _grouped(size: GroupedSizes, kernel: GroupedKernel | None) -> Case:
 def state_space(on_gpu: bool, device: Device) -> list[Case]:
     """The recurrence of Mamba-2 by chunks of several sizes. Its reference is one position after another."""
     rows, length, heads, head, states = (2, 4096, 32, 64, 128) if on_gpu else (1, 32, 2, 8, 8)
-    inner, end_bytes = heads * head, rows * length * 2 * (2 * heads * head + heads + 2 * states)
+    inner, io_bytes = heads * head, rows * length * 2 * (2 * heads * head + heads + 2 * states)
 
     def scan(x: Array, dt: Array, b: Array, c: Array) -> Scan:
         steps = jax.nn.softplus(dt.astype(jnp.float32) - 4)
@@ -311,7 +311,7 @@ def state_space(on_gpu: bool, device: Device) -> list[Case]:
             reference=lambda *arrays: ssd_reference(scan(*arrays))[0],
             shapes=((rows, length, heads, head), (rows, length, heads), *[(rows, length, 1, states)] * 2),
             flops=_with_backward(2.0 * rows * length * (chunk * (states + inner) + 2 * inner * states)),
-            moved=(end_bytes, 3 * end_bytes),
+            moved=(io_bytes, 3 * io_bytes),
         )
         for chunk in ((64, 128, 256) if on_gpu else (16,))
     ]

@@ -44,7 +44,7 @@ KILL_TRIALS = REPOSITORY / "tests/checkpoint/kill_trials.py"
 
 def single_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
     """`trials` kills of a process that saves in a loop, half of them with saves in the foreground."""
-    results, failures, losses = [], 0, 0
+    results, failures, lost_commits = [], 0, 0
     for mode in ("asynchronous", "synchronous"):
         place = folder / mode
         place.mkdir()
@@ -53,12 +53,12 @@ def single_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
         lines = [json.loads(line) for line in result.stdout.splitlines()]
         starts = [line["started_from"] for line in lines]
         failures += sum(not line["ok"] for line in lines)
-        losses += sum(after < before for before, after in pairwise(starts))
+        lost_commits += sum(after < before for before, after in pairwise(starts))
         results += lines
     return {
         "kills": trials // 2 * 2,
         "in the middle of a save": sum(bool(line["in_the_middle"]) for line in results),
-        "lost commits": losses,
+        "lost commits": lost_commits,
         "wrong resumes": failures,
         "steps damaged": sum(bool(line["damaged"]) for line in results),
     }
@@ -77,7 +77,7 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
     """
     draw, every, steps = random.Random(seed), 5, 20 * trials
     settings = (f"--steps={steps}", f"--checkpoint.every={every}", "--checkpoint.keep_last=2", "--logging.every=50")
-    resumed, losses, during = list[int](), 0, 0
+    resumed, lost_commits, during = list[int](), 0, 0
     with gang(folder / "killed", *settings) as run:
         for trial in range(trials):
             run.until(lambda trial=trial: len(run.events("start")) > trial, f"start {trial + 1}")
@@ -93,14 +93,14 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
             kill(run, draw.randrange(2))
             run.until(lambda trial=trial: len(run.events("start")) > trial + 1, "a restart")
             resumed.append(run.events("start")[-1]["step"])
-            losses += resumed[-1] < committed
+            lost_commits += resumed[-1] < committed
         code, actual = run.wait(), run.losses()
     with gang(folder / "quiet", *settings) as run:
         quiet_code, expected = run.wait(), run.losses()
     return {
         "kills": len(resumed),
         "while a save was under way": during,
-        "lost commits": losses,
+        "lost commits": lost_commits,
         "exit codes": [code, quiet_code],
         "steps compared": len(expected),
         "steps whose loss differs in any bit": sum(actual.get(step) != loss for step, loss in expected.items()),
@@ -109,7 +109,7 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
 
 def restarts(trials: int, folder: Path) -> dict[str, Any]:
     """Seconds from the death of a rank until no process of the gang is left, and until the next step is logged."""
-    down, restarts = [], []
+    down, recovered = [], []
     settings = ("--steps=100000", "--checkpoint.every=5", "--logging.every=50")
     with gang(folder / "run", *settings) as run:
         for trial in range(trials):
@@ -122,11 +122,11 @@ def restarts(trials: int, folder: Path) -> dict[str, Any]:
             run.until(lambda pids=pids: not any(map(alive, pids.values())), "the end of the gang")
             down.append(time.monotonic() - since)
             run.until(lambda trial=trial: len(run.events("first_step")) > trial + 1, "the first step of a new attempt")
-            restarts.append(time.monotonic() - since)
+            recovered.append(time.monotonic() - since)
     return {
         "trials": trials,
         "seconds to gang down": _statistics(down),
-        "seconds to the next step": _statistics(restarts),
+        "seconds to the next step": _statistics(recovered),
     }
 
 

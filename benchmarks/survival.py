@@ -92,8 +92,8 @@ def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]
     trained_to(steps // 2)
     filler = disk / "filler"
     with filler.open("wb") as file:
-        free_bytes = shutil.disk_usage(disk).free - 2**19
-        file.write(bytes(max(free_bytes, 0)))
+        fill_bytes = shutil.disk_usage(disk).free - 2**19
+        file.write(bytes(max(fill_bytes, 0)))
     record.note(f"disk filled: {shutil.disk_usage(disk).free // 1024} KiB free")
     run.until(lambda: run.events("save_retried"), "a failed save")
     filler.unlink()

@@ -293,8 +293,11 @@ class Stack(nnx.Module):
             x = checkpoint_name(x, "input") if name_input else x
             ctx = ctx._replace(bias=common.get("relative.table"))
             gathered = [
-                {path: self.layout.gather(weights[f"{place}.{path}"], names) for path, names in leaves.items()}
-                for place, leaves in enumerate(axes)
+                {
+                    path: self.layout.gather(weights[f"{place}.{path}"], leaf_axes)
+                    for path, leaf_axes in block_axes.items()
+                }
+                for place, block_axes in enumerate(axes)
             ]
             for place, (graph, _) in enumerate(parts):
                 block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place

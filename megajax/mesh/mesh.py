@@ -56,12 +56,12 @@ def select_devices(devices: Sequence[jax.Device], used: int, neighbours: int = 1
         raise ConfigError([Problem("parallel", message, hint)])
     for unit in (neighbours, 1):
         counts = dict.fromkeys(owned, 0)
-        while (missing := used - sum(counts.values())) >= unit:
+        while (remaining := used - sum(counts.values())) >= unit:
             room = [index for index, local in owned.items() if len(local) - counts[index] >= unit]
             if not room:
                 break
             counts[min(room, key=counts.__getitem__)] += unit
-        if not missing and all(counts.values()):
+        if not remaining and all(counts.values()):
             break
     return [device for index, local in owned.items() for device in local[: counts[index]]]
 

@@ -218,7 +218,7 @@ def _announce(world: World, hello: Hello, deadline: float, patience: float) -> N
                     answer = answers.readline(MESSAGE_BYTES)
                 if answer.endswith(b"\n"):
                     return _obey(answer, world)
-                reason = "another program listens there"
+                reason = "no answer from a process 0 there"
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(min(RETRY_SECONDS, max(deadline - time.monotonic(), 0)))

@@ -247,11 +247,11 @@ class LayerLoop:
     def _backward_step(
         self, turn: Turn, ring: list[Array], slot: Array | int, ctx: Any
     ) -> Callable[[Array, tuple], tuple]:
-        """(number of units done, (gradient of the output, totals)) -> the same after one more unit."""
+        """(number of finished units, (gradient of the output, totals)) -> the same after one more unit."""
 
-        def step(count: Array, carry: tuple) -> tuple:
+        def step(finished: Array, carry: tuple) -> tuple:
             dy, stacked, common = carry
-            n = turn.count - 1 - count
+            n = turn.count - 1 - finished
             tree = jax.tree.structure(self._residuals(turn, dy, ctx))
             pullback = jax.tree.unflatten(tree, [take(a, slot, turn.kept_at + n) for a in ring])
             pullback.args_res[:3], pullback.args_res[4] = self._arguments(turn, n), ctx

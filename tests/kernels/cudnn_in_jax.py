@@ -83,20 +83,22 @@ def call(backward: bool, config: dict, shapes: list[tuple[int, ...]], *operands:
     if not backward:
         lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
         weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0)
-        gradients = product("bnst,btnu->bnsu", weights.astype(v.dtype), v)
-        gradients = jnp.where(covered[:, None, :, None], gradients, jnp.nan).astype(q.dtype)
+        outputs = product("bnst,btnu->bnsu", weights.astype(v.dtype), v)
+        outputs = jnp.where(covered[:, None, :, None], outputs, jnp.nan).astype(q.dtype)
         stats = jnp.where(covered[:, None], lse, jnp.nan)
         if most > 1:
             empty = jnp.full((rows * most, heads, length), jnp.nan)
             stats = empty.at[piece, :, place].set(stats.transpose(0, 2, 1), mode="drop")
-        return [gradients, stats, jnp.zeros((0,), jnp.uint8)]
+        return [outputs, stats, jnp.zeros((0,), jnp.uint8)]
     assert statistics is not None and dout is not None and out is not None
     lse = statistics if most == 1 else statistics[piece, :, place].transpose(0, 2, 1)
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0)
     ds = weights * (product("bsnu,btnu->bnst", dout, v) - delta[..., None]) * config["fmha_scale"]
-    dq, key_mask = product("bnst,btnh->bsnh", ds, k), key_piece >= 0
+    dq, key_covered = product("bnst,btnh->bsnh", ds, k), key_piece >= 0
     dk, dv = product("bnst,bsnh->btnh", ds, q), product("bnst,bsnu->btnu", weights, dout)
     dk, dv = (x.reshape(rows, keys, heads // share, share, -1).sum(3) for x in (dk, dv))
-    gradients = [jnp.where(c[..., None, None], x, jnp.nan) for c, x in ((covered, dq), (key_mask, dk), (key_mask, dv))]
+    gradients = [
+        jnp.where(c[..., None, None], x, jnp.nan) for c, x in ((covered, dq), (key_covered, dk), (key_covered, dv))
+    ]
     return [x.astype(q.dtype).transpose(0, 2, 1, 3) for x in gradients] + [jnp.zeros((0,), jnp.uint8)]

@@ -40,12 +40,12 @@ def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float
 
 def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, float, float]]:
     """The same by tracing the layers' gradients."""
-    trainer = build_program(model, ONE, microbatches=4, compute=compute)
-    stack, actual = trainer.abstract.stack, []
+    program = build_program(model, ONE, microbatches=4, compute=compute)
+    stack, actual = program.abstract.stack, []
     for span in stack.spans(stack.repeats):
         layers = span.repeats * len(span.segment.blocks)
         avals = jax.make_jaxpr(lambda *args, span=span: differentiated(span.unit, *args)[1])(
-            *arguments(trainer, span, compute)
+            *arguments(program, span, compute)
         ).out_avals
         on_host = [aval.memory_space == jax.memory.Space.Host for aval in avals]
         # Constants, such as the frequencies of rotary positions, have fewer elements than there are tokens.
@@ -55,15 +55,15 @@ def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, 
     return actual
 
 
-def arguments(trainer: Program, span: Span, compute: str) -> tuple:
+def arguments(program: Program, span: Span, compute: str) -> tuple:
     """A unit's weights, common weights, numbers, x and context, without values."""
     stacked, several, like = {}, () if span.repeats == 1 else (span.repeats,), jax.ShapeDtypeStruct
-    for path, spec in trainer.arrays.items():
+    for path, spec in program.arrays.items():
         if path.startswith("stack." + BLOCKS):
             stacked[path.removeprefix("stack." + BLOCKS)] = like((*several, *spec.shape[1:]), jnp.dtype(compute))
     ints = like((ROWS, LENGTH), jnp.int32)
     ctx = Context(positions=ints, index=like((LENGTH,), jnp.int32), segments=ints)
-    model = trainer.cfg.model
+    model = program.cfg.model
     if isinstance(model, T5Config):
         memory = like((ROWS, READ, model.hidden), jnp.dtype(compute))
         ctx = ctx._replace(memory=memory, memory_segments=like((ROWS, READ), jnp.int32))

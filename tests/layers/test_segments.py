@@ -27,10 +27,10 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
 
 def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
     """Training loss with the library's own initial weights, and the norm of its gradients."""
-    trainer = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
-    with within(trainer):
-        arguments = trainer.fresh_state()().inputs, place(trainer, rows()), np.float32(1)
-        compiled = jax.jit(trainer.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+    program = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
+    with within(program):
+        arguments = program.fresh_state()().inputs, place(program, rows()), np.float32(1)
+        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
         grads: Grads = jax.device_get(compiled(*arguments))
     norm = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in grads.grads.values()))
     return [float(np.divide(*grads.metrics["loss"])), float(norm)]
@@ -38,11 +38,11 @@ def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
 
 def losses(stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, **settings: Any) -> list[float]:
     """Of three steps, from the library's own initial weights."""
-    trainer = build_program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
-    batch, reported = place(trainer, rows()), []
-    with within(trainer):
-        state = trainer.fresh_state()()
-        step: Any = trainer.train_step
+    program = build_program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
+    batch, reported = place(program, rows()), []
+    with within(program):
+        state = program.fresh_state()()
+        step: Any = program.train_step
         step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
         for _ in range(3):
             state, metrics = step(state, batch)
@@ -78,8 +78,8 @@ def test_the_forward_pass_by_plain_jit() -> None:
     """The model as a notebook calls it, without a mesh."""
     models = []
     for stack in (StackConfig(pattern=(A, B), repeats=2), one_by_one(A, B, A, B)):
-        trainer = build_program(replace(llama(), stack=stack), ONE, microbatches=4)
-        models.append(bind(trainer.abstract, initial_values(trainer.declared, 3)))
+        program = build_program(replace(llama(), stack=stack), ONE, microbatches=4)
+        models.append(bind(program.abstract, initial_values(program.declared, 3)))
     tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
     first, second = (np.asarray(jax.jit(model)(tokens)) for model in models)
     np.testing.assert_allclose(second, first, atol=1e-5)

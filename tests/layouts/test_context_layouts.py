@@ -175,10 +175,10 @@ def test_bfloat16_computes_low_in_every_strategy(strategy: ContextStrategy) -> N
 @pytest.mark.parametrize(("sharding", "parts"), [("replicate", 1), ("zero1", 8), ("fsdp", 8)])
 def test_weights_at_rest_and_moments_are_cut_over_context(sharding: Any, parts: int) -> None:
     """Over data 2 x context 4, by the shardings of the state; nothing is compiled."""
-    trainer = build_program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
+    program = build_program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
     for path in ("stack.blocks.0.mlp.up", "stack.blocks.0.mixer.query", "tokens"):
-        shape = trainer.declared[path].shape
-        for shardings in (trainer.shardings.params, trainer.shardings.optimizer["first_moment"]):
+        shape = program.declared[path].shape
+        for shardings in (program.shardings.params, program.shardings.optimizer["first_moment"]):
             assert np.prod(shape) == parts * np.prod(shardings[path].shard_shape(shape)), (path, shardings[path])
 
 
@@ -195,9 +195,9 @@ def scored(parallel: ParallelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray
     inside = before["segment_ids"] == DOCUMENT
     tokens = np.where(inside, (before["tokens"] + 7) % 250, before["tokens"])
     after = before | {"tokens": tokens}
-    trainer = build_program(windows(), parallel, microbatches=1)
-    with within(trainer):
-        scorer = Scorer(trainer, tokenizer=None, weights=start(trainer).inputs)
+    program = build_program(windows(), parallel, microbatches=1)
+    with within(program):
+        scorer = Scorer(program, tokenizer=None, weights=start(program).inputs)
         losses = [
             -np.concatenate(
                 [

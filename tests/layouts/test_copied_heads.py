@@ -50,12 +50,12 @@ def test_losses_and_gradients_are_those_of_one_device(layout):
 
 
 def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
-    trainer = build_program(model(kv_heads), parallel, microbatches=2)
-    with within(trainer):
-        step: Any = trainer.train_step
-        lowered = step.lower(trainer.state_like(), trainer.batch_like())
+    program = build_program(model(kv_heads), parallel, microbatches=2)
+    with within(program):
+        step: Any = program.train_step
+        lowered = step.lower(program.state_like(), program.batch_like())
         text = lowered.compile(compiler_options=dict(QUICK)).as_text()
-    return [*read(text, trainer.mesh.shape).collectives]
+    return [*read(text, program.mesh.shape).collectives]
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_a_model_is_called_with_weights_at_rest(layout):
     tokens = rows()["tokens"][:4]
     actual = []
     for parallel in (ONE, LAYOUTS[layout]):
-        trainer = build_program(FULL, parallel, microbatches=2)
+        program = build_program(FULL, parallel, microbatches=2)
 
-        def loss(params, tokens, trainer=trainer):
-            logits = bind(trainer.abstract, params)(tokens)
+        def loss(params, tokens, program=program):
+            logits = bind(program.abstract, params)(tokens)
             return (logits**2).mean(), logits
 
-        with within(trainer):
-            (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start(trainer).params, tokens)
+        with within(program):
+            (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start(program).params, tokens)
         assert logits.shape == (4, LENGTH, VOCABULARY)
         actual.append((np.asarray(logits), jax.device_get(grads)))
     np.testing.assert_allclose(actual[1][0], actual[0][0], atol=1e-5)

@@ -87,10 +87,10 @@ def test_recomputation_on_a_pipeline(recompute: Any) -> None:
 @pytest.mark.slow
 def test_no_result_depends_on_what_buffers_hold() -> None:
     """Rings of stages with fewer layers have places that nothing is written to."""
-    trainer = build_program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
-    with within(trainer):
-        inputs, batch = start(trainer).inputs, place(trainer, rows())
-        lowered = jax.jit(lambda fill: trainer.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)
+    program = build_program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
+    with within(program):
+        inputs, batch = start(program).inputs, place(program, rows())
+        lowered = jax.jit(lambda fill: program.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)
         grads = lowered.compile(compiler_options=dict(QUICK))
         clean, filled = (jax.device_get(grads(fill).grads) for fill in (0.0, np.nan))
     assert all(np.isfinite(gradient).all() for gradient in filled.values())

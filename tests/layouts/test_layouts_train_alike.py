@@ -36,9 +36,9 @@ def name(value: object) -> str:
 def assert_same_training(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
     assert actual.tokens == expected.tokens
-    for one, second in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
-        np.testing.assert_allclose(one[0], second[0], rtol=first)
-        np.testing.assert_allclose(one, second, rtol=rtol)
+    for values, reference in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
+        np.testing.assert_allclose(values[0], reference[0], rtol=first)
+        np.testing.assert_allclose(values, reference, rtol=rtol)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=rtol)
 
 
@@ -99,9 +99,9 @@ PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
 @pytest.mark.parametrize(
     ("changes", "parallel"),
     [
-        pytest.param(changes, parallel, id=f"{place}-{what}")
-        for what, changes in KEPT.items()
-        for place, parallel in (("alone", ONE), ("pipeline", PIPELINE))
+        pytest.param(changes, parallel, id=f"{layout}-{case}")
+        for case, changes in KEPT.items()
+        for layout, parallel in (("alone", ONE), ("pipeline", PIPELINE))
     ],
 )
 def test_what_layers_keep_does_not_matter(changes, parallel):

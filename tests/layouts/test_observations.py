@@ -74,13 +74,13 @@ def observing(parallel: ParallelConfig, recompute: Recompute, microbatches: int)
 @cache
 def seen(parallel: ParallelConfig, recompute: Recompute, microbatches: int) -> dict[str, np.ndarray]:
     """Observations of a step, rows in the order of the layers; and that rows that are no layer have none."""
-    trainer = observing(parallel, recompute, microbatches)
-    with within(trainer):
-        inputs, batch = start(trainer).inputs, place(trainer, rows())
-        lowered = jax.jit(lambda: trainer.grad_fn()(inputs, batch, np.float32(8))).lower()
+    program = observing(parallel, recompute, microbatches)
+    with within(program):
+        inputs, batch = start(program).inputs, place(program, rows())
+        lowered = jax.jit(lambda: program.grad_fn()(inputs, batch, np.float32(8))).lower()
         grads: Grads = jax.device_get(lowered.compile(compiler_options=dict(QUICK))())
-    order = np.array(trainer.partition.order())
-    assert set(grads.grads) == set(trainer.declared) and set(grads.observed) == set(trainer.observed)
+    order = np.array(program.partition.order())
+    assert set(grads.grads) == set(program.declared) and set(grads.observed) == set(program.observed)
     assert all(np.isfinite(g).all() for g in grads.grads.values())
     assert not any(array[order < 0].any() for array in grads.observed.values())
     return {path: array[order >= 0][np.argsort(order[order >= 0])] for path, array in grads.observed.items()}
@@ -110,20 +110,20 @@ def test_sums_and_maxima_are_those_of_one_device(layout: str) -> None:
 
 
 def test_updaters_make_state_of_them_and_the_optimizer_never_meets_them() -> None:
-    trainer = observing(ONE, "none", 1)
-    state = trainer.state_like()
-    assert set(state.observed) == set(trainer.observed) and not set(trainer.observed) & set(trainer.declared)
-    assert set(state.params) == set(trainer.declared) == set(state.optimizer["first_moment"])
+    program = observing(ONE, "none", 1)
+    state = program.state_like()
+    assert set(state.observed) == set(program.observed) and not set(program.observed) & set(program.declared)
+    assert set(state.params) == set(program.declared) == set(state.optimizer["first_moment"])
     path = "stack.blocks.0.mlp.positive.sum"
     assert state.observed[path].shape == (3, 32, 2)
-    with within(trainer):
-        first = start(trainer)
+    with within(program):
+        first = start(program)
         saved = np.asarray(first.observed[path])
-        np.testing.assert_array_equal(trainer.used(first.inputs)[path], saved[..., 0] / 2)
-        step = trainer.train_step.lower(first, place(trainer, rows())).compile(compiler_options=dict(QUICK))
-        second, _ = step(first, place(trainer, rows()))
+        np.testing.assert_array_equal(program.used(first.inputs)[path], saved[..., 0] / 2)
+        step = program.train_step.lower(first, place(program, rows())).compile(compiler_options=dict(QUICK))
+        second, _ = step(first, place(program, rows()))
         counts = np.asarray(second.observed[path])
-        third, _ = step(second, place(trainer, rows()))
+        third, _ = step(second, place(program, rows()))
     np.testing.assert_array_equal(counts[..., 0], seen(ONE, "none", 1)[path])
     np.testing.assert_array_equal(np.asarray(third.observed[path])[..., 1], counts[..., 0])
     assert not counts[..., 1].any()

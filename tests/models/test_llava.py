@@ -80,9 +80,9 @@ def batches(seed: int) -> Batch:
 
 
 def build_model(model: LlavaConfig) -> Llava:
-    trainer = build_program(model, ONE, microbatches=1)
-    with within(trainer):
-        return bind(trainer.abstract, start(trainer).params)
+    program = build_program(model, ONE, microbatches=1)
+    with within(program):
+        return bind(program.abstract, start(program).params)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +187,12 @@ def test_trains_like_one_device(model: LlavaConfig, parallel: ParallelConfig) ->
 
 def test_facts_count_every_weight() -> None:
     model = llava()
-    trainer = build_program(model, ONE, microbatches=1)
+    program = build_program(model, ONE, microbatches=1)
     padding = (model.padded_vocabulary() - VOCABULARY) * 2 * model.hidden
-    parameters = sum(int(np.prod(spec.shape)) for spec in trainer.declared.values()) - padding
+    parameters = sum(int(np.prod(spec.shape)) for spec in program.declared.values()) - padding
     assert demand_facts(model).parameter_count().total == parameters
     weights = {weight.name: weight.shape for section in model.section_facts() for weight in section.weights}
-    assert weights == {path: trainer.declared[path].shape for path in weights}
+    assert weights == {path: program.declared[path].shape for path in weights}
 
 
 @pytest.mark.slow
@@ -202,12 +202,12 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
 
     def compiled(trainable: tuple[str, ...]) -> tuple[float, Program]:
         frozen = replace(cfg, optimizer=replace(cfg.optimizer, trainable=trainable))
-        trainer = Program.of(frozen, build_mesh(ONE))
-        with within(trainer):
-            state, batch = start(trainer), place(trainer, batches(0))
-            return trainer.train_step.lower(state, batch).compile().cost_analysis()["flops"], trainer
+        program = Program.of(frozen, build_mesh(ONE))
+        with within(program):
+            state, batch = start(program), place(program, batches(0))
+            return program.train_step.lower(state, batch).compile().cost_analysis()["flops"], program
 
-    frozen_program, all_trained = compiled(("*",))
+    all_flops, all_trained = compiled(("*",))
     language, decoder = compiled(("projector.*", "tokens", "stack.*", "norm.*", "head"))
     projector, _ = compiled(("projector.*",))
     assert not any(path.startswith("vision.") for path in decoder.optimizer.declared)
@@ -215,7 +215,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
     # Of the tower, two of three matmuls are those of gradients.
     # The compiler counts what is in a loop once: one layer.
     forward = 2 * ROWS * 2 * 8 * 6 * 64**2
-    assert frozen_program - language >= 2 * forward
+    assert all_flops - language >= 2 * forward
     assert projector < language
 
 

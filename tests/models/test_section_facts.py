@@ -143,9 +143,9 @@ def test_operations_are_those_of_the_compiled_step() -> None:
     )
     model = replace(model, hidden=128, encoder=encoder, stack=stack, unroll=None, loss_chunk=4096)
     model = replace(model, sequence_length=64, encoder_length=160)
-    trainer = build_program(model, ONE, microbatches=1)
-    step: Any = trainer.train_step
-    analysis = step.lower(trainer.state_like(), trainer.batch_like()).compile().cost_analysis()
+    program = build_program(model, ONE, microbatches=1)
+    step: Any = program.train_step
+    analysis = step.lower(program.state_like(), program.batch_like()).compile().cost_analysis()
     formula = count_flops(model).full * ROWS * model.sequence_length
     assert 0.94 < formula / analysis["flops"] < 1
 

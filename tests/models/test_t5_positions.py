@@ -157,7 +157,7 @@ def test_logits_match_numpy_and_padding_changes_nothing(rope: bool) -> None:
 
 def test_tables_that_do_not_fit_their_section_are_refused() -> None:
     cfg = config(rope=False)
-    (encoder_block,), (write,) = cfg.encoder.pattern, cfg.stack.pattern
+    (encoder_block,), (decoder_block,) = cfg.encoder.pattern, cfg.stack.pattern
     for changed, place in (
         (
             replace(
@@ -172,7 +172,11 @@ def test_tables_that_do_not_fit_their_section_are_refused() -> None:
             replace(
                 cfg,
                 stack=StackConfig(
-                    pattern=(replace(write, mixer=replace(write.mixer, relative=encoder_block.mixer.relative)),),
+                    pattern=(
+                        replace(
+                            decoder_block, mixer=replace(decoder_block.mixer, relative=encoder_block.mixer.relative)
+                        ),
+                    ),
                     repeats=2,
                 ),
             ),

@@ -69,7 +69,9 @@ def test_a_layer_starts_with_the_same_weights_wherever_it_is():
     order = np.array(split.partition.order())
     assert order.tolist() == [0, -1, -1, -1, 1, 2, 3, 4]
     paths = [f"stack.blocks.{block}.{name}" for block in (0, 1) for name in ("mixer.query", "mixer_norm.gain")]
-    expected, actual = (initial_values({path: model.declared[path] for path in paths}, 3) for model in (unsplit, split))
+    expected, actual = (
+        initial_values({path: program.declared[path] for path in paths}, 3) for program in (unsplit, split)
+    )
     assert split.declared[paths[2]].layers == (1, -1, -1, -1, 3, 5, 7, 9)
     for path in paths:
         rows = np.asarray(actual[path])
@@ -82,10 +84,10 @@ def test_a_model_with_rows_out_of_order_is_the_same_model():
     """By a plain call, as in a notebook: rows are used in the order of the layers, those that are none not at all."""
     tokens = np.arange(16, dtype=np.int32)[None]
     logits = []
-    for model in two_ways(llama(repeats=5)):
-        with within(model):
-            weights = start(model).params
+    for program in two_ways(llama(repeats=5)):
+        with within(program):
+            weights = start(program).params
         logits.append(
-            jax.jit(lambda weights, model=model: bind(model.abstract, weights)(tokens))(jax.device_get(weights))
+            jax.jit(lambda weights, program=program: bind(program.abstract, weights)(tokens))(jax.device_get(weights))
         )
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)

@@ -254,17 +254,17 @@ def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LayerLoop, "_differentiated", differentiated)
     program = build_program(llama("selective", 4), stages(2), microbatches=8)
-    names = []
+    shapes = []
 
     def ring(self: LayerLoop, span: Span, slots: int, saved: Any, fill: float, before: int) -> list:
-        names.extend(leaf.shape for leaf in jax.tree.leaves(saved))
+        shapes.extend(leaf.shape for leaf in jax.tree.leaves(saved))
         return []
 
     monkeypatch.setattr(LayerLoop, "_ring", ring)
     state = program.state_like()
     with within(program), pytest.raises(Exception):  # noqa: B017 - rings of no shape fail later, however they do
         jax.eval_shape(program.grad_fn(), state.params, program.batch_like(), state.loss_scale)
-    assert {spec.shape[1:] for spec in program.declared.values() if spec.layers}.intersection(names)
+    assert {spec.shape[1:] for spec in program.declared.values() if spec.layers}.intersection(shapes)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])

@@ -188,8 +188,8 @@ class TransformerConfig:
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sizes that the mesh does not divide, and recompute settings that it does not allow."""
         sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
-        list_shards = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
-        sizes |= {"experts": sizes["expert"] * list_shards, "expert_mlp": sizes["tensor"] // list_shards}
+        tensor_shards = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
+        sizes |= {"experts": sizes["expert"] * tensor_shards, "expert_mlp": sizes["tensor"] // tensor_shards}
         ring = sizes["context"] // parallel.exchanging() if "ring" in parallel.context_strategy else 1
         sizes |= {"exchanging": parallel.exchanging(), "ring": ring}
         yield from self.mesh_problems(sizes, sequence=parallel.sequence)
