@@ -137,12 +137,12 @@ def _notes(cfg: RunConfig, candidate: Candidate) -> list[str]:
     """Effects of the new layout besides the order of sums."""
     before_parallel, new = cfg.parallel, candidate.cfg.parallel
     notes = []
-    for weights, axes in (("the layers' weights", ("pipeline", "tensor")), ("the experts", ("expert", "tensor"))):
-        if weights == "the experts" and not has_experts(cfg):
+    for part, axes in (("the layers' weights", ("pipeline", "tensor")), ("the experts", ("expert", "tensor"))):
+        if part == "the experts" and not has_experts(cfg):
             continue
         before, after = (_product(parallel, axes) for parallel in (before_parallel, new))
         if after < before:
-            notes.append(f"each device holds 1/{after} of {weights}, before 1/{before}")
+            notes.append(f"each device holds 1/{after} of {part}, before 1/{before}")
     if new.data_sharding != before_parallel.data_sharding:
         notes.append(f"data_sharding={new.data_sharding} needs more memory than {before_parallel.data_sharding}")
     rows = (

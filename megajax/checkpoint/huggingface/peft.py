@@ -122,7 +122,7 @@ class PeftAdapter:
         return {path: spec.shape for path, spec in self.declared.items() if path.endswith((LORA_A, LORA_B))}
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """A box of an adapter in float32. Layers without an adapter, and rows beyond the rank of a layer, are zero."""
+        """A box of an adapter in float32. Layers without an adapter, and ranks beyond that of a layer, are zero."""
         return self._read_weight(path)[box]
 
     def _read_weight(self, path: str) -> np.ndarray:

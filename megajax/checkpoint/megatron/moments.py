@@ -35,14 +35,14 @@ def rank_moments(file: RankFile) -> dict[str, list[dict[str, TensorPlace]]]:
     rest = [(number, name, place) for number, chunk in enumerate(chunks) for name, place in chunk.items()]
     result: dict[str, list[dict[str, TensorPlace]]] = {}
     optimizers = list(_optimizers(file.archive.content.get("optimizer")))
-    expert_groups = any(
+    has_expert_groups = any(
         group.get("is_expert_parallel") for optimizer in optimizers for group in optimizer["param_groups"]
     )
     for optimizer in optimizers:
         states, masters = optimizer["state"], optimizer.get("masters")
         for place, group in enumerate(optimizer["param_groups"]):
-            members = [weight for weight in rest if _belongs(weight, group, expert_groups)]
-            rest = [weight for weight in rest if not _belongs(weight, group, expert_groups)]
+            members = [weight for weight in rest if _belongs(weight, group, has_expert_groups)]
+            rest = [weight for weight in rest if not _belongs(weight, group, has_expert_groups)]
             if len(members) != len(group["params"]):
                 raise UnmappedError(f"a group has {len(group['params'])} weights where {len(members)} were expected")
             if masters is not None and len(masters[place]) != len(members):
@@ -76,13 +76,13 @@ def _optimizers(content: Any) -> Iterator[dict[str, Any]]:
         yield fields | ({"masters": masters} if masters else {})
 
 
-def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], expert_groups: bool) -> bool:
-    """Whether Megatron-LM puts a weight into a group. expert_groups: whether experts have groups of their own."""
+def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], has_expert_groups: bool) -> bool:
+    """Whether Megatron-LM puts a weight into a group. has_expert_groups: whether experts have groups of their own."""
     _, name, place = weight
     decays = not (name.endswith(".bias") or len(place.shape) == 1)
     if group.get("is_decoupled_lr"):
         raise UnmappedError("the embedding has its own learning rate")
-    right_group = not expert_groups or bool(group.get("is_expert_parallel")) == (EXPERT in name)
+    right_group = not has_expert_groups or bool(group.get("is_expert_parallel")) == (EXPERT in name)
     return right_group and decays == bool(group.get("wd_mult", 1.0))
 
 

@@ -115,7 +115,7 @@ def _mamba(tensor: str, path: str) -> Iterator[Row]:
     inputs = tuple(f"{path}.mixer.in_{part}" for part in ("z", "x", "b", "c", "dt"))
     yield Row(f"{tensor}.mixer.in_proj.weight", inputs, (*["(n h) d -> d n h"] * 4, "n d -> d n"))
     for name, part, pattern in (("weight", "kernel", "(n h) 1 k -> k n h"), ("bias", "bias", "(n h) -> n h")):
-        paths = tuple(f"{path}.mixer.conv_{channels}.{part}" for channels in "xbc")
+        paths = tuple(f"{path}.mixer.conv_{letter}.{part}" for letter in "xbc")
         yield Row(f"{tensor}.mixer.conv1d_{name}", paths, pattern)
     for name, part in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip")):
         yield Row(f"{tensor}.mixer.{name}", f"{path}.mixer.{part}")
@@ -159,12 +159,12 @@ def blocks(tensor: str, path: str, layers: Sequence[Any], hidden: int) -> list[R
 
 def _decoder(cfg: DecoderConfig) -> list[Row]:
     layers = [block for block, _ in cfg.stack.stored()]
-    standard_blocks = all({"mixer", "mlp"} <= block.parts().keys() for block in layers)
+    is_standard = all({"mixer", "mlp"} <= block.parts().keys() for block in layers)
     rows = [
         _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),
         Row("embedding.position_embeddings.weight", "positions"),
         *blocks(DECODER, "stack.*", layers, cfg.hidden),
-        *_norm("decoder.final_layernorm" if standard_blocks else "decoder.final_norm", "norm"),
+        *_norm("decoder.final_layernorm" if is_standard else "decoder.final_norm", "norm"),
         _tokens(cfg, "output_layer.weight", "head"),
     ]
     for number, block in enumerate(cfg.predicting_blocks()):

@@ -83,8 +83,8 @@ class Mapped:
         if len(shapes) == 1:
             return shapes[0]
         axis, first = self.row.axis, shapes[0]
-        fused = [*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :]]
-        return self._unsplit(_unallocated(fused)).shape
+        fused_shape = [*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :]]
+        return self._unsplit(_unallocated(fused_shape)).shape
 
     def _piece_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the pieces in the fused tensor."""
