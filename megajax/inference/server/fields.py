@@ -188,8 +188,8 @@ def names_by_setting(fields: Fields, values: Mapping[str, Any]) -> dict[str, str
 def one_of(values: Mapping[str, Any], first: str, second: str) -> None:
     """Raises RequestError if two names of the same setting have different values."""
     if first in values and second in values and values[first] != values[second]:
-        texts = f"{second} is {abbreviated(values[second])}, {first} is {abbreviated(values[first])}"
-        raise invalid(second, f"{texts}: both are the same setting, give one of them")
+        settings = f"{second} is {abbreviated(values[second])}, {first} is {abbreviated(values[first])}"
+        raise invalid(second, f"{settings}: both are the same setting, give one of them")
 
 
 def demand(values: Mapping[str, Any], name: str) -> Any:
