@@ -240,9 +240,9 @@ def write(stored: StoredModel, target: str, options: Options, advance: Advance) 
     Raises UserError for a target that exists, can't be written, or can't hold the model.
     """
     format_name, folder = format_of(target), Path(target.partition(":")[2])
-    quantized = _quantized_dtype(stored)
-    if format_name is not None and quantized is not None:
-        problem = f"the weights are quantized ({quantized}), which is written to runs only"
+    quantized_dtype = _quantized_dtype(stored)
+    if format_name is not None and quantized_dtype is not None:
+        problem = f"the weights are quantized ({quantized_dtype}), which is written to runs only"
         raise UserError(f"--to={target}: {problem}\nConvert from the unquantized weights.")
     if format_name is None:
         return _write_run(stored, Path(target), options, advance)
@@ -256,8 +256,8 @@ def elements(stored: StoredModel) -> int:
 
 
 def _write_run(stored: StoredModel, run: Path, options: Options, advance: Advance) -> list[str]:
-    dtype, quantized = options.dtype or np.dtype(np.float32), _quantized_dtype(stored)
-    if quantized and options.dtype is None:
+    dtype, quantized_dtype = options.dtype or np.dtype(np.float32), _quantized_dtype(stored)
+    if quantized_dtype and options.dtype is None:
         dtype = jnp.dtype(stored.config(run, []).precision.compute)
     with new_folder(run, _bytes(stored, dtype)) as folder:
         files = copy_files(stored.files, folder / FILES)
@@ -295,13 +295,17 @@ def _write_run(stored: StoredModel, run: Path, options: Options, advance: Advanc
     fresh = [path for path, spec in stored.declared.items() if spec.updater and path not in stored.weights.shapes()]
     return [
         f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, "
-        + (f"matrices in {quantized}, other weights in {dtype.name}" if quantized else f"weights in {dtype.name}"),
+        + (
+            f"matrices in {quantized_dtype}, other weights in {dtype.name}"
+            if quantized_dtype
+            else f"weights in {dtype.name}"
+        ),
         *[f"not stored, zero in a new run: {listed(fresh)}"] * bool(fresh and not state),
         *[f"optimizer: moments and counters after {number} steps"] * bool(state),
         *[f"left out: {listed(left_out)}"] * bool(left_out),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
         f"evaluate it: python -m megajax.evaluate --run={run} --tasks=text:FILE"
-        if quantized
+        if quantized_dtype
         else f"train from it: python -m megajax.train --config={run}/config.yaml{_data_setting(cfg.data)}",
     ]
 
