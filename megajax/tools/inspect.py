@@ -15,11 +15,11 @@ from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NAME] [--json[=FILE]]
 
-Shows the checkpoints of a run: its steps, and of the newest whole one (or step N) the position in training, versions,
+Shows the checkpoints of a run: its steps, and of the newest intact one (or step N) the position in training, versions,
 layout, config and arrays. RUN is a run's folder, its checkpoints folder, or one step in it. Changes no file and needs
 no devices; the run may be writing at the same time.
 
-  --step=N         show this step instead of the newest whole one
+  --step=N         show this step instead of the newest intact one
   --verify         compare each file's size and SHA-256 with the manifest, for all steps or for step N;
                    exit code 2 if a file differs. Without --verify, only sizes are compared
   --array=NAME     show statistics of one array instead, such as params.tokens

@@ -178,7 +178,7 @@ def test_verify_names_the_file_and_both_values(run, capsys):
     assert tool.main([str(run), "--verify"]) == 2
     text = capsys.readouterr().out
     assert f"{name}: sha256 {actual}, the manifest says {expected}" in text
-    assert "\nstep 1\n" in text  # the newest whole one
+    assert "\nstep 1\n" in text  # the newest intact one
     with pytest.raises(UserError, match=f"step 2 .* is damaged:\n  {name}: sha256 {actual}") as caught:
         tool.main([str(run), "--verify", "--step=2"])
     assert "Intact steps: 1" in str(caught.value)
