@@ -165,6 +165,7 @@ def _one_kind_text(kind: Any) -> str:
         float: "a number",
         str: "text",
         Path: "a path",
+        Any: "anything",
     }
     origin = get_origin(kind) or kind
     if kind in plain:

@@ -11,6 +11,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.config.nearest import did_you_mean, nearest_divisors, nearest_names
+from megajax.config.schema import kind_text
 from megajax.config.tree import override
 
 ALIASES = "[&a [x, x], " + ", ".join(f"&{n} [*{p}, *{p}, *{p}, *{p}, *{p}]" for p, n in pairwise("abcdefghij")) + "]"
@@ -182,3 +183,16 @@ def test_nearest_names():
 def test_a_tuple_instead_of_text_gets_the_text_as_hint():
     with pytest.raises(ConfigError, match='write "90,5,5"'):
         override(Values(text=(90, 5, 5)))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (Any, "anything"),
+        (Mapping[str, Any], "name=value pairs (each value anything)"),
+        (int | None, "a whole number or none"),
+        (tuple[str, ...], "a list (each text)"),
+    ],
+)
+def test_kinds_are_described_in_words(annotation, text):
+    assert kind_text(annotation) == text
