@@ -225,7 +225,8 @@ def open_source(
         return _run([open_step(Path(name or ""))])
     steps = open_checkpoints(name or "")[0].steps()
     if len(steps) < last:
-        raise UserError(f"--average-last={last}: {name} has {len(steps)} steps: {', '.join(map(str, steps))}")
+        count = f"{len(steps)} step{'s' * (len(steps) != 1)}"
+        raise UserError(f"--average-last={last}: {name} has {count}: {', '.join(map(str, steps))}")
     return _run([open_step(Path(name or ""), step) for step in steps[-last:]])
 
 

@@ -173,6 +173,8 @@ def test_the_mean_of_steps(tmp_path) -> None:
         np.testing.assert_allclose(tensor, (folders[1][name] + folders[2][name]) / 2, rtol=1e-6, atol=1e-7)
     with pytest.raises(UserError, match="has 3 steps: 0, 1, 2"):
         convert.main([f"--from={tmp_path}/run0", "--average-last=4", f"--to={tmp_path}/more"])
+    with pytest.raises(UserError, match=r"has 1 step: \d"):
+        convert.main([f"--from={tmp_path}/last", "--average-last=4", f"--to={tmp_path}/more"])
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2)])
