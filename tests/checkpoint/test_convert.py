@@ -286,6 +286,19 @@ def test_rows_behind_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) 
     assert f"{elements:,} elements, all equal" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("form", ["hf", "megatron"])
+def test_observations_that_a_format_has_no_tensors_for_are_not_compared(tmp_path, form) -> None:
+    config = load("mixtral.py:debug")
+    declared = declared_by(config.model)
+    assert "stack.blocks.0.mlp.load.sum" in declared
+    stored = conversion.StoredModel(
+        model=config.model, weights=Drawn(declared), files=tmp_path, config=lambda folder, files: config
+    )
+    target = f"{form}:{tmp_path}/back"
+    conversion.write(stored, target, conversion.Options(), lambda elements: None)
+    assert "all equal" in conversion.verify(stored, target, lambda elements: None)
+
+
 def test_a_folder_that_differs_loses_its_name(run, tmp_path, monkeypatch) -> None:
     def changed(*arguments):
         lines = write(*arguments)

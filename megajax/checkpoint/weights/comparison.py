@@ -50,11 +50,12 @@ def verify_weights(
 ) -> Verified:
     """Compares converted weights with their source, in the dtypes of the target. Raises UserError if any differ.
 
-    table: of the target's format; parts that no tensor of it holds, such as the rows that pad a vocabulary, are not
-    compared. None: all parts are compared.
+    table: of the target's format; parts that no tensor of it holds, such as the rows that pad a vocabulary or the
+    observations of experts' loads, are not compared. None: all parts are compared.
     """
     stored, expected = target.shapes(), source.shapes()
-    if mismatches := [path for path in declared if path in expected and expected[path] != stored.get(path)]:
+    held = [path for path, spec in declared.items() if path in stored or table is None or spec.updater is None]
+    if mismatches := [path for path in held if path in expected and expected[path] != stored.get(path)]:
         lines = "\n".join(f"  {path}: {expected[path]}, {stored.get(path, 'absent')}" for path in mismatches)
         raise UserError(f"{target.where} has other shapes than {source.where}:\n{lines}")
     if table is None:
