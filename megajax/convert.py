@@ -62,8 +62,10 @@ def main(argv: list[str]) -> int:
     model_flags = (flags["average"], flags["average_last"], flags["base"])
     stored = open_source(flags["from"], *model_flags, merge=flags["merge"], vocabulary=flags["vocabulary"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
-    before, calibration = stored, None
+    before, calibration, text = stored, None, None
     if flags["quantize"]:
+        if flags["compare"] is not None:  # before anything is written
+            text = flags["compare"], resolve("megajax.tools.quantization:read_rows")(stored, flags["compare"])
         stored, calibration = resolve("megajax.tools.quantization:quantize")(stored, flags)
     with Progress(sys.stderr, elements(stored), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> int:
         print(line, progress.total(), sep="\n")
     if flags["quantize"]:
         report = resolve("megajax.tools.quantization:report")
-        print(*report(before, calibration, flags["to"], flags["compare"]), sep="\n")
+        print(*report(before, calibration, flags["to"], text), sep="\n")
     return 0
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantized import Calibrated, QuantizedWeights, quantized_matrices
@@ -44,17 +46,25 @@ def quantize(stored: StoredModel, flags: Mapping[str, Any]) -> tuple[StoredModel
     quantized = replace(model, quantization=cfg)
     matrices, calibration = quantized_matrices(quantized), None
     if flags["calibration"] is not None:
-        tokens = text_rows(
-            _tokenizer(stored), read_text(str(flags["calibration"])), length=_length(stored), most=MAX_TOKENS
-        )
+        tokens = read_rows(stored, flags["calibration"])
         calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
     calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
     weights = QuantizedWeights(stored.weights, declared_by(quantized), matrices, calibrated)
     return stored.derived(quantized, weights), calibration
 
 
-def report(before: StoredModel, calibration: Calibration | None, target: str, text: Path | None) -> list[str]:
-    """A table of sizes and errors, also written to the run as quantization.json. text: file to compare outputs on."""
+def read_rows(stored: StoredModel, text: Path) -> np.ndarray:
+    """Rows of token ids of a text file, int32 [R, S]. Raises UserError for text that the tokenizer cannot read."""
+    return text_rows(_tokenizer(stored), read_text(str(text)), length=_length(stored), most=MAX_TOKENS)
+
+
+def report(
+    before: StoredModel, calibration: Calibration | None, target: str, text: tuple[Path, np.ndarray] | None
+) -> list[str]:
+    """A table of sizes and errors, also written to the run as quantization.json.
+
+    text: file and rows to compare outputs on.
+    """
     run, quantized = Path(target), open_source(target)
     sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(quantized.weights)}
     content: dict[str, Any] = {"quantization": asdict(quantized.model.quantization), **sizes}
@@ -69,10 +79,10 @@ def report(before: StoredModel, calibration: Calibration | None, target: str, te
         title = "mean relative error of a matrix's outputs on the calibration text"
         lines.append(f"{title}: {plain:.3%} without calibration, {calibrated:.3%} with it")
     if text is not None:
-        rows = text_rows(_tokenizer(before), read_text(str(text)), length=_length(before), most=MAX_TOKENS)
+        file, rows = text
         models = [LayerByLayer(stored.model, stored.weights) for stored in (before, quantized)]
         difference = compare(*models, rows, rows=ROWS)
-        content |= {"text": str(text), **asdict(difference)}
+        content |= {"text": str(file), **asdict(difference)}
         lines += _table(difference)
     write_atomically(run / REPORT, to_json(content))
     return [*lines, f"report: {run / REPORT}"]

@@ -244,6 +244,14 @@ def test_wrong_command_lines_write_nothing(arguments: list[str], message: str, s
     assert [*tmp_path.iterdir()] == []
 
 
+def test_text_that_cannot_be_compared_writes_nothing(source: Path, tmp_path: Path) -> None:
+    text, run = tmp_path / "short.txt", tmp_path / "quantized"
+    text.write_text("a")
+    with pytest.raises(UserError, match="a text of 1 tokens is too short"):
+        convert.main([f"--from={source}", f"--to={run}", "--quantize=int8", f"--compare={text}"])
+    assert not run.exists()
+
+
 def test_what_quantized_weights_are_not_for(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "quantized"
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=fp8"]) == 0
