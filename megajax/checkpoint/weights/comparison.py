@@ -54,8 +54,8 @@ def verify_weights(
     observations of experts' loads, are not compared. None: all parts are compared.
     """
     stored, expected = target.shapes(), source.shapes()
-    held = [path for path, spec in declared.items() if path in stored or table is None or spec.updater is None]
-    if mismatches := [path for path in held if path in expected and expected[path] != stored.get(path)]:
+    compared = [path for path, spec in declared.items() if path in stored or table is None or spec.updater is None]
+    if mismatches := [path for path in compared if path in expected and expected[path] != stored.get(path)]:
         lines = "\n".join(f"  {path}: {expected[path]}, {stored.get(path, 'absent')}" for path in mismatches)
         raise UserError(f"{target.where} has other shapes than {source.where}:\n{lines}")
     if table is None:
