@@ -52,7 +52,7 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     write_ranks(tmp_path / "theirs", random_tensors("llama"), arguments, Shares(tensor=2, pipeline=2), moments=moments)
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run"])
     output = capsys.readouterr().out
-    assert "optimizer: 7 steps with their moments" in output
+    assert "optimizer: moments and counters after 7 steps" in output
     cfg = load(f"{tmp_path}/run/config.yaml", "data.type=MockConfig", "tokenizer.type=NullTokenizerConfig")
     assert (cfg.optimizer.beta2, cfg.schedule.lr, cfg.batch.global_size, cfg.steps) == (0.97, 3e-3, 8, 20)
     stored = CheckpointReader(tmp_path / "run" / "checkpoints")
