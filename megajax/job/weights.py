@@ -102,7 +102,9 @@ class SourceWeights:
         return cls(source, parts, stored, required, optional, replicated)
 
     def weights(self, fresh: Callable[[], Params], say: Callable[[str], None]) -> dict[str, Array]:
-        """The weights of this source. Raises UserError with all that are missing or have another shape.
+        """The weights of this source.
+
+        Raises UserError, which lists all weights that are missing or have another shape.
 
         fresh: returns all weights at their initial values.
         """

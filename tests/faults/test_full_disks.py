@@ -19,8 +19,8 @@ def events(folder: Path) -> list[dict]:
 
 def names(folder: Path) -> list[str]:
     """The events of saves."""
-    found = [line["event"] for line in events(folder)]
-    return [name.removeprefix("save_") for name in found if name.startswith("save_")]
+    names = [line["event"] for line in events(folder)]
+    return [name.removeprefix("save_") for name in names if name.startswith("save_")]
 
 
 @pytest.fixture

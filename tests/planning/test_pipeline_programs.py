@@ -167,16 +167,16 @@ def deviceless() -> Iterator[Deviceless]:
         if plan.schedule.chunks > 1:
             # Of several chunks, idle ones are skipped: of each, the microbatches' forwards alone.
             ticks = microbatches * plan.schedule.chunks
-        found = audit(plan.text, plan.unknown_trips)
+        program = audit(plan.text, plan.unknown_trips)
         return Compiled(
             plan.contents,
             plan.memory.temporary,
             2 * numbers,
             positions,
             ticks * rows,
-            tuple(op for op in found.kernels if op.work in ("fill", "move") and op.bytes_written >= MIB),
-            tuple(op for op in found.kernels if op.work == "matmul" and op.shape.startswith("(f32[")),
-            tuple(op for op in found.kernels if "fmha" in (op.target or "")),
+            tuple(op for op in program.kernels if op.work in ("fill", "move") and op.bytes_written >= MIB),
+            tuple(op for op in program.kernels if op.work == "matmul" and op.shape.startswith("(f32[")),
+            tuple(op for op in program.kernels if "fmha" in (op.target or "")),
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -215,11 +215,11 @@ def test_sums_over_stages_are_made_where_a_microbatch_enters_or_leaves(
     family: str, schedule: str, deviceless: Deviceless
 ) -> None:
     """With one chunk that is in every tick of the steady loop, with several in a share of them."""
-    found = deviceless(family, schedule).contents
-    (steady,) = (place for place, permutes in Counter(permuting(found)).items() if permutes == 2)
+    program = deviceless(family, schedule).contents
+    (steady,) = (place for place, permutes in Counter(permuting(program)).items() if permutes == 2)
     sums = [
         op
-        for op in found.collectives
+        for op in program.collectives
         if op.kind == "all-reduce" and op.groups.axes == ("pipeline",) and op.place.path == steady.path
     ]
     chunks, (ticks,) = 2 if schedule == "interleaved" else 1, steady.trips
@@ -280,8 +280,8 @@ def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(deviceless: Devi
 
 @pytest.mark.slow
 def test_a_loss_that_does_not_wait_is_waited_for(deviceless: Deviceless) -> None:
-    found = {op.kind for op in exposed(deviceless("llama", "1f1b", wait=0).contents)}
-    assert found == {"all-reduce"}, "output to all for the loss, and its gradient back"
+    kinds = {op.kind for op in exposed(deviceless("llama", "1f1b", wait=0).contents)}
+    assert kinds == {"all-reduce"}, "output to all for the loss, and its gradient back"
 
 
 @pytest.mark.slow
@@ -294,8 +294,8 @@ def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.M
     options = gpu._replace(always=joined)
     monkeypatch.setattr(compiler_options, "DEFAULTS", {**DEFAULTS, "cuda": options, "gpu": options})
     step = deviceless.__wrapped__("llama", "1f1b")
-    found = exposed(step.contents)
-    assert {op.kind for op in found} == {"all-reduce"} and max(op.bytes for op in found) > step.residual
+    collectives = exposed(step.contents)
+    assert {op.kind for op in collectives} == {"all-reduce"} and max(op.bytes for op in collectives) > step.residual
 
 
 @cache
@@ -320,8 +320,10 @@ def test_on_cpu_devices_between_stages_go_activations_alone() -> None:
 
 
 def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
-    found = on_cpu("1f1b", MICROBATCHES).contents
-    layers = [(loop.matmuls, in_loop(found, loop.place.path, "tensor")) for loop in found.loops if loop.matmuls >= 5]
+    program = on_cpu("1f1b", MICROBATCHES).contents
+    layers = [
+        (loop.matmuls, in_loop(program, loop.place.path, "tensor")) for loop in program.loops if loop.matmuls >= 5
+    ]
     forward = min(matmuls for matmuls, _ in layers)
     for matmuls, moved in layers:
         assert moved.keys() == {"all-gather", "all-reduce"}

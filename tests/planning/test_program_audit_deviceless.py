@@ -144,10 +144,10 @@ def test_layers_copy_no_activation_beyond_these(case: Case) -> None:
 
 
 def test_layers_write_no_float32_activations_beyond_these(case: Case) -> None:
-    found = [
+    kernels = [
         op for op in case.in_layers() if any(kind == "f32" and n >= case.residual // 2 for kind, n in arrays(op.shape))
     ]
-    wide = [op for op in found if op.work != "attention" and not op.place.conditional]
+    wide = [op for op in kernels if op.work != "attention" and not op.place.conditional]
     # Under sequence parallelism each of the two RMSNorms writes what its gain's gradient sums: the compiler would
     # rather share the reading with two other results.
     assert len(wide) == (2 if case.plan.cfg.parallel.sequence else 0)

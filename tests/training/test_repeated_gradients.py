@@ -36,9 +36,9 @@ def recompute(layout: str):
 
     def run(scale, tolerance: float = 0.0) -> Verdict | None:
         with within(of):
-            found = recompute(state.inputs, batch, scale, tolerance)
+            result = recompute(state.inputs, batch, scale, tolerance)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the state of the run stays"
-        return found
+        return result
 
     return run, of.mesh
 
