@@ -1,12 +1,11 @@
 """The thread of an engine: clients on other threads, cancellation, faults."""
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from stand_in import StandIn, expected
+from waiting import wait_until
 
 from megajax.inference.engine import Engine
 from megajax.inference.request import Piece, Refused, Request, Sampling
@@ -53,14 +52,6 @@ class Gated(StandIn):
         return super().run(work)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Whether it becomes true within some time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
-
-
 @pytest.fixture
 def started(request: pytest.FixtureRequest):
     """Workers, which end with the test."""
@@ -98,7 +89,7 @@ def test_many_threads_submit_and_cancel(started: Any) -> None:
         finish = client.finish
         assert finish == "length" or ((number // 8) % 3 == 2 and finish == "cancelled")
         assert client.tokens == expected((number, 1), len(client.tokens))
-    assert until(lambda: not worker.statistics().requests)
+    assert wait_until(lambda: not worker.statistics().requests)
     statistics = worker.statistics()
     assert (statistics.requests, statistics.blocks_used) == (0, 0) and worker.healthy()
 
@@ -148,7 +139,7 @@ def test_a_fault_of_the_device_ends_everything(started: Any) -> None:
             client.ended.set()
             client.pieces.append(Piece(0, "", (), (), "error"))
     assert [client.finish for client in clients] == ["error"] * 9
-    assert until(lambda: worker.failure is not None)
+    assert wait_until(lambda: worker.failure is not None)
     assert not worker.healthy() and isinstance(worker.failure, RuntimeError)
     with pytest.raises(Refused):
         worker.submit(Waiting("late", (1,)).request)
@@ -160,10 +151,10 @@ def test_a_step_that_hangs_is_not_healthy(started: Any) -> None:
     device.gate.clear()
     client = Waiting("a", (1,))
     worker.submit(client.request)
-    assert until(lambda: not worker.healthy())
+    assert wait_until(lambda: not worker.healthy())
     device.gate.set()
     assert client.finish == "length"
-    assert until(worker.healthy)
+    assert wait_until(worker.healthy)
 
 
 def test_bad_logits_are_not_healthy_until_the_next_good_step(started: Any) -> None:
@@ -172,4 +163,4 @@ def test_bad_logits_are_not_healthy_until_the_next_good_step(started: Any) -> No
         client = Waiting("a", prompt)
         worker.submit(client.request)
         assert client.finish == finish
-        assert until(lambda healthy=healthy: worker.healthy() == healthy)
+        assert wait_until(lambda healthy=healthy: worker.healthy() == healthy)

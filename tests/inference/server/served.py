@@ -4,12 +4,12 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 from echo_device import EchoDevice
+from waiting import wait_until
 
 from megajax.inference.engine import Engine
 from megajax.inference.server.application import build_application
@@ -57,14 +57,6 @@ class Running:
 
     def _requests(self) -> int:
         return self.worker.statistics().requests
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 5) -> bool:
-    """Whether a condition holds within some time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.002)
-    return bool(condition())
 
 
 def start(

@@ -8,7 +8,8 @@ from importlib.resources import files
 
 import openai
 import pytest
-from served import Running, wait_until
+from served import Running
+from waiting import wait_until
 
 CHATS = [{"role": "user", "content": "hi"}]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from echo_device import BAD, DEATH, EchoDevice
-from served import Running, start, stop, wait_until
+from served import Running, start, stop
+from waiting import wait_until
 
 from megajax.inference.server.config import Access, ServerConfig
 

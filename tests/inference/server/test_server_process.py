@@ -1,5 +1,6 @@
 """The process of a server: its address, its keys, signals and exit codes."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -26,7 +27,9 @@ from megajax.serve import main
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server's process and its address."""
     program = Path(__file__).with_name("served.py")
-    server = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths}
+    server = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout
     yield server, server.stdout.readline().strip()
     server.kill()
