@@ -7,7 +7,7 @@ background threads agree, through the coordination service, on the first boundar
 
 import threading
 
-from megajax.checkpoint.peers import Peers
+from megajax.mesh.peers import Peers
 
 
 class StepBoundary:

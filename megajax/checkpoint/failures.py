@@ -24,10 +24,6 @@ class CheckpointError(UserError):
         self.step, self.reason = step, reason
 
 
-class PartFailed(Exception):
-    """A part of a save failed in a process; the message is the reason, on one line."""
-
-
 def reason(error: BaseException, path: Path, needed: int) -> str:
     """The innermost cause on one line, without the long messages of Orbax and TensorStore.
 

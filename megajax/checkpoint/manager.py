@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, Self
 
 from megajax.checkpoint import arrays, disk, failures, folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.failures import CheckpointError, PartFailed
+from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.folder import ARRAYS, META
-from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
 from megajax.config.errors import UserError
+from megajax.mesh.peers import PartFailed, Peers
 from megajax.text import byte_size
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0

@@ -9,8 +9,8 @@ from typing import Any
 from megajax.checkpoint import arrays, folder, integrity
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.peers import Peers
 from megajax.config.errors import UserError
+from megajax.mesh.peers import Peers
 
 type Tree = Any
 type Meta = dict[str, Any]

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from megajax.checkpoint.peers import Peers
 from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group_files, sample_checksums
 from megajax.data.progress import Progress
 from megajax.data.row_source import files_of
 from megajax.data.splits import Splits
+from megajax.mesh.peers import Peers
 
 MOVABLE = re.compile(r"data\.(?:(train|valid|test)_)?paths?$")
 """Settings with paths of data files, which may change if the content does not."""

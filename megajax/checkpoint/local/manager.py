@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from megajax.checkpoint import arrays, disk, failures
-from megajax.checkpoint.failures import CheckpointError, PartFailed
+from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.folder import LocalFolder
@@ -36,8 +36,8 @@ from megajax.checkpoint.local.shards import (
     shards_of_processes,
 )
 from megajax.checkpoint.manager import SaveReport
-from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import Meta, Tree, say
+from megajax.mesh.peers import PartFailed, Peers
 
 NICE = 10
 """Added to the niceness of the writing thread, so that it yields to training."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from megajax.checkpoint.local.exchange import RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.sets import LocalSet
-from megajax.checkpoint.peers import Peers
 from megajax.config.errors import UserError
+from megajax.mesh.peers import Peers
 
 
 class Members:

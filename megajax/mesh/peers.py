@@ -1,7 +1,8 @@
-"""Communication between processes about a checkpoint, through JAX's coordination service.
+"""Decisions that all processes take together, through JAX's coordination service.
 
-A background thread must not start collectives on devices: their order relative to those of the training step would
-differ between processes. The coordination service has no such order.
+The service needs no devices, so it also works before the first computation and where devices fail. Background threads
+must use it: the order of their collectives on devices relative to those of the training step would differ between
+processes.
 """
 
 import json
@@ -15,11 +16,14 @@ import numpy as np
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint.failures import PartFailed
 from megajax.config.errors import UserError
 
 TIMEOUT_SECONDS = 1800
 """How long a process waits for the others: longer than writing its part of the largest checkpoint takes."""
+
+
+class PartFailed(Exception):
+    """A part of common work failed in a process; the message is the reason, on one line."""
 
 
 class Peers:
@@ -51,7 +55,7 @@ class Peers:
         return Peers(f"{self.token}/{name}")
 
     def _key(self, name: str) -> str:
-        return f"megajax/checkpoint/{self.token}/{name}"
+        return f"megajax/peers/{self.token}/{name}"
 
     def _get(self, key: str) -> str | None:
         try:
