@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megajax.mesh.world import StartError, World, split_address
+from megajax.mesh.world import StartError, World, is_loopback, split_address
 
 MESSAGE_BYTES = 4096
 """Maximum length of a line; a longer one is not from a process of a run."""
@@ -66,8 +66,7 @@ def _listen(world: World, deadline: float) -> socket.socket:
         raise StartError(f"JAX_COORDINATOR_BIND_ADDRESS must be ADDRESS:PORT, it is {bind!r}", code=2)
     host, port = address
     addresses = _resolve(host, port, deadline)
-    loopback = host == "localhost" or host.startswith("127.") or host == "::1"
-    if not loopback and all(sockaddr[0].startswith("127.") or sockaddr[0] == "::1" for _, sockaddr in addresses):
+    if not is_loopback(host) and all(is_loopback(sockaddr[0]) for _, sockaddr in addresses):
         # Many machines resolve their own name to a loopback address, which other machines can't reach.
         addresses = [(socket.AF_INET, ("0.0.0.0", port))]
     for number, (family, sockaddr) in enumerate(addresses, 1):

@@ -102,6 +102,11 @@ def split_address(address: str) -> tuple[str, int] | None:
     return match[1] or match[2], int(match[3])
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is one that only its own machine reaches."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def process_index(environment: Mapping[str, str] = os.environ) -> int:
     """The index of this process as set by its launcher; 0 without one."""
     names = (*RANKS, "JOB_COMPLETION_INDEX") if environment.get(COUNT) else RANKS

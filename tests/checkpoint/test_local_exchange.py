@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.exchange import REQUEST_BYTES, RemoteSet, SetServer, own_address
+from megajax.checkpoint.local.exchange import REQUEST_BYTES, OwnAddress, RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.members import Members
 from megajax.checkpoint.local.sets import OWN_FILE, HostCopy, LocalSet, SetIndex, SetInfo, SetWriter
 from megajax.checkpoint.local.shards import as_bytes, complete_parts, shards_of_processes
@@ -102,7 +102,17 @@ def test_a_changed_description_is_damage(a_set, change):
 
 
 def test_the_address_towards_the_coordinator():
-    assert own_address("127.0.0.1:1234") == own_address("localhost:1234") == own_address(None) == "127.0.0.1"
+    loopback = OwnAddress("127.0.0.1", "127.0.0.1")
+    assert own_address("127.0.0.1:1234") == own_address("localhost:1234") == own_address(None) == loopback
+
+
+@pytest.mark.parametrize("resolved", ["127.0.1.1", "127.0.0.1"])
+def test_a_machine_whose_name_is_loopback_to_itself_is_reached_by_its_name(resolved, monkeypatch):
+    """As Debian writes it into /etc/hosts; other machines resolve the name to an address of the network."""
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (resolved, 1234))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    bind, host = own_address("node1:1234")
+    assert (bind, host) == ("0.0.0.0", "node1")
 
 
 class Device:

@@ -17,12 +17,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex, bounds_of, box_from
+from megajax.mesh.world import is_loopback, split_address
 
 TIMEOUT_SECONDS = 120.0
 """Timeout of a connection that neither sends nor receives."""
@@ -130,16 +131,30 @@ class RemoteSet:
         self._connection.close()
 
 
-def own_address(coordinator: str | None) -> str:
+class OwnAddress(NamedTuple):
+    """Where this process serves its sets."""
+
+    bind: str
+    """The address to listen at."""
+    host: str
+    """The host at which other processes reach this one: an address, or a name that each of them resolves."""
+
+
+def own_address(coordinator: str | None) -> OwnAddress:
     """The address of this machine in the network of the coordinator (HOST:PORT); loopback for a single machine.
 
     Other processes that reach the coordinator through the same network reach this one at that address.
     """
-    host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    host, port = split_address(coordinator or "127.0.0.1:1") or ("127.0.0.1", 1)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
-        return probe.getsockname()[0]
+        source = probe.getsockname()[0]
+    if is_loopback(source) and not is_loopback(host):
+        # The name of the coordinator's machine, which many machines resolve to a loopback address for themselves.
+        # Others have reached the coordinator by this name, and so reach this process by it too.
+        return OwnAddress("0.0.0.0", host)
+    return OwnAddress(source, source)
 
 
 def _proof(secret: bytes, nonce: bytes | bytearray) -> bytes:

@@ -19,8 +19,9 @@ class Members:
         self._server: SetServer | None = None
         address: tuple[str, int] = ("", 0)
         if peers.count > 1:
-            self._server = SetServer(own_address(peers.coordinator), self._secret, offered)
-            address = self._server.address
+            bind, host = own_address(peers.coordinator)
+            self._server = SetServer(bind, self._secret, offered)
+            address = host, self._server.address[1]
         everyone = peers.gather((self.process, machine, address))
         self._machines: dict[int, str] = {process: machine for process, machine, _ in everyone}
         self._addresses: dict[int, tuple[str, int]] = {process: (host, port) for process, _, (host, port) in everyone}
