@@ -243,9 +243,11 @@ def report(error: UserError) -> None:
     Other processes print one line for errors that process 0 may not have, such as of their disks or data.
     """
     rank = process_index()
+    if isinstance(error, StartError) and error.reported:
+        return
     if rank == 0:
         print(f"\n{error}\n", file=sys.stderr)
-    elif not isinstance(error, ConfigError) and not (isinstance(error, StartError) and error.reported):
+    elif not isinstance(error, ConfigError):
         print(f"process {rank}: {str(error).splitlines()[0]}", file=sys.stderr)
 
 

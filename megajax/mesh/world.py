@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megajax.config.errors import UserError
@@ -17,6 +17,8 @@ COUNT = "MEGAJAX_NUM_PROCESSES"
 INDEX = "MEGAJAX_PROCESS_ID"
 LOCAL_INDEX = "MEGAJAX_LOCAL_RANK"
 LOCAL_COUNT = "MEGAJAX_LOCAL_PROCESSES"
+TOKEN = "MEGAJAX_RUN_TOKEN"
+"""The same text for all processes of one start of a run, and for no others; see World.token."""
 
 RANKS = (INDEX, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # the nearest launcher first
 
@@ -48,6 +50,8 @@ class World:
     """Index of this process on its machine, if the launcher sets it."""
     local_count: int | None = None
     """Number of processes on this machine, if the launcher sets it."""
+    token: str = field(default="", compare=False)
+    """Identifies this start of the run, so that process 0 knows connections of others; "" if the launcher sets none."""
 
 
 class _Launcher(NamedTuple):
@@ -58,6 +62,7 @@ class _Launcher(NamedTuple):
     coordinator: str | None = None
     local_index: int | None = None
     local_count: int | None = None
+    token: str | None = None
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
@@ -65,7 +70,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
 
     MEGAJAX_COORDINATOR, MEGAJAX_NUM_PROCESSES and MEGAJAX_PROCESS_ID (also set by flags of the command line) come
     first. The rest is taken from JAX_*, Open MPI, Slurm or Kubernetes: the first that sets several processes. Raises
-    StartError if values are missing or inconsistent.
+    StartError if values are missing or inconsistent, or if torchrun started the process.
     """
     explicit_names = [name for name in (COORDINATOR, COUNT, INDEX) if environment.get(name)]
     problems: list[str] = []
@@ -75,14 +80,20 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
         environment.get(COORDINATOR) or None,
         _number(environment, LOCAL_INDEX, problems),
         _number(environment, LOCAL_COUNT, problems),
+        environment.get(TOKEN) or None,
     )
     if not problems and explicit.count == 1 and not explicit.index:
         return None
     launched = next(
         (values for launcher in _LAUNCHERS if (values := launcher(environment)).count not in (None, 1)), _Launcher()
     )
-    if not explicit_names and launched.count is None:
-        return None
+    if not explicit_names:
+        _refuse_torchrun(environment, launched)
+        if launched.count is None:
+            return None
+    if explicit.index is not None or explicit.count is not None:
+        # The processes may be of several steps of a job.
+        launched = launched._replace(token=None)
     if launched.count is None and explicit.index is None:
         # An indexed job also has an index when its pods are independent, so it is used only here.
         launched = launched._replace(index=_number(environment, "JOB_COMPLETION_INDEX", problems))
@@ -91,7 +102,25 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     problems += _missing(count, index, coordinator)
     if problems or count is None or index is None or coordinator is None:
         raise StartError("; ".join(problems), code=2)
-    return World(count, index, coordinator, merged.local_index, merged.local_count)
+    return World(count, index, coordinator, merged.local_index, merged.local_count, merged.token or "")
+
+
+def _refuse_torchrun(environment: Mapping[str, str], launched: _Launcher) -> None:
+    """Raises StartError for one of several processes of torchrun, whose variables MegaJAX does not read."""
+    size, rank, host = _int(environment, "WORLD_SIZE"), _int(environment, "RANK"), environment.get("MASTER_ADDR")
+    if size in (None, 1) or rank is None or not host:
+        return
+    if launched.count is not None and not environment.get("TORCHELASTIC_RUN_ID"):
+        return  # set from the values of that launcher, for other programs
+    raise StartError(
+        f"process {rank} of {size} of torchrun or a similar launcher (RANK, WORLD_SIZE and MASTER_ADDR are set), whose "
+        f"{size} processes would train separate runs in one folder. On one machine, start them with: python -m "
+        "megajax.launch --processes=N -- python -m megajax.train ...; on several, with srun or mpirun, or give each "
+        f"process --coordinator={host}:{_FIRST_PORT} --num-processes={size} --process-id={rank}. "
+        f"{COUNT}=1 starts a run of this process alone",
+        code=2,
+        reported=environment.get("LOCAL_RANK", "0") != "0",
+    )
 
 
 def split_address(address: str) -> tuple[str, int] | None:
@@ -165,6 +194,7 @@ def _open_mpi(environment: Mapping[str, str]) -> _Launcher:
         host and f"{host}:{_port(job.rpartition('@')[0] or job)}",
         _int(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_count,
+        job.rpartition("@")[0] or job,
     )
 
 
@@ -181,6 +211,7 @@ def _slurm(environment: Mapping[str, str]) -> _Launcher:
         f"{_first_host(nodes)}:{_port(job)}",
         _int(environment, "SLURM_LOCALID"),
         tasks[node] if node < len(tasks) else None,
+        job,
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from megajax.config.errors import Problem, UserError
-from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
+from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN
 from megajax.resilience.beats import ATTEMPT, BEATS, ELASTIC
 from megajax.resilience.output import CLOSED_STREAM_ERRORS, discard_output
 
@@ -116,7 +117,8 @@ def running(
     port = 0 if gang.scheduler else free_port(gang.port)
     common = {BEATS: str(beats), ATTEMPT: str(attempt)}
     if not gang.scheduler:
-        common |= {COUNT: str(len(slots))} | ({ELASTIC: "1"} if len(slots) < gang.processes else {})
+        common |= {COUNT: str(len(slots)), TOKEN: secrets.token_hex(8)}
+        common |= {ELASTIC: "1"} if len(slots) < gang.processes else {}
     members: list[Member] = []
     try:
         for index, slot in enumerate(slots):

@@ -50,6 +50,15 @@ def test_a_number_too_high(start, tmp_path):
     assert first.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
 
 
+def test_torchrun(start, tmp_path):
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    first = start(*TRAIN, *TINY, f"--run_dir={tmp_path / 'run'}", **variables)
+    assert first.wait(40) == 2
+    assert "torchrun" in first.text and "python -m megajax.launch --processes=N" in first.text
+    assert first.text.count("torchrun") == 1 and "Traceback" not in first.text
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_port_of_process_0_is_in_use(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -17,6 +17,12 @@ MPI = {
 }  # fmt: skip
 OURS = {"MEGAJAX_COORDINATOR": "a:1", "MEGAJAX_NUM_PROCESSES": "3", "MEGAJAX_PROCESS_ID": "2"}
 
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+POD = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+
 ALONE = {
     "a laptop": {},
     "told to be one": OURS | {"MEGAJAX_NUM_PROCESSES": "1", "MEGAJAX_PROCESS_ID": "0"},
@@ -26,6 +32,9 @@ ALONE = {
     "mpirun of one": MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
     "an indexed job of single runs": {"JOB_COMPLETION_INDEX": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
     "half of jax's variables": {"JAX_COORDINATOR_ADDRESS": "a:1"},
+    "torchrun of one": TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"},
+    "a rank left in a shell": {"RANK": "3", "WORLD_SIZE": "4"},
+    "torchrun, and told to be one": TORCHRUN | {"MEGAJAX_NUM_PROCESSES": "1"},
 }
 
 
@@ -69,6 +78,43 @@ def test_open_mpi():
     open_mpi_4 = find_world(MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"})
     assert open_mpi_4.coordinator.startswith("10.96.0.1:")
     assert find_world(STEP | MPI | {"MEGAJAX_COORDINATOR": "a:1"}) == World(4, 3, "a:1", 1, 2)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, POD, STEP | TORCHRUN], ids=["torchrun", "pod", "torchrun in srun"])
+def test_torchrun_is_refused_with_what_to_start_instead(variables):
+    with pytest.raises(StartError) as error:
+        find_world(variables)
+    assert error.value.code == 2
+    for text in (
+        "process 3 of 4 of torchrun",
+        "python -m megajax.launch --processes=N",
+        "--coordinator=10.0.0.7:61440 --num-processes=4 --process-id=3",
+        "MEGAJAX_NUM_PROCESSES=1",
+    ):
+        assert text in str(error.value)
+    # One process of a machine prints the message.
+    assert error.value.reported == ("LOCAL_RANK" in variables)
+    with pytest.raises(StartError) as error:
+        find_world(variables | {"LOCAL_RANK": "0"})
+    assert not error.value.reported
+
+
+def test_pytorchs_variables_beside_those_of_a_launcher():
+    same_step = STEP | POD | {"RANK": "9", "WORLD_SIZE": "20"}
+    assert find_world(same_step) == find_world(STEP)
+    assert find_world(TORCHRUN | OURS) == World(3, 2, "a:1")
+
+
+def test_the_token_of_a_run():
+    token = find_world(STEP).token
+    assert token and token == find_world(STEP | {"SLURM_PROCID": "10"}).token
+    assert find_world(STEP | {"SLURM_STEP_ID": "1"}).token not in ("", token)
+    assert find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).token == "prterun-a-9"
+    assert find_world(OURS).token == ""
+    # Processes started by hand in several steps of a job are one run.
+    assert find_world(STEP | OURS).token == ""
+    assert find_world(STEP | {"MEGAJAX_COORDINATOR": "b:1"}).token == token
+    assert find_world(OURS | {"MEGAJAX_RUN_TOKEN": "a5"}).token == "a5"
 
 
 def test_kubernetes_and_jaxs_own():
