@@ -42,6 +42,14 @@ def probe(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """Removes a folder and all in it, a file, or a link, but nothing that a link leads to. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def flush_to_disk(path: Path) -> None:
     """fsync of a file, or of a folder, which makes the entries of the folder durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -9,11 +9,11 @@ lock                         locked by the writing run; the kernel releases it w
 lock.probe.3/                trial write of process 3 at the start of a run
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -77,7 +77,7 @@ def set_aside(folder: Path, step: int, suffix: str) -> Path:
 
 def delete_step(folder: Path, step: int) -> None:
     """Renames the step, then deletes its files, so that a half-deleted step never looks committed."""
-    shutil.rmtree(set_aside(folder, step, "deleting"))
+    disk.remove(set_aside(folder, step, "deleting"))
 
 
 def remove_unfinished(folder: Path) -> list[str]:
@@ -85,7 +85,8 @@ def remove_unfinished(folder: Path) -> list[str]:
     pattern = re.compile(r"\d{8,}\.([0-9a-f]+\.saving|deleting\d*)")
     unfinished = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
     for path in unfinished:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the next start tries again
+            disk.remove(path)
     return sorted(path.name for path in unfinished)
 
 

@@ -8,12 +8,14 @@ is written last, and it is verified before anything is loaded.
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint import disk
+from megajax.checkpoint.named_files import is_below
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -83,13 +85,15 @@ def read_manifest(folder: Path) -> Entries:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+    if not isinstance(entries, dict) or not all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in entries.values()
+    ):
         raise Damaged(f"{MANIFEST} does not give a size and a hash for each file")
     if version != FORMAT:
         raise Damaged(f"{MANIFEST} has format {version}, this version reads {FORMAT}")
     if sealed != seal(entries):
         raise Damaged(f"{MANIFEST} was altered: its own sha256 does not match")
-    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
+    if not all(is_below(name) for name in entries):
         raise Damaged(f"{MANIFEST} names files outside the step")
     return entries
 
@@ -110,14 +114,17 @@ def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fa
     faults = []
     for name in names:
         try:
-            size = (folder / name).stat().st_size
+            status = (folder / name).stat()
         except OSError as error:
             faults.append(Fault(name, str(error.strerror)))
             continue
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read without end
+            faults.append(Fault(name, "not a file"))
+            continue
         if name not in entries:
             faults.append(Fault(name, "not in the manifest"))
-        elif size != entries[name]["bytes"]:
-            faults.append(Fault(name, f"{size} bytes, the manifest says {entries[name]['bytes']}"))
+        elif status.st_size != entries[name]["bytes"]:
+            faults.append(Fault(name, f"{status.st_size} bytes, the manifest says {entries[name]['bytes']}"))
     return faults
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.checkpoint.named_files import demand_inside, is_plain
 from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
 
@@ -179,7 +180,7 @@ class SafetensorsFolder:
             files = sorted(set(names.values()))
         except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
             raise UserError(f"{index} can't be read ({_text(error)})") from error
-        if outside := [file for file in files if not _plain(file)]:
+        if outside := [file for file in files if not is_plain(file)]:
             raise UserError(f"{index} names files outside of its folder: {', '.join(map(ascii, outside))}")
         if absent := [file for file in files if not (index.parent / file).is_file()]:
             raise UserError(f"{index} names missing files: {', '.join(absent)}")
@@ -191,16 +192,3 @@ def _files_in(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     # transformers reads only model.safetensors if there are others, such as consolidated.safetensors of Mistral.
     return [path for path in files if path.name == MODEL] or files
-
-
-def _plain(file: Any) -> bool:
-    """Whether a name in an index is a plain file name, without a folder."""
-    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
-
-
-def demand_inside(path: Path) -> None:
-    """Raises UserError for a link that leads out of the folder, other than within the cache of huggingface_hub."""
-    folder, target = path.parent.resolve(), path.resolve()
-    cache = folder.parent.parent if folder.parent.name == "snapshots" else folder
-    if not target.is_relative_to(cache):
-        raise UserError(f"{path} is a link out of its folder, to {target}: put the file itself there")

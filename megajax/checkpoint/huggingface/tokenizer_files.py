@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.huggingface.safetensors import demand_inside
+from megajax.checkpoint.named_files import demand_inside
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,

@@ -11,17 +11,21 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from megajax.checkpoint import disk
 from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.local.history import FILE, NAME, RunHistory
 from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.reader import say
 from megajax.config.errors import UserError
 from megajax.text import byte_size
+
+OWNER = "run.json"
+"""Name of the file with the checkpoints folder that the local folder of a run belongs to."""
 
 
 class LocalFolder:
@@ -34,15 +38,23 @@ class LocalFolder:
         self.machine = ""
 
     def prepare(self) -> None:
-        """Creates the folders. Raises UserError if they can't be written."""
+        """Creates the folders. Raises UserError if they can't be written, or if others could change them."""
         try:
-            self.base.mkdir(parents=True, exist_ok=True)
+            self.base.mkdir(mode=0o755, parents=True, exist_ok=True)
             # Other users must not read the weights: the folder may be in /tmp or /dev/shm.
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            self.process_folder.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            if fault := base_fault(self.base.stat(), os.geteuid()) or folder_fault(self.path.lstat(), os.geteuid()):
+                raise UserError(
+                    f"checkpoint.local.folder {self.base} can't hold this run's folder {self.path.name}: {fault}.\n"
+                    "Other users could exchange or read checkpoints there: name a folder of your own."
+                )
+            with contextlib.suppress(FileExistsError):
+                self.process_folder.mkdir()
+            if self.process_folder.is_symlink():
+                raise UserError(f"{self.process_folder} is a link: remove it. Local checkpoints need a folder there.")
             disk.probe(self.process_folder / "probe")
-            with contextlib.suppress(FileExistsError), open(self.path / "run.json", "x", encoding="utf-8") as file:
-                json.dump({"checkpoints": str(self._shared)}, file)
+            self._claim()
             self.machine = _machine_name(self.path / "machine")
             self._remove_stale_runs()
         except OSError as error:
@@ -51,14 +63,30 @@ class LocalFolder:
                 "Name a writable folder with free space on a disk of this machine, or below /dev/shm."
             ) from error
 
+    def _claim(self) -> None:
+        """Writes run.json. Raises UserError if the folder belongs to another run that still exists."""
+        owner = _owner(self.path)
+        if owner == str(self._shared):
+            return
+        if owner is not None and _same_history(Path(owner), self._shared, self.path.name):
+            raise UserError(
+                f"{self.path} has local checkpoints of the run in {Path(owner).parent}, which {self._shared / FILE} "
+                f"names too, as in a copy of that run.\nDelete {self._shared / FILE} to give this run local "
+                "checkpoints of its own."
+            )
+        temporary = self.path / f"run.{secrets.token_hex(4)}"
+        temporary.write_text(json.dumps({"checkpoints": str(self._shared)}), encoding="utf-8")
+        temporary.rename(self.path / OWNER)
+
     def _remove_stale_runs(self) -> None:
         """Removes local checkpoints of former runs in the same run folder, whose local.json names another run now."""
-        for path in self.base.glob("*/run.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                same_run = json.loads(path.read_text(encoding="utf-8"))["checkpoints"] == str(self._shared)
-                if same_run and path.parent != self.path:
-                    shutil.rmtree(path.parent)
-                    say(f"removed {path.parent}: local checkpoints of a former run in {self._shared.parent}")
+        for folder in self.base.iterdir():
+            with contextlib.suppress(OSError):
+                if folder == self.path or not NAME.fullmatch(folder.name) or folder_fault(folder.lstat(), os.geteuid()):
+                    continue
+                if _owner(folder) == str(self._shared):
+                    shutil.rmtree(folder)
+                    say(f"removed {folder}: local checkpoints of a former run in {self._shared.parent}")
 
     def adopt(self, has_other_owner: Callable[[int], bool]) -> list[LocalSet]:
         """The sets that this process owns; removes unfinished and unreadable ones.
@@ -68,7 +96,7 @@ class LocalFolder:
         sets = []
         for folder in sorted(self.path.glob("process_*")):
             number = folder.name.removeprefix("process_")
-            if not number.isdigit() or has_other_owner(int(number)):
+            if folder.is_symlink() or not number.isdigit() or has_other_owner(int(number)):
                 continue
             for path in sorted(folder.iterdir()):
                 if not STEP.fullmatch(path.name):
@@ -91,7 +119,7 @@ class LocalFolder:
         with contextlib.suppress(OSError):
             aside = path.with_name(f"{path.name}.deleting")
             path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            disk.remove(aside)
 
     def remove(self) -> None:
         """Deletes the sets of this process, and the folder of the run if no other process has sets in it."""
@@ -115,6 +143,46 @@ class LocalFolder:
                 f"{byte_size(need)}, but {byte_size(available)} are free.\n"
                 "Free space, name a folder on a larger disk, or keep fewer with checkpoint.local.keep."
             )
+
+
+def base_fault(status: os.stat_result, user: int) -> str:
+    """Why others could exchange a folder in a folder with this status; "" if they can't.
+
+    /tmp and mount points of scratch disks are open to all, but of root, and sticky: entries are their owners' alone.
+    """
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        return "anyone may rename its entries (its mode has no sticky bit)"
+    # In a container, root is often given a folder of a user of the machine.
+    if user != 0 and status.st_uid not in (0, user):
+        return f"it belongs to user {status.st_uid}, and this process to user {user}"
+    return ""
+
+
+def folder_fault(status: os.stat_result, user: int) -> str:
+    """Why a folder, by its own status, is not one that this user alone can write; "" if it is."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "something of this name exists, a link or a file"
+    if status.st_uid != user:
+        return f"it exists and belongs to user {status.st_uid}, and this process to user {user}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"it exists and others may write to it (mode {status.st_mode & 0o777:o})"
+    return ""
+
+
+def _owner(folder: Path) -> str | None:
+    """The checkpoints folder that the local folder of a run belongs to; None if run.json is missing or damaged."""
+    try:
+        return str(json.loads((folder / OWNER).read_text(encoding="utf-8"))["checkpoints"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _same_history(other: Path, shared: Path, run: str) -> bool:
+    """Whether another checkpoints folder has a local.json too that names this run."""
+    try:
+        return not other.samefile(shared) and RunHistory.read(other).run == run
+    except (OSError, UserError):
+        return False  # it was moved or deleted, or is this one by another path
 
 
 def _machine_name(path: Path) -> str:

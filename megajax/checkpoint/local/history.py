@@ -1,13 +1,18 @@
 """Which local checkpoints belong to a run: a small file in its shared checkpoints folder."""
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import NamedTuple
 
 from megajax.checkpoint.disk import write_durably
+from megajax.checkpoint.reader import say
+from megajax.config.errors import UserError
 
 FILE = "local.json"
+NAME = re.compile(r"[0-9a-f]{16}")
+"""The name of a run's local folders. The file may come from elsewhere: a name must not lead out of a folder."""
 MAX_ATTEMPTS = 1000
 """Attempts in the file: far more than the ones that still have local checkpoints."""
 
@@ -20,12 +25,26 @@ class RunHistory(NamedTuple):
 
     @classmethod
     def read(cls, shared: Path) -> "RunHistory":
-        """The history in a checkpoints folder; a new one if there is none, or if it can't be read."""
+        """The history in a checkpoints folder; a new one if there is none.
+
+        Raises UserError if it can't be read or is not valid. A new one in its place would hide the newest checkpoints
+        of the run and delete them.
+        """
         try:
             document = json.loads((shared / FILE).read_text(encoding="utf-8"))
-            return cls(str(document["run"]), tuple((str(name), int(first)) for name, first in document["attempts"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            run, attempts = document["run"], tuple((str(name), int(first)) for name, first in document["attempts"])
+            if not isinstance(run, str) or not NAME.fullmatch(run):
+                raise ValueError(f"run is {run!r:.80}, not 16 hexadecimal digits")
+        except FileNotFoundError:
             return cls(secrets.token_hex(8))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{shared / FILE} can't be used ({reason}). It names the local checkpoints of this run, and none was "
+                "touched.\nPut the file right; or move it away, and the run starts from its shared checkpoints and "
+                "deletes the local ones."
+            ) from error
+        return cls(run, attempts)
 
     def write(self, shared: Path) -> None:
         """Replaces the file."""
@@ -41,8 +60,12 @@ class RunHistory(NamedTuple):
 
         Later local checkpoints of earlier attempts are no longer part of the run.
         """
-        if (shared / FILE).exists():
+        if not (shared / FILE).exists():
+            return
+        try:
             cls.read(shared).begin(secrets.token_hex(8), first).write(shared)
+        except UserError as error:  # no start with local checkpoints uses the file before it is put right
+            say(f"warning: {error}")
 
     def includes(self, attempt: str, step: int) -> bool:
         """Whether the step that an attempt saved is part of the run: no later attempt began before that step."""

@@ -67,14 +67,13 @@ class LocalCheckpoints:
     ):
         """shared: the run's checkpoints folder. during: context manager in which the background thread saves a step.
 
-        Raises UserError if the folder can't be written, or if there are too few processes for the replicas.
+        Raises UserError if the folder can't be written or others could change it, if local.json can't be used, or if
+        there are too few processes for the replicas.
         """
         self.cfg, self.shared, self._during = cfg, Path(shared).absolute(), during
         self.peers = Peers()
         self.attempt = self.peers.token
-        stored_history = RunHistory.read(self.shared) if self.peers.first else RunHistory("")
-        run, attempts = self.peers.broadcast((stored_history.run, stored_history.attempts))
-        self.history = RunHistory(run, tuple((name, first) for name, first in attempts))
+        self.history = self._stored_history()
         self.folder = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
         self.peers.check(self.folder.prepare)
         self._serving = threading.Lock()
@@ -93,6 +92,17 @@ class LocalCheckpoints:
         self._shards: dict[int, Shards] = {}
         self.need = 0
         """Bytes of a set of this process, replicas included; known after `begin`."""
+
+    def _stored_history(self) -> RunHistory:
+        """The history that process 0 reads. Raises UserError on all processes if it can't be read."""
+        stored = [RunHistory("")]
+
+        def read() -> None:
+            stored[0] = RunHistory.read(self.shared)
+
+        self.peers.check(read if self.peers.first else lambda: None)
+        run, attempts = self.peers.broadcast(stored[0])
+        return RunHistory(run, tuple((name, first) for name, first in attempts))
 
     def _offered(self, set_id: str) -> LocalSet | None:
         with self._serving:

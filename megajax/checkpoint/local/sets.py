@@ -120,6 +120,8 @@ class SetIndex(NamedTuple):
                 Piece(name, tuple(shape), dtype, box_from(bounds), *rest)
                 for name, shape, dtype, bounds, *rest in document["pieces"]
             ]
+            if others := {str(piece.file) for piece in pieces} - {OWN_FILE, REPLICAS_FILE}:
+                raise Damaged(f"{SET} names other files than {OWN_FILE} and {REPLICAS_FILE}: {', '.join(others)}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{SET} can't be read ({error})") from None
         return cls(info, {piece.shard: piece for piece in pieces})

@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.pickles import DTYPES, Name, Record, TensorPlace, read_pickle
+from megajax.checkpoint.named_files import is_plain
 from megajax.config.errors import UserError
 
 METADATA = ".metadata"
@@ -114,7 +115,7 @@ class ShardedFolder:
     def _demand_plain(self, name: str, info: Mapping[str, Any]) -> None:
         """Raises UserError for files that are outside of the folder, missing or compressed."""
         file = info["relative_path"]
-        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+        if not is_plain(file):
             raise UserError(f"{self.where} was refused: it says that {name} is in {file!r}, outside of its folder")
         if file not in self._present:
             raise UserError(f"{self.where} says that {name} is in {file}, which is missing")

@@ -1,0 +1,169 @@
+"""The folders that local checkpoints are written to and deleted from: a run's own, whatever local.json says."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_sets import sets, small
+from test_local_checkpoints import newest, opened, saved
+
+from megajax.checkpoint import folder, integrity
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.local.folder import base_fault, folder_fault
+from megajax.checkpoint.local.history import FILE, RunHistory
+from megajax.checkpoint.local.sets import LocalSet, SetIndex
+from megajax.config.errors import UserError
+
+
+def victim_in(folder: Path) -> Path:
+    """A folder that nothing may delete."""
+    (folder / "victim" / "process_0").mkdir(parents=True)
+    (folder / "victim" / "process_0" / "thesis").write_text("years")
+    return folder / "victim" / "process_0" / "thesis"
+
+
+@pytest.mark.parametrize("run", ["{folder}/victim", "../victim", ".", "", "0123456789abcdeg", 5, None])
+def test_a_name_that_leads_out_of_the_folder_is_refused_and_nothing_is_deleted(tmp_path: Path, run: Any) -> None:
+    thesis = victim_in(tmp_path)
+    (tmp_path / "shared").mkdir()
+    name = run.format(folder=tmp_path) if isinstance(run, str) else run
+    (tmp_path / "shared" / FILE).write_text(json.dumps({"run": name, "attempts": []}))
+    with pytest.raises(UserError, match=r"local.json can't be used \(ValueError: run is"):
+        opened(tmp_path)
+    assert thesis.read_text() == "years" and not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"run": "0123456789abcdef"}'])
+def test_a_damaged_history_neither_hides_nor_deletes_checkpoints(tmp_path: Path, content: bytes, capfd) -> None:
+    saved(tmp_path, 1, 2)
+    history, kept = tmp_path / "shared" / FILE, sets(tmp_path)
+    intact = history.read_bytes()
+    history.write_bytes(content)
+    with pytest.raises(UserError, match="move it away, and the run starts from its shared checkpoints"):
+        opened(tmp_path)
+    RunHistory.note_without_local(tmp_path / "shared", 0)
+    assert "warning" in capfd.readouterr().err and history.read_bytes() == content
+    assert sets(tmp_path) == kept
+    history.write_bytes(intact)
+    assert newest(tmp_path) == (2, [], 2.0)
+
+
+def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    path = sets(tmp_path)[0].parents[1]
+    path.chmod(0o770)
+    with pytest.raises(UserError, match=r"others may write to it \(mode 770\)"):
+        opened(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="a link or a file"):
+        opened(tmp_path)
+    path.unlink()
+    (tmp_path / "elsewhere").chmod(0o700)
+    (tmp_path / "elsewhere").rename(path)
+    path.parent.chmod(0o777)
+    with pytest.raises(UserError, match="sticky"):
+        opened(tmp_path)
+    path.parent.chmod(0o1777)
+    assert newest(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "base", "own"),
+    [
+        (0o40700, 1000, True, True),
+        (0o41777, 0, True, False),  # /tmp, /local_scratch
+        (0o40777, 0, False, False),
+        (0o40755, 0, True, False),
+        (0o40700, 1001, False, False),
+        (0o41777, 1001, False, False),  # its owner may rename entries
+        (0o42775, 1000, True, False),
+        (0o120777, 1000, False, False),
+    ],
+)
+def test_whose_folders_are_used(mode: int, owner: int, base: bool, own: bool) -> None:
+    found = os.stat_result((mode, 0, 0, 1, owner, owner, 0, 0, 0, 0))
+    assert (not base_fault(found, 1000)) == base and (not folder_fault(found, 1000)) == own
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_links_in_the_folder_are_not_followed(tmp_path: Path, process: int) -> None:
+    thesis = victim_in(tmp_path)
+    with opened(tmp_path) as local:
+        local.begin(0, small(0))
+        path = local.folder.path
+    shutil.rmtree(path / "process_0")
+    (path / f"process_{process}").symlink_to(thesis.parent)
+    if process == 0:
+        with pytest.raises(UserError, match="process_0 is a link: remove it"):
+            opened(tmp_path)
+    else:
+        with opened(tmp_path) as local:
+            local.clear()
+    assert thesis.read_text() == "years"
+
+
+def test_a_copy_of_a_run_has_no_part_in_its_local_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "shared", copy / "shared")
+    (copy / "node").symlink_to(tmp_path / "node")
+    with pytest.raises(UserError, match=r"(?s)names too, as in a copy of that run.*Delete .*copy/shared/local.json"):
+        opened(copy)
+    assert newest(tmp_path)[0] == 1
+
+
+def test_a_run_that_was_moved_keeps_its_local_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "shared").rename(moved / "shared")
+    (moved / "node").symlink_to(tmp_path / "node")
+    assert newest(moved)[0] == 1
+    saved(tmp_path, 5)  # another run where it was
+    assert newest(moved)[0] == 1
+
+
+def test_local_checkpoints_of_a_former_run_are_removed_but_nothing_that_is_not_one(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    other = tmp_path / "node" / "results"
+    other.mkdir()
+    shutil.copy(sets(tmp_path)[0].parents[1] / "run.json", other)
+    (tmp_path / "shared" / FILE).unlink()
+    assert newest(tmp_path)[0] is None
+    assert (other / "run.json").exists() and not sets(tmp_path)
+
+
+def test_a_set_names_no_other_files(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (path,) = sets(tmp_path)
+    index = LocalSet.open(path).index
+    pieces = {shard: piece._replace(file="../../../victim") for shard, piece in index.pieces.items()}
+    (path / "set.json").write_text(SetIndex(index.info, pieces).to_json())
+    with pytest.raises(Damaged, match="names other files"):
+        LocalSet.open(path)
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/../../b", "", "a//b", "."])
+def test_a_manifest_names_no_files_outside_of_its_step(tmp_path: Path, name: str) -> None:
+    integrity.write_manifest(tmp_path, {name: {"bytes": 1, "sha256": ""}})
+    with pytest.raises(Damaged, match="outside the step"):
+        integrity.read_manifest(tmp_path)
+
+
+def test_a_pipe_in_a_step_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Damaged, match="pipe: not a file"):
+        integrity.verify(tmp_path, {"pipe": {"bytes": 0, "sha256": ""}})
+
+
+def test_deleting_a_step_that_is_a_link_deletes_the_link(tmp_path: Path) -> None:
+    thesis = victim_in(tmp_path)
+    for name in ("00000001", "00000002.0a.saving"):
+        (tmp_path / name).symlink_to(thesis.parent)
+    folder.delete_step(tmp_path, 1)
+    folder.remove_unfinished(tmp_path)
+    assert thesis.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["victim"]
