@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, 
 from megajax.config.tree import read_value
 from megajax.config.twin import advised
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
+from megajax.time_limit import OUTPUT_SECONDS, with_time_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +211,10 @@ def end_at_once(error: BaseException) -> None:
     """
     if not _may_have_peers():
         return
-    if isinstance(error, UserError):
-        report(error)
-    else:
-        traceback.print_exception(error)
-    _flush()
+    # Standard error may be a pipe that nobody reads.
+    say = partial(report, error) if isinstance(error, UserError) else partial(traceback.print_exception, error)
+    with_time_limit(say, OUTPUT_SECONDS)
+    with_time_limit(_flush, OUTPUT_SECONDS)
     if process_index() == 0 and not isinstance(error, StartError):
         # The exit of process 0 ends the others: let them print their errors first.
         time.sleep(1.0)

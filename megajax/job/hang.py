@@ -18,8 +18,10 @@ from megajax.resilience.activity import Activity
 from megajax.resilience.backstop import Backstop
 from megajax.resilience.beats import Beat, beats_folder, exit_code, first_line
 from megajax.resilience.exit_codes import HANG
+from megajax.resilience.output import to_stderr
 from megajax.resilience.stacks import stacks, write_stacks
 from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig
+from megajax.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 
 TICK_SECONDS = 1.0
 """Period of the thread's checks and beats."""
@@ -83,9 +85,9 @@ class Pulse:
     def last_beat(self, failure: str, code: int, stacks: str | None = None) -> None:
         """Write why this process is about to end, as its last beat."""
         self.stop()
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                replace(self._current_beat(), failure=failure, code=code, stacks=stacks).write(self._folder)
+        if (folder := self._folder) is not None:
+            beat = replace(self._current_beat(), failure=failure, code=code, stacks=stacks)
+            with_time_limit(lambda: beat.write(folder), DISK_SECONDS)
 
     def failed(self, error: BaseException) -> LostPeer | None:
         """Report the error that ends this process -> an explained error, if the cause is another process."""
@@ -109,8 +111,8 @@ class Pulse:
 
     def exiting(self, why: str, code: int) -> None:
         """A signal ends this process now."""
-        self.before_exit()
         self.last_beat(why, code)
+        with_time_limit(self.before_exit, OUTPUT_SECONDS)
 
     def dump(self, why: str = "asked for by SIGUSR2") -> None:
         """Write the stacks of all threads to the run folder."""
@@ -146,37 +148,41 @@ class Pulse:
             self._end(now, self.peers.verdict() if waited else verdict)
 
     def _end(self, hang: Hang, verdict: Verdict) -> None:
-        """Report where the process hangs, and end it with code 124."""
+        """Report where the process hangs, and end it with code 124.
+
+        Nothing waits for the disk or for a reader of the standard error, which may be what hangs, and files come first.
+        """
         timer = threading.Timer(END_SECONDS, os._exit, (HANG,))
         timer.daemon = True
         timer.start()
         cause = f"; {verdict.explanation}" * bool(verdict.explanation)
         why, text = f"process {self.process} hangs, {hang.sentence()}{cause}", stacks(self.activity)
-        self.before_exit()
         self.last_beat(why, HANG)
-        _to_stderr(f"{text}\nmegajax: {why}; exit code {HANG}\n")
-        file = write_stacks(self.run_dir, self.process, why, text)
-        path = None if file is None else str(file)
-        self.last_beat(why, HANG, path)
+        file = with_time_limit(lambda: write_stacks(self.run_dir, self.process, why, text), DISK_SECONDS)
+        self.last_beat(why, HANG, None if file is None else str(file))
+        with_time_limit(lambda: self._log_hang(hang, verdict, file), DISK_SECONDS)
         self.peers.publish_failure(why)
+        with_time_limit(self.before_exit, OUTPUT_SECONDS)
+        with_time_limit(lambda: to_stderr(f"{text}\nmegajax: {why}; exit code {HANG}\n"), OUTPUT_SECONDS)
         self.peers.ask_for_stacks()
-        with contextlib.suppress(OSError):
-            if self.events is not None:
-                append_event(
-                    self.events,
-                    "hang",
-                    process=self.process,
-                    phase=hang.phase,
-                    step=hang.step,
-                    seconds=round(hang.seconds, 1),
-                    limit=round(hang.limit, 1),
-                    stacks=path,
-                    cause=verdict.explanation or None,
-                    cause_process=verdict.process,
-                    exit_code=HANG,
-                )
         self.peers.await_failures(OTHERS_SECONDS)
         os._exit(HANG)
+
+    def _log_hang(self, hang: Hang, verdict: Verdict, file: Path | None) -> None:
+        if self.events is not None:
+            append_event(
+                self.events,
+                "hang",
+                process=self.process,
+                phase=hang.phase,
+                step=hang.step,
+                seconds=round(hang.seconds, 1),
+                limit=round(hang.limit, 1),
+                stacks=None if file is None else str(file),
+                cause=verdict.explanation or None,
+                cause_process=verdict.process,
+                exit_code=HANG,
+            )
 
     def _status(self, beat: int) -> Status:
         doing = self.activity.of_main_thread()
@@ -208,9 +214,3 @@ class Pulse:
         with self._writing, contextlib.suppress(OSError):
             if not self._stopped.is_set():
                 self._current_beat().write(self._folder)
-
-
-def _to_stderr(text: str) -> None:
-    # Not sys.stderr: the thread that hangs may hold its lock.
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())

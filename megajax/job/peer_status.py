@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 
 from megajax.resilience.activity import describe_phase
+from megajax.time_limit import with_time_limit
 
 PERIOD_SECONDS = 1.0
 """Period at which a process publishes its status."""
@@ -155,20 +156,20 @@ class PeerStatus:
         """Publish why this process ends, within LAST_CALL_SECONDS."""
         self.stop()
         if not self.single_process:
-            self._with_timeout(lambda: self._publish(failure), LAST_CALL_SECONDS)
+            with_time_limit(lambda: self._publish(failure), LAST_CALL_SECONDS)
 
     def ask_for_stacks(self) -> None:
         """Make the others write their stacks, because this process hangs, and give them time to."""
         if not self.single_process:
             call = partial(self._client.key_value_set, f"{_HANGS}/{self.index}", "", allow_overwrite=True)
-            self._with_timeout(call, LAST_CALL_SECONDS)
+            with_time_limit(call, LAST_CALL_SECONDS)
             time.sleep(SILENT_PERIODS * self.period)
 
     def await_failures(self, seconds: float) -> None:
         """In process 0, whose exit ends the others: wait until all of them have published why they end."""
         deadline = time.monotonic() + seconds
         while self.index == 0 and not self.single_process and time.monotonic() < deadline:
-            states = self._with_timeout(self._read, LAST_CALL_SECONDS) or {}
+            states = with_time_limit(self._read, LAST_CALL_SECONDS) or {}
             if all(index in states and states[index].failure for index in range(1, self.count)):
                 return
             time.sleep(0.2)
@@ -177,23 +178,23 @@ class PeerStatus:
         """Make the other processes stop too, as after signal `name`."""
         if not self.single_process:
             share = partial(self._client.key_value_set, f"{_STOPS}/{self.index}", name, allow_overwrite=True)
-            self._with_timeout(share, LAST_CALL_SECONDS)
+            with_time_limit(share, LAST_CALL_SECONDS)
 
     def barrier(self, name: str, seconds: float) -> bool:
         """Wait for all other processes at the barrier `name` -> whether all reached it."""
         if self.single_process:
             return True
         meeting = partial(self._client.wait_at_barrier, f"megajax/{name}", max(int(1000 * seconds), 1))
-        return self._with_timeout(lambda: self._succeeds(meeting), seconds + SERVICE_SECONDS) is True
+        return with_time_limit(lambda: self._succeeds(meeting), seconds + SERVICE_SECONDS) is True
 
     def verdict(self) -> Verdict:
         """The process that caused a failure or a hang of this one. Takes several periods."""
         if self.single_process:
             return Verdict(None, "")
-        before = self._with_timeout(self._read, SERVICE_SECONDS)
+        before = with_time_limit(self._read, SERVICE_SECONDS)
         if before is not None:
             time.sleep(SILENT_PERIODS * self.period)
-        after = None if before is None else self._with_timeout(self._read, SERVICE_SECONDS)
+        after = None if before is None else with_time_limit(self._read, SERVICE_SECONDS)
         if before is None or after is None:
             if self.index == 0:
                 return Verdict(None, "the coordination service does not answer")
@@ -202,7 +203,7 @@ class PeerStatus:
 
     def failed(self) -> Verdict | None:
         """The process that reported a failure; None if no process has. Returns without waiting."""
-        states = None if self.single_process else self._with_timeout(self._read, LAST_CALL_SECONDS)
+        states = None if self.single_process else with_time_limit(self._read, LAST_CALL_SECONDS)
         return None if states is None else first_failure(self.index, states)
 
     def _run(self) -> None:
@@ -243,11 +244,3 @@ class PeerStatus:
         except Exception:
             return None
         return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in pairs}
-
-    def _with_timeout[T](self, call: Callable[[], T], seconds: float) -> T | None:
-        """The result of `call`; None if it takes too long."""
-        answers: list[T] = []
-        asking = threading.Thread(target=lambda: answers.append(call()), daemon=True)
-        asking.start()
-        asking.join(seconds)
-        return answers[0] if answers else None

@@ -14,7 +14,9 @@ from collections.abc import Callable, Generator
 from megajax.job.hang import Pulse
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP, describe_phase
+from megajax.resilience.output import to_stderr
 from megajax.resilience.signals import Signals, StopRequest, StopWaiting, agree
+from megajax.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.training.run_config import RunConfig
 from megajax.training.timing import DATA_WAIT, EVALUATION
 
@@ -130,18 +132,19 @@ class Stopping:
         code = self._cfg.exit_code_on_signal if saved else 128 + signal.Signals[request.signal].value
         last_saved = committed if committed is not None else self._first
         loss = "" if saved else f"; steps {last_saved + 1} to {step} are lost"
-        self._pulse.before_exit()
         if self._pulse.process == 0:
-            _say(f"stopped after step {step} ({request.signal}): {why}{loss}")
-            self._event(step, committed, f"{request.signal}: {why}")
+            with_time_limit(lambda: self._event(step, committed, f"{request.signal}: {why}"), DISK_SECONDS)
         if code:
             self._pulse.last_beat(f"stopped by {request.signal}, unsaved: {why}", code)
+        with_time_limit(self._pulse.before_exit, OUTPUT_SECONDS)
+        if self._pulse.process == 0:
+            line = f"megajax: stopped after step {step} ({request.signal}): {why}{loss}\n"
+            with_time_limit(lambda: to_stderr(line), OUTPUT_SECONDS)
         self.leave(code)
 
     def _event(self, step: int, committed: int | None, reason: str) -> None:
-        with contextlib.suppress(OSError):
-            if self._pulse.events is not None:
-                append_event(self._pulse.events, "stopped", step=step, saved=committed, reason=reason)
+        if self._pulse.events is not None:
+            append_event(self._pulse.events, "stopped", step=step, saved=committed, reason=reason)
 
     def leave(self, code: int) -> None:
         """End the process without waiting for threads; several processes end together."""
@@ -150,11 +153,5 @@ class Stopping:
             # The others end as soon as the coordination service is gone.
             time.sleep(0.0 if self._peers.single_process else 1.0)
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+            with_time_limit(stream.flush, OUTPUT_SECONDS)
         os._exit(code)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"megajax: {text}\n".encode())

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple, Self
@@ -34,6 +34,11 @@ TOLERATED_SECONDS = 0.05
 """Delays up to this are no stall: other threads may hold the interpreter."""
 
 
+CALM_READINGS = 5
+"""A straggler has recovered after this many readings in a row well below the limits, and after as many more each time
+that it is reported again: a process near the limits is not reported at every other reading."""
+
+
 class Straggler(NamedTuple):
     """A process that keeps the others waiting. The field names are those of the event `straggler`."""
 
@@ -54,6 +59,9 @@ class StragglerRule:
     def __init__(self, cfg: StragglersConfig, phases: Sequence[str]):
         self._cfg, self._phases = cfg, tuple(phases)
         self._slow: dict[tuple[int, str], Straggler] = {}
+        self._calm = Counter[tuple[int, str]]()
+        """Readings in a row of a straggler that are well below the limits."""
+        self._reports = Counter[tuple[int, str]]()
 
     def __call__(
         self, first: int, step_seconds: float, seconds: Sequence[Sequence[float]]
@@ -62,17 +70,28 @@ class StragglerRule:
 
         first: the first step of the times. step_seconds: the median step measured. seconds: [processes][phases].
         """
-        slow, before = {}, self._slow
+        if self._cfg.factor is None:
+            return [], []
+        new, recovered = [], []
+        least = max(self._cfg.share * step_seconds, MIN_EXCESS)
         for phase, column in zip(self._phases, zip(*seconds, strict=True), strict=True):
             for process, measured in enumerate(column):
                 typical = median([*column[:process], *column[process + 1 :]])
-                factor = measured / max(typical, MIN_SECONDS)
-                excess = max(self._cfg.share * step_seconds, MIN_EXCESS)
-                if self._cfg.factor is not None and factor > self._cfg.factor and measured - typical >= excess:
-                    new = Straggler(process, phase, round(factor, 1), round(measured, 4), round(typical, 4), first)
-                    slow[process, phase] = before.get((process, phase), new)
-        self._slow = slow
-        return [slow[key] for key in slow if key not in before], [before[key] for key in before if key not in slow]
+                key, factor, excess = (process, phase), measured / max(typical, MIN_SECONDS), measured - typical
+                if key in self._slow:
+                    # Halfway between the limits and the others.
+                    calm = factor <= (1 + self._cfg.factor) / 2 or excess < least / 2
+                    self._calm[key] = self._calm[key] + 1 if calm else 0
+                    if self._calm[key] >= CALM_READINGS * self._reports[key]:
+                        recovered.append(self._slow.pop(key))
+                elif factor > self._cfg.factor and excess >= least:
+                    self._slow[key] = Straggler(
+                        process, phase, round(factor, 1), round(measured, 4), round(typical, 4), first
+                    )
+                    self._calm[key] = 0
+                    self._reports[key] += 1
+                    new.append(self._slow[key])
+        return new, recovered
 
 
 class WatchStragglers:

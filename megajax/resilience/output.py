@@ -57,6 +57,21 @@ class LastingOutput(io.RawIOBase):
             return
 
 
+def to_stderr(text: str) -> None:
+    """Write to the descriptor of the standard error, if it is open. Raises OSError."""
+    # Not through sys.stderr: a thread that hangs may hold its lock.
+    if (descriptor := stderr_descriptor()) is not None:
+        os.write(descriptor, text.encode())
+
+
+def stderr_descriptor() -> int | None:
+    """Descriptor of the standard error; None if it is closed."""
+    try:
+        return 2 if sys.__stderr__ is None else sys.__stderr__.fileno()
+    except (OSError, ValueError):
+        return None
+
+
 def discard_output(descriptor: int) -> None:
     """Replaces a descriptor by /dev/null."""
     null = os.open(os.devnull, os.O_WRONLY)

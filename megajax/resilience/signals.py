@@ -4,10 +4,8 @@ import faulthandler
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,6 +16,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from megajax.resilience.output import stderr_descriptor, to_stderr
+from megajax.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)
@@ -73,7 +74,7 @@ class Signals:
         received: Callable[[str, int | None], None] | None = None,
     ):
         """received: called with the name of each signal, and the exit code if it ends the process now."""
-        self._announce = announce or _to_stderr
+        self._announce = announce or (lambda message: to_stderr(f"megajax: {message}\n"))
         self._before_exit, self._dump = before_exit, dump or (lambda: None)
         self._received = received or (lambda name, code: None)
         self._request: StopRequest | None = None
@@ -127,7 +128,7 @@ class Signals:
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         handled = (number for number in (*_STOP, _DUMP, _WAKE) if number not in ignored)
         self._former = {number: signal.signal(number, self._handle) for number in handled}
-        if (stderr := _stderr()) is not None:
+        if (stderr := stderr_descriptor()) is not None:
             faulthandler.register(_DUMP, file=stderr, all_threads=True, chain=True)
         self._former_descriptor = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
@@ -164,7 +165,7 @@ class Signals:
                 if number in _STOP:
                     self._receive(signal.Signals(number))
                 elif number == _DUMP:
-                    self._dump()
+                    with_time_limit(self._dump, DISK_SECONDS)
 
     def _set_request(self, which: signal.Signals) -> None:
         if self._request is None:
@@ -174,7 +175,7 @@ class Signals:
         """Handles a signal in the watcher thread."""
         self._set_request(which)
         if which not in _EXIT_IF_REPEATED:
-            self._received(which.name, None)
+            self._note(which.name, None)
             self._say(f"{which.name} received: stopping {self.when}")
             return
         now = time.monotonic()
@@ -182,41 +183,28 @@ class Signals:
             self._exit_now(f"{which.name}: exiting at once, with nothing to save yet", which)
         elif self._first_time is None:
             self._first_time = now
-            self._received(which.name, None)
+            self._note(which.name, None)
             repeat = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
             self._say(f"{which.name} received: stopping {self.when}; {repeat} to exit at once, unsaved")
         elif now - self._first_time > _DUPLICATE_SECONDS:
             self._exit_now(f"second {which.name}: exiting at once, unsaved", which)
 
     def _say(self, message: str) -> None:
-        try:
-            self._announce(message)
-        except Exception:
-            # The terminal may be gone; the watcher must survive for the second signal.
-            traceback.print_exc()
+        # The terminal may be gone, or its output stopped; the watcher must survive for the second signal.
+        with_time_limit(lambda: self._announce(message), OUTPUT_SECONDS)
+
+    def _note(self, name: str, code: int | None) -> None:
+        with_time_limit(lambda: self._received(name, code), DISK_SECONDS)
 
     def _exit_now(self, message: str, which: signal.Signals) -> None:
         try:
-            self._received(which.name, 128 + which)
+            self._note(which.name, 128 + which)
             if self._before_exit is not None:
                 self._before_exit(message, 128 + which)
-            _to_stderr(message)
+            with_time_limit(lambda: to_stderr(f"megajax: {message}\n"), OUTPUT_SECONDS)
         finally:
             # Not sys.exit: atexit hooks of the runtime wait minutes for other processes.
             os._exit(128 + which)
-
-
-def _stderr() -> int | None:
-    """Descriptor of the standard error; None if it is closed."""
-    try:
-        return 2 if sys.__stderr__ is None else sys.__stderr__.fileno()
-    except (OSError, ValueError):
-        return None
-
-
-def _to_stderr(message: str) -> None:
-    if (descriptor := _stderr()) is not None:
-        os.write(descriptor, f"megajax: {message}\n".encode())
 
 
 def agree(flag: bool) -> bool:

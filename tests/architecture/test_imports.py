@@ -13,7 +13,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         (
-            ("config", "batch", "charts", "pages", "text"),
+            ("config", "batch", "charts", "pages", "text", "time_limit"),
             ("mesh", "heat_map"),
             ("kernels", "precision", "command_line"),
             ("layers", "pipeline"),

@@ -1,5 +1,6 @@
 """Who keeps the others waiting: the rule, what is said of it, and time in which a process does not run."""
 
+import itertools
 import re
 import time
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megajax.job.stragglers import Stalls, StragglerRule, WatchStragglers
+from megajax.job.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
 from megajax.resilience.integrity_config import StragglersConfig
 from megajax.training.timing import EXCHANGED, PhaseTimes
 
@@ -25,7 +26,28 @@ def test_a_straggler_is_reported_once():
         "process": 1, "phase": "host", "factor": 16.0, "seconds": 0.32, "others": 0.02, "since_step": 10,
     }  # fmt: skip
     assert rule(20, 1.0, slow) == ([], []), "it is known"
+    for _ in range(CALM_READINGS - 1):
+        assert rule(30, 1.0, even) == ([], []), "it may be slow again"
     assert rule(30, 1.0, even) == ([], [straggler])
+    assert rule(40, 1.0, slow)[0] and rule(50, 1.0, even) == ([], [])
+
+
+def test_a_process_near_the_limits_is_reported_once():
+    """Noise around both limits: with each reading compared alone, it would be slow and well again 97 times."""
+    noise, rule = np.random.default_rng(0), StragglerRule(RULE, ("host",))
+    series = [[[1.0], [1.0], [seconds]] for seconds in noise.normal(2.0, 0.3, 400)]
+    crossings = sum((one[2][0] > 2) != (other[2][0] > 2) for one, other in itertools.pairwise(series))
+    changes = [rule(step, 2.0, seconds) for step, seconds in enumerate(series)]
+    assert crossings > 150
+    assert sum(len(new) for new, _ in changes) == 1 and not any(recovered for _, recovered in changes)
+
+
+def test_a_process_that_is_slow_now_and_then_is_reported_ever_less_often():
+    rule, lines = StragglerRule(RULE, ("host",)), 0
+    for step in range(400):
+        new, _ = rule(step, 2.0, [[1.0], [3.0 if step % 8 == 0 else 1.0]])
+        lines += len(new)
+    assert lines == 2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +73,8 @@ def test_a_straggler_and_its_recovery_are_events_and_lines():
     even = np.full((2, len(EXCHANGED)), 0.01)
     slow = even.copy()
     slow[1, EXCHANGED.index("host")] = 0.4
-    for step, times in ((1, None), (10, even), (11, None), (20, slow), (30, slow), (40, even)):
+    calm = ((step, even) for step in range(40, 40 + CALM_READINGS))
+    for step, times in ((1, None), (10, even), (11, None), (20, slow), (30, slow), *calm):
         watch(SimpleNamespace(step=step, seconds=0.5, by_process=times))
     assert [name for name, _ in events] == ["straggler", "straggler_over"]
     assert events[0][1]["process"] == 1 and events[0][1]["phase"] == "host" and events[0][1]["since_step"] == 10

@@ -1,0 +1,81 @@
+"""Processes whose standard error is a full pipe that nobody reads: they record why they end, and end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megajax.resilience.beats import BEATS, Beat
+
+FULL = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, bytes(4096))
+except BlockingIOError:
+    os.set_blocking(2, True)
+"""
+
+HANGS = """
+from megajax.job.hang import Pulse
+from megajax.resilience.activity import Activity
+from megajax.resilience.watchdog import WatchdogConfig
+pulse = Pulse(folder, Activity(), WatchdogConfig(step=0.5, compile=0.5))
+pulse.events = folder / "events.jsonl"
+with pulse, pulse.activity.phase("step", 7):
+    time.sleep(600)
+"""
+
+TAKES_SIGNALS = """
+from megajax.resilience.signals import Signals
+with Signals(received=lambda name, code: (folder / f"{name}_{code}").touch()):
+    (folder / "ready").touch()
+    while True:
+        time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path):
+    """child(program): a process that runs it, and the end of its pipe that nobody reads."""
+    processes: list[subprocess.Popen] = []
+
+    def start(program: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", FULL + program, str(tmp_path)]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {BEATS: str(tmp_path)}))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_hang_leaves_its_stacks_an_event_and_a_last_beat(tmp_path, child):
+    assert child(HANGS).wait(120) == 124
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["phase"], event["exit_code"]) == ("hang", "step", 124)
+    assert "thread MainThread" in Path(event["stacks"]).read_text()
+    beat = Beat.read(tmp_path, 0)
+    assert beat is not None and beat.code == 124 and beat.stacks == event["stacks"]
+
+
+def test_the_second_signal_ends_it(tmp_path, child):
+    process = child(TAKES_SIGNALS)
+    for name in ("ready", "SIGTERM_None"):
+        deadline = time.monotonic() + 120
+        while not (tmp_path / name).exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)  # a second signal at once is the same request
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert (tmp_path / "SIGTERM_143").exists()
