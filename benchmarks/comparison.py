@@ -76,6 +76,7 @@ READERS: Mapping[str, Callable[[Any], Figures]] = {
     "tests": lambda figures: {name: figures[name] for name in ("failed", "passed", "skipped")},
     "kernels": _kernels,
     "calibrate": _calibrate,
+    "experts": lambda figures: {"wrong": sum(not row["right"] for row in figures["rows"])},
 }
 
 

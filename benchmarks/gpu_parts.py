@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-type Kind = Literal["device", "mfu", "trace", "peers", "tests", "kernels", "calibrate"]
+type Kind = Literal["device", "mfu", "trace", "peers", "tests", "kernels", "calibrate", "experts"]
 
 BUDGET = 570
 """Seconds of one call: a command on a lent machine is ended after 600."""
@@ -143,7 +143,18 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
              "--batch.global_size=64"),
         _mfu("llama_1b_8192", 90, "llama_1b", *_long(4)),
     ),
-    "layers": (_kernels("grouped", 120), _kernels("state_space", 60)),
+    "layers": (
+        Part(
+            name="experts",
+            kind="experts",
+            limit=150,
+            program=("benchmarks/expert_ways.py", "--json={json}"),
+            real=("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.recompute=full"),
+            tiny=("--config=mixtral.py:debug", "--model.stack.repeats=1", "--devices=cpu:2"),
+        ),
+        _kernels("grouped", 120),
+        _kernels("state_space", 60),
+    ),
 }  # fmt: skip
 """The most telling parts first. Three calls fit into the 30 minutes of a lent machine; the others are for longer."""
 

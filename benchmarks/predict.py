@@ -49,6 +49,8 @@ def predicted(part: Part, name: str, *, tiny: bool) -> Figures:
             return {field: getattr(GPUS[name], field) for field in CONSTANTS}
         case "tests":
             return {"failed": 0}
+        case "experts":
+            return {"wrong": 0}
     return {}
 
 

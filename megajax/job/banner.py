@@ -155,7 +155,7 @@ def _experts(run: Run) -> list[tuple[str, str]]:
         return [("experts", f"none: the {layout.expert} devices of expert split the rows, like those of data")]
     texts = [experts.summary(tokens, layout) for experts, tokens in mixtures]
     on_cpu = run.mesh.devices.flat[0].platform == "cpu"
-    notes = [note for experts, _ in mixtures if (note := experts.unused_way(layout, on_cpu=on_cpu))]
+    notes = [note for experts, _ in mixtures if (note := experts.way_note(layout, on_cpu=on_cpu))]
     return [("experts", text) for text in dict.fromkeys([*texts, *notes])]
 
 

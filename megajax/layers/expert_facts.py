@@ -15,6 +15,11 @@ type Way = Literal["auto", "gather", "ragged", "capacity"]
 
 EXCHANGES: Mapping[str, str] = {"ragged": "ragged-all-to-all", "capacity": "all-to-all"}
 """Way -> the collective that sends rows."""
+RAGGED_FAULT = (
+    "gradients of ragged exchanges were reported to be NaN under XLA's latency-hiding scheduler "
+    "(https://github.com/marin-community/marin/issues/8077)"
+)
+"""Why `auto` is not ragged, until `benchmarks/gpu_check.sh` has compared the gradients of all ways on GPUs."""
 
 
 class ExpertSharding(NamedTuple):
@@ -75,12 +80,11 @@ class ExpertFacts:
     """Whether there is a shared expert for all tokens."""
 
     def way_on(self, devices: int) -> str:
-        """`auto`: gather receives (n - 1) T D elements each way, the others at most k (n - 1) / n T D."""
-        if devices == 1:
-            return "gather"
-        if self.way != "auto":
-            return self.way
-        return "gather" if self.top_k >= devices else "ragged"
+        """The way of `dispatch.way`; `auto` is gather, which receives (n - 1) T D elements each way.
+
+        The others receive at most k (n - 1) / n T D, but ragged has RAGGED_FAULT, and capacity drops other tokens.
+        """
+        return "gather" if devices == 1 or self.way == "auto" else self.way
 
     def mean_rows(self, tokens: float, sharding: ExpertSharding) -> float:
         """Rows of a device with a balanced router."""
@@ -114,14 +118,21 @@ class ExpertFacts:
         rows = self.mean_rows(tokens, sharding) if way == "ragged" else self.rows(tokens, sharding)
         yield ExpertCollective(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
 
-    def unused_way(self, sharding: ExpertSharding, *, on_cpu: bool) -> str:
-        """Why dispatch.way does not run as its name says; "" if it does."""
-        way = self.way_on(sharding.devices)
+    def way_note(self, sharding: ExpertSharding, *, on_cpu: bool) -> str:
+        """Why dispatch.way does not run as its name says, or is not the one with fewest bytes, or is at risk; or ""."""
+        way, devices = self.way_on(sharding.devices), sharding.devices
         if self.way not in ("auto", way):
             return f"all experts are on each device: dispatch.way={self.way} sends nothing"
-        if on_cpu and way == "ragged" and sharding.devices > 1:
+        if self.way == "auto" and self.top_k < devices:
+            return f"dispatch.way=auto is not ragged, which sends fewer bytes: {RAGGED_FAULT}"
+        if way != "ragged":
+            return ""
+        if on_cpu:
             return "ragged sends all tokens everywhere on CPUs, which have no ragged all-to-all"
-        return ""
+        return (
+            f"WARNING: dispatch.way=ragged: {RAGGED_FAULT}. Compare them here with PARTS=layers ONLY=experts "
+            "benchmarks/gpu_check.sh, or set --xla=xla_gpu_enable_latency_hiding_scheduler=false or dispatch.way=gather"
+        )
 
     def summary(self, tokens: float, sharding: ExpertSharding) -> str:
         """Text of the way, the rows of the buffer and the worst case."""

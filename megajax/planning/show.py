@@ -115,9 +115,10 @@ def layout(plan: Estimate) -> list[tuple[str, str]]:
         chunks = f"{run.parallel.virtual_stages} chunks a stage, {run.schedule.slots} ring slots"
         rows.append(("schedule", f"{run.parallel.schedule}, {chunks}"))
         rows.append(("bubble", f"{run.schedule.fraction:.2%} over ideal time"))
-    layers = ((tower, layer) for tower in run.towers for block in tower.blocks for layer in block.experts)
-    experts = dict.fromkeys(layer.summary(tower.tokens, run.spread) for tower, layer in layers)
-    return rows + [("experts", text) for text in experts]
+    layers = [(tower, layer) for tower in run.towers for block in tower.blocks for layer in block.experts]
+    texts = [layer.summary(tower.tokens, run.spread) for tower, layer in layers]
+    texts += [note for _, layer in layers if (note := layer.way_note(run.spread, on_cpu=False))]
+    return rows + [("experts", text) for text in dict.fromkeys(texts)]
 
 
 def times(plan: Estimate) -> list[tuple[str, str]]:

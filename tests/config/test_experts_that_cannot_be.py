@@ -138,10 +138,13 @@ def test_the_banner_shows_the_effective_dispatcher():
     """If ragged is emulated, if nothing is sent, and if the dispatcher is the configured one."""
     facts = moe(dispatch=DispatchConfig(way="ragged")).expert_facts(32)
     sharded, single = ExpertSharding(expert=2), ExpertSharding()
-    assert "no ragged all-to-all" in facts.unused_way(sharded, on_cpu=True)
-    assert facts.unused_way(sharded, on_cpu=False) == ""
-    assert facts.unused_way(single, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"
-    assert moe().expert_facts(32).unused_way(single, on_cpu=True) == ""
+    assert "no ragged all-to-all" in facts.way_note(sharded, on_cpu=True)
+    warning = facts.way_note(sharded, on_cpu=False)
+    assert warning.startswith("WARNING: dispatch.way=ragged: gradients of ragged exchanges were reported to be NaN")
+    assert "marin/issues/8077" in warning and "ONLY=experts" in warning and "dispatch.way=gather" in warning
+    assert facts.way_note(single, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"
+    assert moe().expert_facts(32).way_note(single, on_cpu=True) == ""
+    assert moe(dispatch=DispatchConfig(way="capacity")).expert_facts(32).way_note(sharded, on_cpu=False) == ""
 
 
 @dataclass
@@ -163,8 +166,8 @@ def test_the_banner_has_a_line_about_experts(experts):
     run = Started(cfg, build_mesh(parallel, jax.devices()[:4]))
     lines = [text for _, text in _experts(run)]
     if experts:
-        assert lines[0].startswith("2 of 8 experts on a device, ragged; room for")
-        assert "no ragged all-to-all" in lines[1]
+        assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
+        assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
         assert _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=True)[0][1].endswith("; experts multiply in bfloat16")
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]

@@ -102,9 +102,14 @@ def test_what_is_sent_is_what_compiled_programs_send() -> None:
     assert actual == {"gather": 5 * 8, "ragged": 5 * TOP_K, "capacity": 5 * TOP_K * 1.25}
 
 
-def test_auto_is_gather_where_it_moves_no_more() -> None:
+def test_auto_is_never_ragged_and_the_plan_says_why() -> None:
     facts = config().model.stack.pattern[0].mlp.expert_facts(HIDDEN)
-    assert [facts.way_on(devices) for devices in (1, 2, 4, 8)] == ["gather", "gather", "ragged", "ragged"]
+    assert [facts.way_on(devices) for devices in (1, 2, 4, 8)] == ["gather"] * 4
+    notes = [facts.way_note(ExpertSharding(expert=devices), on_cpu=False) for devices in (1, 2, 4, 8)]
+    assert ["marin/issues/8077" in note for note in notes] == [False, False, True, True]
+    assert "dispatch.way=auto is not ragged, which sends fewer bytes" in plan_report(
+        estimate(described(ParallelConfig(expert=8)))
+    ).text().replace("\n", " ")
 
 
 def test_rows_between_nodes_take_the_network() -> None:
@@ -116,7 +121,7 @@ def test_rows_between_nodes_take_the_network() -> None:
 
 def test_the_plan_says_the_worst_case() -> None:
     free = plan_report(estimate(described(ParallelConfig(expert=8)))).text()
-    assert "1 of 8 experts on a device, ragged; room for 8,192 rows, 4 x the mean: the worst case" in free
+    assert "1 of 8 experts on a device, gather; room for 8,192 rows, 4 x the mean: the worst case" in free
     bounded = plan_report(estimate(described(ParallelConfig(expert=8), room=1.5))).text()
     assert "room for 3,072 rows, 1.5 x the mean: dropped beyond that, the worst case is 8,192" in bounded
 

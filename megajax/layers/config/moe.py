@@ -126,7 +126,7 @@ class DispatchConfig:
 
     way: Way = "auto"
     """gather: all tokens to all devices of `expert`; ragged: each token to the devices of its experts; capacity: the
-    same in parts of equal size; auto: whichever sends fewer bytes."""
+    same in parts of equal size; auto: gather, see docs/moe.md."""
     room: float | None = None
     """Buffer rows of a device over the mean. Tokens beyond that are dropped, from the experts with most tokens, and
     counted in the metrics. none: room for the worst case; no token is dropped."""
