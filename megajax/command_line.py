@@ -27,6 +27,7 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
 from megajax.config.tree import read_value
 from megajax.config.twin import advised
+from megajax.mesh.gpus import installed_gpus
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
 from megajax.time_limit import OUTPUT_SECONDS, with_time_limit
 
@@ -254,7 +255,7 @@ def report(error: UserError) -> None:
 
 def use_devices(devices: str | None) -> None:
     """Set jax's devices before its import: cpu:8 is eight CPU devices, gpu requires GPUs, None is jax's default."""
-    if not any(Path("/dev").glob("nvidia*")):
+    if not installed_gpus(Path("/dev")):
         # Without a GPU, the CUDA plugin of the extra aot would print pages of errors on missing libraries.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if devices is None:

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"generate runs in one process, but this is one of {world.count}: start it without a launcher")
     prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
     set_process(config.xla)
+    resolve("megajax.mesh.processes:start")()
     resolve("megajax.job.compile_cache:use_cache")(config.xla)
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))

@@ -1,5 +1,6 @@
 """Start several processes of a run on this machine: `python -m megajax.launch --processes=4 -- COMMAND`."""
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any, Literal
 
 from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.mesh.gpus import installed_gpus, visible_gpus
 from megajax.resilience.gang import Gang
 from megajax.resilience.gang_watch import Limits
 from megajax.resilience.restarts import RestartConfig
@@ -22,8 +24,8 @@ FILES_PER_PROCESS = 4
 """Open files of the launcher for each process: two pipes, and their other ends while the process starts."""
 
 FLAGS = (
-    Flag("processes", int | None, help="number of processes; must be given without --scheduler"),
-    Flag("devices-per-process", int | None, help="default: one CPU device, or an equal share of the GPUs"),
+    Flag("processes", int | None, help="number of processes; default: one for each visible GPU"),
+    Flag("devices-per-process", int | None, help="default: one CPU device, or an equal share of the visible GPUs"),
     Flag("log-dir", Path | None, help="write the output of each process to process_N.log in this folder, not here"),
     Flag("coordinator-port", int | None, help="port at which the processes connect; default: a free port"),
     Flag("max-restarts", int, 0, help="maximum number of restarts after failures that a restart may fix"),
@@ -45,8 +47,10 @@ FIELDS = ("max_restarts", "backoff", "max_backoff", "min_processes")
 """Flags that are fields of RestartConfig."""
 
 
-def main(argv: list[str]) -> int:
-    """Exit codes: 0 if all processes exit with 0, else that of the first failure (1 for a signal); 2: bad arguments.
+def main(argv: list[str], devices: Path = Path("/dev")) -> int:
+    """Start the processes. devices: folder of device files.
+
+    Exit codes: 0 if all processes exit with 0, else that of the first failure (1 for a signal); 2: bad arguments.
 
     Raises:
         UserError: invalid arguments, or a process that can't be started.
@@ -54,6 +58,8 @@ def main(argv: list[str]) -> int:
     own_arguments, command = _split(argv)
     flags = parse(own_arguments, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
     scheduler, processes = flags["scheduler"], flags["processes"]
+    if processes is None and not scheduler:
+        processes = _one_for_each_gpu(flags["devices_per_process"] or 1, devices)
     gang = Gang(
         command=command,
         processes=processes or 1,
@@ -79,6 +85,23 @@ def main(argv: list[str]) -> int:
     if problems:
         raise ConfigError(problems, "command line")
     return run(gang, Supervision(restarts=restarts, limits=limits, beats=flags["beats"]), _record)
+
+
+def _one_for_each_gpu(share: int, devices: Path) -> int | None:
+    """The number of processes with `share` of the visible GPUs, which is printed; None without GPUs.
+
+    Raises UserError if the GPUs cannot be divided so.
+    """
+    gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus(os.environ, installed_gpus(devices)))
+    if not gpus or share < 1:
+        return None
+    visible = f"{gpus} visible GPU{'s' * (gpus > 1)}"
+    if gpus % share:
+        raise UserError(f"--devices-per-process={share} does not divide {visible}: give a divisor, or --processes too")
+    processes = gpus // share
+    text = f"{processes} process{'es' * (processes > 1)} with {share} GPU{'s' * (share > 1)}{' each' * (processes > 1)}"
+    print(f"megajax.launch: {visible}, so {text}; --processes=N starts others", file=sys.stderr)
+    return processes
 
 
 def _record(path: Path, name: str, **fields: Any) -> None:

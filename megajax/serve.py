@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     for package in ("starlette", "uvicorn"):
         require(package, "The server")
     set_process(config.xla)
+    resolve("megajax.mesh.processes:start")()
     access = Access(**{field.name: flags[field.name] for field in fields(Access)})
     serving = resolve("megajax.inference.server.run:Serving")(config.server, access)
     resolve("megajax.job.compile_cache:use_cache")(config.xla)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megajax.config.missing import install
+from megajax.mesh.gpus import installed_gpus
 
 MINIMUM_DRIVER = {12: 525, 13: 580}
 """Major version of CUDA -> minimum driver version (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
@@ -100,7 +101,7 @@ def find_installation(devices: Path = Path("/dev"), driver: Path = Path("/proc/d
     text = driver.read_text(errors="replace") if driver.is_file() else ""
     match = re.search(r"(?:Module|x86_64|aarch64)\s+(\d+(?:\.\d+)+)", text)
     return Installation(
-        gpus=len(list(devices.glob("nvidia[0-9]*"))),
+        gpus=len(installed_gpus(devices)),
         driver=tuple(map(int, match[1].split("."))) if match else None,
         packages=_packages(),
         libraries=frozenset(name for name in LIBRARIES if _installed(name)),

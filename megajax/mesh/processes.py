@@ -1,15 +1,15 @@
 """Connecting and disconnecting the processes of a run, and the stop flags they exchange in a step."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.mesh.gpus import GpuClaim, installed_gpus, visible_gpus
+from megajax.mesh.nccl import set_variables
 from megajax.mesh.rendezvous import meet
 from megajax.mesh.world import World, find_world
 from megajax.mesh.xla import CPU_PATIENCE, add_flags
@@ -18,29 +18,35 @@ _CONNECT_SECONDS = 60.0
 """Minimum time for jax to connect processes that have all started."""
 
 
-def start(*, patience: float = 300.0, settings: str = "") -> World | None:
+def start(*, patience: float = 300.0, settings: str = "", devices: Path = Path("/dev")) -> World | None:
     """Connects this process with the others of its run. Call it before any other use of jax's devices.
 
     Returns None for a single process. patience: timeout in seconds for all processes to start. settings: a value that
-    must be equal in all processes, such as a digest of the config. Raises StartError, which names missing processes.
+    must be equal in all processes, such as a digest of the config. devices: folder of device files. Raises StartError,
+    which names missing processes.
     """
-    world = find_world()
+    world, installed = find_world(), installed_gpus(devices)
+    on_cpu = jax.config.jax_platforms == "cpu" or not (jax.config.jax_platforms or installed)
+    visible = () if on_cpu else visible_gpus(os.environ, installed)
     if world is None:
+        set_variables(len(visible), processes=1)
         return None
     # MegaJAX handles SIGTERM itself; the runtime's handler would replace it.
     jax.config.update("jax_enable_preemption_service", False)
-    if _on_cpu():
+    if on_cpu:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         add_flags(CPU_PATIENCE)
-    bind = meet(world, patience=patience, settings=settings)
+    claim = GpuClaim.of(world, visible)
+    place = meet(world, claim, patience=patience, settings=settings)
+    set_variables(len(claim.gpus if place.gpus is None else place.gpus), processes=world.count)
     jax.distributed.initialize(
         world.coordinator,
         world.count,
         world.index,
-        local_device_ids=local_devices(world),
+        local_device_ids=place.gpus,
         # jax's cluster detection gives every process one device, even if it is the only process of its machine.
         cluster_detection_method="deactivate",
-        coordinator_bind_address=bind or None,
+        coordinator_bind_address=place.bind or None,
         initialization_timeout=int(max(patience, _CONNECT_SECONDS)),
     )
     return world
@@ -53,24 +59,6 @@ def finish() -> None:
     """
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
-
-
-def local_devices(world: World, environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Any:
-    """Indices of this process's GPUs among the visible ones of its machine; None: all of them.
-
-    All if it is the only process of its machine, if its local index is unknown, if the launcher gave it its own GPUs,
-    or if JAX_LOCAL_DEVICE_IDS is set.
-    """
-    if world.local_index is None or world.local_count == 1 or environment.get("JAX_LOCAL_DEVICE_IDS"):
-        return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(visible.split(",")) if visible else _gpus(devices)
-    if world.local_count is None:
-        return [world.local_index]
-    share = gpus // world.local_count
-    if not share:
-        return None
-    return list(range(world.local_index * share, (world.local_index + 1) * share))
 
 
 class StopFlags:
@@ -96,12 +84,3 @@ def each_process(mesh: Mesh, value: np.ndarray) -> Array:
     """[devices of the mesh, ...]: each device has the value of its process; all have the same shape and dtype."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback((mesh.size, *value.shape), sharding, lambda _: value[None])
-
-
-def _on_cpu() -> bool:
-    """Whether jax will use the CPU, determined before it initialises devices."""
-    return jax.config.jax_platforms == "cpu" or not (jax.config.jax_platforms or _gpus(Path("/dev")))
-
-
-def _gpus(devices: Path) -> int:
-    return len(list(devices.glob("nvidia[0-9]*")))

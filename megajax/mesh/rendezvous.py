@@ -13,8 +13,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from megajax.mesh.gpus import GpuClaim, assign
 from megajax.mesh.world import StartError, World, is_loopback, split_address
 
 MESSAGE_BYTES = 4096
@@ -32,13 +33,23 @@ MAX_NAMED = 8
 type Hello = dict[str, Any]
 
 
-def meet(world: World, *, patience: float, settings: str = "") -> str:
-    """Waits until all processes have connected. -> the address that jax's service binds in process 0, "" in others.
+class Place(NamedTuple):
+    """What a process learns when all have connected."""
 
+    bind: str = ""
+    """The address that jax's service binds in process 0; "" in others."""
+    gpus: list[int] | None = None
+    """Indices of this process's GPUs among those it sees; None: all of them."""
+
+
+def meet(world: World, gpus: GpuClaim, *, patience: float, settings: str = "") -> Place:
+    """Waits until all processes have connected.
+
+    gpus: the GPUs that this process sees.
     patience: timeout in seconds.
     settings: a value that must be equal in all processes, such as a digest of the config.
 
-    Raises StartError, which names missing processes or the mismatch.
+    Raises StartError, which names missing processes or the mismatch, or GPUs that do not fit the processes.
     """
     deadline = time.monotonic() + patience
     hello = {
@@ -47,15 +58,15 @@ def meet(world: World, *, patience: float, settings: str = "") -> str:
         "count": world.count,
         "settings": settings,
         "at": f"{socket.gethostname()}, pid {os.getpid()}",
+        "gpus": gpus,
     }
     if world.index == 0:
         listener = _listen(world, deadline)
         with listener:
-            _gather(world, hello, listener, deadline, patience)
+            own_gpus = _gather(world, hello, listener, deadline, patience)
             host, port = listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    _announce(world, hello, deadline, patience)
-    return ""
+        return Place(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", own_gpus)
+    return Place(gpus=_announce(world, hello, deadline, patience))
 
 
 def _listen(world: World, deadline: float) -> socket.socket:
@@ -102,8 +113,11 @@ def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.Address
         time.sleep(RETRY_SECONDS)
 
 
-def _gather(world: World, root: Hello, listener: socket.socket, deadline: float, patience: float) -> None:
-    """Process 0: waits for all others and answers them. On an error, reports it to all, then raises StartError."""
+def _gather(world: World, root: Hello, listener: socket.socket, deadline: float, patience: float) -> list[int] | None:
+    """Process 0: waits for all others and answers them with their GPUs. -> its own GPUs.
+
+    On an error, reports it to all, then raises StartError.
+    """
     arrived: dict[int, tuple[socket.socket, Hello]] = {}
     with contextlib.ExitStack() as stack:
         connections: list[socket.socket] = []
@@ -124,6 +138,9 @@ def _gather(world: World, root: Hello, listener: socket.socket, deadline: float,
                     f"{patience:g} s: check that they were started, and read their own messages",
                     code=1,
                 )
+            shares = assign({0: root["gpus"]} | {index: hello["gpus"] for index, (_, hello) in sorted(arrived.items())})
+            if isinstance(shares, str):
+                raise StartError(shares, code=2)
         except StartError as error:
             answer = {"error": str(error).removeprefix("megajax: "), "code": error.code}
             for connection in connections:
@@ -131,8 +148,9 @@ def _gather(world: World, root: Hello, listener: socket.socket, deadline: float,
             for connection, _ in _hellos(listener, time.monotonic() + LATE_SECONDS):
                 _say(stack.enter_context(connection), answer)
             raise
-        for connection, _ in arrived.values():
-            _say(connection, {"go": True})
+        for index, (connection, _) in arrived.items():
+            _say(connection, {"go": True, "gpus": shares[index]})
+        return shares[0]
 
 
 def _hellos(listener: socket.socket, deadline: float) -> Iterator[tuple[socket.socket, Hello]]:
@@ -197,11 +215,13 @@ def _parse(line: bytes) -> Hello | None:
     kinds = {"megajax": int, "index": int, "count": int, "settings": str, "at": str}
     valid = isinstance(hello, dict) and all(type(hello.get(name)) is kind for name, kind in kinds.items())
     # The place may be printed on a terminal.
-    return hello if valid and hello["at"].isprintable() else None
+    if not valid or not hello["at"].isprintable() or (gpus := GpuClaim.read(hello.get("gpus"))) is None:
+        return None
+    return hello | {"gpus": gpus}
 
 
-def _announce(world: World, hello: Hello, deadline: float, patience: float) -> None:
-    """Sends this process's message to process 0 until it answers."""
+def _announce(world: World, hello: Hello, deadline: float, patience: float) -> list[int] | None:
+    """Sends this process's message to process 0 until it answers. -> this process's GPUs."""
     address = split_address(world.coordinator)
     assert address is not None, "find_world gives no other"
     host, port = address
@@ -226,11 +246,12 @@ def _announce(world: World, hello: Hello, deadline: float, patience: float) -> N
     )
 
 
-def _obey(line: bytes, world: World) -> None:
+def _obey(line: bytes, world: World) -> list[int] | None:
     try:
         answer = json.loads(line)
         if answer.get("go") is True:
-            return
+            gpus = answer["gpus"]
+            return None if gpus is None else [int(index) for index in gpus]
         error, code = answer["error"], answer["code"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         error, code = "", 2

@@ -67,7 +67,7 @@ class Gang:
             if count is not None and count < 1
         ]
         if processes is None:
-            problems.append(Problem("--processes", "must be given", "a whole number"))
+            problems.append(Problem("--processes", "must be given where no GPU is visible", "a whole number"))
         if self.port is not None and not 0 < self.port < 65536:
             problems.append(Problem("--coordinator-port", f"must be a port, 1 to 65535, got {self.port}"))
         return problems

@@ -16,6 +16,7 @@ NAMES = frozenset(
         *("device_kind", "compute_capability", "capability", "memory_stats", "live_executables", "cuda_versions"),
         *("memory_kind", "with_memory_kind", "local_device", "local_devices", "local_device_ids"),
         *("device_count", "local_device_count", "addressable_devices", "addressable_shards", "is_fully_addressable"),
+        *("installed_gpus", "visible_gpus"),
         *("process_count", "process_index", "process_id", "is_initialized", "pallas_call", "interpret"),
     )
 )

@@ -1,5 +1,6 @@
 """Starting `megajax.train` in several processes when something is wrong: one message, in time, and nothing written."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_the_port_of_process_0_is_in_use(start, tmp_path):
 
 LAUNCHES = {
     "no command": (["--processes=2"], "no command to start"),
-    "no number": (["--", "true"], "--processes: must be given"),
+    "no number": (["--", "true"], "--processes: must be given where no GPU is visible"),
     "too many": (["--processes=10000000", "--", "true"], "--processes: 10000000 processes need 4 open files each"),
     "none": (["--processes=0", "--", "true"], "--processes: must be at least 1, got 0"),
     "no such program": (["--processes=2", "--", "/no/such/program"], "/no/such/program cannot be started"),
@@ -84,7 +85,10 @@ LAUNCHES = {
 def test_a_wrong_launch(case):
     arguments, message = LAUNCHES[case]
     command = [sys.executable, "-m", "megajax.launch", *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
     assert process.returncode == 2 and message in process.stderr, process.stderr
     assert "Traceback" not in process.stderr and process.stdout == ""
 

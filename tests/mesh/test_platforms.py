@@ -11,8 +11,12 @@ import pytest
 from megajax import command_line
 from megajax.config.errors import ConfigError, UserError
 from megajax.mesh import mesh, processes
+from megajax.mesh.gpus import assign
 from megajax.mesh.installation import Installation
 from megajax.mesh.mesh import find_devices, select_devices
+from megajax.mesh.nccl import ONE_GPU, SET, SEVERAL_GPUS
+from megajax.mesh.nccl import variables as nccl_variables
+from megajax.mesh.rendezvous import Place
 from megajax.mesh.world import World
 
 GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, frozenset())
@@ -93,25 +97,77 @@ def test_a_mesh_smaller_than_the_number_of_processes_is_refused():
         select_devices(devices_of(2, 2, 2), 2)
 
 
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS", "XLA_FLAGS", SET, SEVERAL_GPUS.name, ONE_GPU.name)
+
+
+@pytest.fixture
+def told(monkeypatch) -> dict[str, Any]:
+    """What `start` tells jax. Variables that it sets are removed afterwards."""
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *_, **more: settings.update(more))
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return settings
+
+
+def start_on(monkeypatch, told: dict[str, Any], devices: Path, platforms: str | None, count: int) -> None:
+    """Start process 1 of `count` on one machine, or a process alone."""
+    config = SimpleNamespace(jax_platforms=platforms, update=told.__setitem__)
+    monkeypatch.setattr(processes.jax, "config", config)
+    monkeypatch.setattr(processes, "find_world", lambda: None if count == 1 else World(count, 1, "node:1", 1, count))
+    # All processes of the machine see what this one sees.
+    monkeypatch.setattr(
+        processes, "meet", lambda world, claim, **_: Place("", assign(dict.fromkeys(range(count), claim))[1])
+    )
+    processes.start(devices=devices)
+
+
+def device_folder(folder: Path, gpus: int) -> Path:
+    for name in (*(f"nvidia{number}" for number in range(gpus)), "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (folder / name).touch()
+    return folder
+
+
 @pytest.mark.parametrize(
     ("platforms", "gpus", "expected"),
     [("cpu", 8, True), ("cuda", 8, False), ("cuda", 0, False), (None, 8, False), (None, 0, True)],
 )
-def test_processes_on_cpus_connect_over_gloo_and_those_on_gpus_do_not(platforms, gpus, expected, monkeypatch):
-    settings, joined = {}, []
-    config = SimpleNamespace(jax_platforms=platforms, update=settings.__setitem__)
-    monkeypatch.setattr(processes.jax, "config", config)
-    monkeypatch.setattr(processes, "_gpus", lambda devices: gpus)
-    monkeypatch.setattr(processes, "find_world", lambda: World(2, 1, "node:1", 1, 2))
-    monkeypatch.setattr(processes, "meet", lambda world, **more: None)
-    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *_, **more: joined.append(more))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    processes.start()
-    assert settings.get("jax_cpu_collectives_implementation") == ("gloo" if expected else None)
-    assert ("xla_cpu_collective_call" in os.environ["XLA_FLAGS"]) == expected
-    assert joined[0]["local_device_ids"] == ([4, 5, 6, 7] if gpus else None)
+def test_processes_on_cpus_connect_over_gloo_and_those_on_gpus_do_not(
+    platforms, gpus, expected, told, tmp_path, monkeypatch
+):
+    start_on(monkeypatch, told, device_folder(tmp_path, gpus), platforms, 2)
+    assert told.get("jax_cpu_collectives_implementation") == ("gloo" if expected else None)
+    assert ("xla_cpu_collective_call" in os.environ.get("XLA_FLAGS", "")) == expected
+    assert told["local_device_ids"] == ([4, 5, 6, 7] if gpus and platforms != "cpu" else None)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "gpus", "count", "variable"),
+    [
+        (None, 8, 1, SEVERAL_GPUS),
+        (None, 8, 2, SEVERAL_GPUS),
+        (None, 8, 8, ONE_GPU),
+        (None, 1, 1, None),
+        ("cpu", 8, 8, None),
+        (None, 0, 8, None),
+    ],
+)
+def test_nccl_is_told_how_many_gpus_a_process_drives(platforms, gpus, count, variable, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    start_on(monkeypatch, told, device_folder(tmp_path, gpus), platforms, count)
+    present = {each.name: os.environ.get(each.name) for each in (SEVERAL_GPUS, ONE_GPU)}
+    assert present == {each.name: each.value if each is variable else None for each in (SEVERAL_GPUS, ONE_GPU)}
+    text = nccl_variables({name: value for name, value in os.environ.items() if name in (*VARIABLES, "NCCL_DEBUG")})
+    own = [f"{variable.name}={variable.value} (MegaJAX)"] if variable else []
+    assert text == ", ".join(["NCCL_DEBUG=WARN (environment)", *own])
+
+
+def test_the_users_variable_of_nccl_is_kept(told, tmp_path, monkeypatch):
+    monkeypatch.setenv(ONE_GPU.name, "0")
+    start_on(monkeypatch, told, device_folder(tmp_path, 8), None, 8)
+    assert nccl_variables({ONE_GPU.name: os.environ[ONE_GPU.name]}) == f"{ONE_GPU.name}=0 (environment)"
+    assert SET not in os.environ
 
 
 @pytest.mark.parametrize("files", [(), ("nvidia0", "nvidiactl")])

@@ -5,22 +5,25 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.gpus import GpuClaim
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.processes import StopFlags, local_devices, start
-from megajax.mesh.rendezvous import meet, name_processes
+from megajax.mesh.processes import StopFlags, start
+from megajax.mesh.rendezvous import Place, meet, name_processes
 from megajax.mesh.world import StartError, World
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
+
+
+NO_GPUS = GpuClaim("here")
 
 
 class Meeting:
@@ -31,11 +34,13 @@ class Meeting:
         self.threads: list[threading.Thread] = []
         self.outcomes: list[tuple[int, object]] = []
 
-    def join(self, index: int, count: int, settings: str = "same", host: str = "127.0.0.1") -> None:
+    def join(
+        self, index: int, count: int, settings: str = "same", host: str = "127.0.0.1", gpus: GpuClaim = NO_GPUS
+    ) -> None:
         def body() -> None:
             try:
                 world = World(count, index, f"{host}:{self.port}")
-                outcome: object = meet(world, patience=self.patience, settings=settings)
+                outcome: object = meet(world, gpus, patience=self.patience, settings=settings)
             except StartError as error:
                 outcome = error
             self.outcomes.append((index, outcome))
@@ -66,7 +71,7 @@ def test_all_processes_connect_and_the_port_is_freed():
     meeting = Meeting()
     for index in (3, 1, 0, 2):
         meeting.join(index, 4)
-    assert meeting.results() == [(0, f"127.0.0.1:{meeting.port}"), (1, ""), (2, ""), (3, "")]
+    assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place()), (2, Place()), (3, Place())]
     socket.create_server(("127.0.0.1", meeting.port)).close()
 
 
@@ -133,7 +138,7 @@ def test_an_unknown_host(index, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(StartError, match=r"'nowhere' cannot be resolved .*Name or service not known") as error:
-        meet(World(2, index, "nowhere:4000"), patience=0.5)
+        meet(World(2, index, "nowhere:4000"), NO_GPUS, patience=0.5)
     assert error.value.code == 2
 
 
@@ -141,7 +146,7 @@ def test_nobody_at_the_coordinator():
     port = free_port()
     began = time.monotonic()
     with pytest.raises(StartError, match=rf"process 1 found no process 0 at 127.0.0.1:{port} within 1 s") as error:
-        meet(World(2, 1, f"127.0.0.1:{port}"), patience=1.0)
+        meet(World(2, 1, f"127.0.0.1:{port}"), NO_GPUS, patience=1.0)
     assert error.value.code == 1 and not error.value.reported
     assert time.monotonic() - began < 30
 
@@ -157,7 +162,7 @@ def test_a_foreign_server_at_the_coordinators_address():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(StartError, match="is not process 0 of a run"):
-            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), patience=5)
+            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), NO_GPUS, patience=5)
 
 
 def test_foreign_connections_are_ignored():
@@ -181,14 +186,30 @@ def test_foreign_connections_are_ignored():
         stranger.sendall(noise)
         strangers.append(stranger)
     connection = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
-    hello = {"megajax": 1, "index": 1, "count": 3, "settings": "same", "at": "x"}
+    hello = {"megajax": 1, "index": 1, "count": 3, "settings": "same", "at": "x", "gpus": NO_GPUS}
     with connection:
         connection.sendall(json.dumps(hello).encode() + b"\n")
     meeting.join(1, 3)
     meeting.join(2, 3)
-    assert meeting.results()[0] == (0, f"127.0.0.1:{meeting.port}")
+    assert meeting.results()[0] == (0, Place(f"127.0.0.1:{meeting.port}"))
     for stranger in strangers:
         stranger.close()
+
+
+def test_all_processes_learn_their_gpus():
+    """Two machines: the processes of the first divide four GPUs, those of the second have two of their own each."""
+    meeting = Meeting()
+    for index in range(2):
+        meeting.join(index, 4, gpus=GpuClaim("one", ("0", "1", "2", "3"), None, False, index, 2))
+        meeting.join(2 + index, 4, gpus=GpuClaim("two", (("0", "1"), ("2", "3"))[index], None, False, index, 2))
+    assert [place.gpus for _, place in meeting.results()] == [[0, 1], [2, 3], None, None]
+
+
+def test_too_few_gpus_are_said_by_all_processes_at_once():
+    meeting = Meeting()
+    for index in range(3):
+        meeting.join(index, 3, gpus=GpuClaim("one a1b2", ("0", "1"), None, False, index, 3))
+    meeting.errors(2, "one has 3 processes and 2 visible GPUs", "start 1 or 2 there", "CUDA_VISIBLE_DEVICES")
 
 
 def test_a_single_process_starts_nothing(monkeypatch):
@@ -197,28 +218,6 @@ def test_a_single_process_starts_nothing(monkeypatch):
             monkeypatch.delenv(name)
     assert start() is None
     assert not jax.distributed.is_initialized()
-
-
-DEVICES = {
-    "nobody says": ((None, None), {}, 8, None),
-    "alone on its machine": ((0, 1), {}, 8, None),
-    "one for each": ((3, 8), {}, 8, [3]),
-    "several for each": ((1, 2), {}, 8, [4, 5, 6, 7]),
-    "among those it can see": ((1, 2), {"CUDA_VISIBLE_DEVICES": "4,5"}, 8, [1]),
-    "each sees its own": ((3, 8), {"CUDA_VISIBLE_DEVICES": "3"}, 8, None),
-    "said in full": ((3, 8), {"JAX_LOCAL_DEVICE_IDS": "6"}, 8, None),
-    "only its place is known": ((3, None), {}, 8, [3]),
-    "no GPUs": ((1, 2), {}, 0, None),
-}
-
-
-@pytest.mark.parametrize("case", DEVICES)
-def test_the_gpus_of_a_process(case, tmp_path: Path):
-    (local_index, local_count), environment, gpus, expected = DEVICES[case]
-    for name in (*(f"nvidia{number}" for number in range(gpus)), "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    world = World(16, 3, "node:1", local_index, local_count)
-    assert local_devices(world, environment, tmp_path) == expected
 
 
 def test_there_is_one_flag_per_device_created_once():

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from megajax.mesh.gpus import VISIBLE
+from megajax.mesh.nccl import ONE_GPU, SEVERAL_GPUS
+from megajax.mesh.nccl import variables as nccl_variables
 from megajax.mesh.xla import flag_names
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
 from megajax.text import byte_size
@@ -99,18 +102,28 @@ def compiler_flags(machine: Machine) -> Finding:
 def platforms(machine: Machine) -> Finding:
     """jax may use the GPUs of this machine."""
     gpus, requested = machine.gpu_files, machine.environment.get("JAX_PLATFORMS", "")
-    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    text, visible = machine.environment.get(VISIBLE), machine.visible_gpus
     wants_gpu = bool({"cuda", "gpu"} & {name.strip() for name in requested.lower().split(",")})
     if requested and bool(gpus) != wants_gpu:
         return fail(f"JAX_PLATFORMS={requested} with {gpus or 'no'} GPUs", "unset JAX_PLATFORMS")
-    if gpus and visible is not None:
-        visible_gpus = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
-        text = f"CUDA_VISIBLE_DEVICES={visible} shows {len(visible_gpus)} of {gpus} GPUs"
-        if not visible_gpus:
-            return fail(text, "unset it")
-        if len(visible_gpus) < gpus:
-            return warn(text, "unset it, unless other programs use the remaining GPUs")
+    if gpus and len(visible) < gpus:
+        state = f"{VISIBLE}={text} shows {len(visible)} of {gpus} GPUs"
+        if not visible:
+            return fail(state, "unset it")
+        return warn(state, "unset it, unless other programs use the remaining GPUs")
     return ok(f"JAX_PLATFORMS={requested}" if requested else "jax may choose")
+
+
+def processes(machine: Machine) -> Finding | None:
+    """How many processes use the GPUs, and what NCCL is told for it."""
+    gpus, present = len(machine.visible_gpus), nccl_variables(machine.environment)
+    if gpus < 2:
+        return None
+    single, gang = (f"{variable.name}={variable.value}" for variable in (SEVERAL_GPUS, ONE_GPU))
+    return ok(
+        f"megajax.launch starts {gpus}, with one GPU each and {gang}; a command without it drives {gpus} GPUs, with "
+        f"{single}" + (f"; set here: {present}" if present else "")
+    )
 
 
 def variables(machine: Machine) -> Finding:
@@ -174,6 +187,7 @@ CHECKS: tuple[Check, ...] = (
     ("packages", packages),
     ("compiler flags", compiler_flags),
     ("platforms", platforms),
+    ("processes", processes),
     ("variables", variables),
     ("shared memory", shared_memory),
     ("limits", limits),

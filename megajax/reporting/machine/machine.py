@@ -11,6 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megajax.mesh.gpus import installed_gpus, visible_gpus
+
 KILL_SECONDS = 2.0
 """Time limit of waiting for a killed process, which may hang in a driver forever."""
 
@@ -82,7 +84,12 @@ class Machine:
     @cached_property
     def gpu_files(self) -> int:
         """Number of NVIDIA GPUs with a device file."""
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return len(installed_gpus())
+
+    @property
+    def visible_gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs that CUDA shows in this environment."""
+        return visible_gpus(self.environment, [str(number) for number in range(self.gpu_files)])
 
 
 class Finding(NamedTuple):

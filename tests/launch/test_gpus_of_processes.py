@@ -1,0 +1,68 @@
+"""Processes of one machine divide its GPUs: real processes, started by the launcher, with a folder of device files."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from gangs import REPOSITORY
+
+LAUNCH = """
+import pathlib, sys
+from megajax.command_line import front_door
+from megajax.launch import main
+folder = pathlib.Path(sys.argv.pop(1))
+front_door(lambda arguments: main(arguments, folder))
+"""
+"""The front door, with another folder of device files."""
+PLACES = REPOSITORY / "tests/launch/gpu_places.py"
+ONE = "NCCL_LAUNCH_ORDER_IMPLICIT=1 (MegaJAX)"
+
+
+def launch(start, folder: Path, gpus: int, *flags: str, **variables: str):
+    """The launcher, and processes that print their GPUs."""
+    for number in range(gpus):
+        (folder / f"nvidia{number}").touch()
+    return start(sys.executable, "-c", LAUNCH, folder, *flags, "--", "python", PLACES, folder, **variables)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "CUDA_VISIBLE"))]:
+        monkeypatch.delenv(name)
+
+
+def places(gang) -> list[list]:
+    """GPUs and variables that each process printed, in their order."""
+    lines = sorted(line for line in gang.text.splitlines() if line.startswith("["))
+    return [json.loads(line.partition(" ")[2]) for line in lines]
+
+
+def test_one_process_for_each_visible_gpu_is_the_default(start, tmp_path):
+    gang = launch(start, tmp_path, 4, CUDA_VISIBLE_DEVICES="3,1")
+    assert gang.wait() == 0, gang.text
+    assert "megajax.launch: 2 visible GPUs, so 2 processes with 1 GPU each; --processes=N" in gang.text
+    assert places(gang) == [[[0], ONE], [[1], ONE]]
+
+
+def test_more_processes_than_gpus_end_with_one_message(start, tmp_path):
+    gang = launch(start, tmp_path, 1, "--processes=2", "--max-restarts=3")
+    assert gang.wait() == 2
+    assert "has 2 processes and 1 visible GPU, but each process needs one: start 1 there" in gang.text
+    assert "Traceback" not in gang.text and "restart 1" not in gang.text
+
+
+@pytest.mark.slow
+def test_two_gpus_for_each_of_two(start, tmp_path):
+    gang = launch(start, tmp_path, 4, "--devices-per-process=2", NCCL_LAUNCH_MODE="PARALLEL")
+    assert gang.wait() == 0, gang.text
+    assert "4 visible GPUs, so 2 processes with 2 GPUs each" in gang.text
+    # JAX_LOCAL_DEVICE_IDS of each says which; jax reads it.
+    assert places(gang) == [[None, "NCCL_LAUNCH_MODE=PARALLEL (environment)"]] * 2
+
+
+def test_gpus_that_cannot_be_divided(start, tmp_path):
+    gang = launch(start, tmp_path, 4, "--devices-per-process=3")
+    assert gang.wait() == 2
+    assert "--devices-per-process=3 does not divide 4 visible GPUs" in gang.text
