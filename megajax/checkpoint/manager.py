@@ -158,6 +158,7 @@ class CheckpointManager(CheckpointReader):
         """
         has_checkpoints = self._peers.broadcast(bool(self.steps() or folder.damaged_in(self.folder)))
         if (load := self.cfg.state_source()) is not None and not has_checkpoints:
+            self._peers.check(lambda: folder.locate(load))
             reader, step = open_checkpoints(load)
             step = self.cfg.step if step is None else step
             if step is None and (step := reader.newest_intact()) is None:

@@ -99,9 +99,12 @@ class CheckpointReader:
         return {name: shape for name, (shape, _) in stored.items()}
 
     def demand(self, step: int) -> Path:
-        """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps."""
-        path = self._existing(step)
-        reason = self._fault(step)
+        """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps.
+
+        A step that some process does not see is missing for all of them.
+        """
+        self._peers.check(lambda: self._existing(step))
+        path, reason = self.folder / folder.step_name(step), self._fault(step)
         if reason is not None:
             raise UserError(
                 f"checkpoint step {step} in {self.folder} is damaged: {reason}\n"
@@ -110,6 +113,7 @@ class CheckpointReader:
         return path
 
     def _existing(self, step: int) -> Path:
+        """Path of a step that this process sees. Raises UserError."""
         path = self.folder / folder.step_name(step)
         if not path.is_dir():
             committed = ", ".join(map(str, self.steps())) or "none"

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import jax
 import jaxlib
-from jax.experimental import multihost_utils
 
 from megajax.data.cache import user_cache
 from megajax.mesh.mesh import find_devices
+from megajax.mesh.peers import Peers
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.runfolder import write_atomically
-from megajax.resilience.signals import agree
 
 JAX_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 """If a user sets this variable, jax alone manages the cache, in that folder."""
@@ -35,6 +34,8 @@ LAST_START = ".writable"
 """File in a cache folder that each start rewrites."""
 UNUSED_SECONDS = 30 * 24 * 3600
 """Folders of other versions of jax are deleted when no run has used them for this long."""
+SHARED_SECONDS = 3.0
+"""A network file system may show a new file late."""
 GIB = 2**30
 
 
@@ -42,22 +43,27 @@ def use_cache(xla: XlaConfig) -> None:
     """Set up jax's cache, after the processes of a run have connected and before the first compilation.
 
     Several processes use it only if all see the same folder: XLA divides autotuning between processes, and a process
-    that read the program from a folder of its own would never send its share.
+    that read the program from a folder of its own would never send its share. All of them decide alike.
     """
     if not xla.compile_cache:
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if os.environ.get(JAX_CACHE_VARIABLE):
+    peers = Peers("compile cache")
+    chosen_by_user = peers.gather(bool(os.environ.get(JAX_CACHE_VARIABLE)))
+    if all(chosen_by_user):
         return
     base = Path(xla.compile_cache_dir).expanduser() if xla.compile_cache_dir else user_cache() / "compile"
     folder = base / machine()
-    reason = _prepare(base, folder)
-    if agree(reason is not None):
-        if reason is not None:
+    reason = f"{JAX_CACHE_VARIABLE} is set for {chosen_by_user.count(True)} of {peers.count} processes"
+    if not any(chosen_by_user):
+        reason = unusable(peers, base, folder)
+    if reason is not None:
+        if peers.first:
             print(f"warning: {reason}; compiled programs are not cached", file=sys.stderr)
+        jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    if jax.process_index() == 0:
+    if peers.first:
         # Not in other processes: with a limit, jax locks the folder for each read.
         jax.config.update("jax_compilation_cache_max_size", round(xla.compile_cache_gib * GIB))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -119,39 +125,40 @@ def delete_unused(base: Path, *, now: float) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def unusable(peers: Peers, base: Path, folder: Path) -> str | None:
+    """Why the processes can't share this folder in `base`, the same on all of them; None if they can."""
+    return peers.agree(_prepare(base, folder) if peers.first else None) or _not_shared(peers, folder)
+
+
 def _prepare(base: Path, folder: Path) -> str | None:
-    """Create and check the folder in process 0, and test that all processes share it. Returns why it can't be used."""
-    first = jax.process_index() == 0
-    reason = None
-    if first:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (folder / LAST_START).write_text("")
-            delete_unused(base, now=time.time())
-            if damaged := delete_damaged(folder):
-                print(f"compile cache: {len(damaged)} damaged entries deleted in {folder}", file=sys.stderr)
-        except OSError as error:
-            reason = f"the compile cache {folder} can't be written: {error.strerror or error}"
-    if jax.process_count() == 1:
-        return reason
-    return reason or _not_shared(folder, first)
+    """Create and check the folder. Returns why it can't be used."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / LAST_START).write_text("")
+        delete_unused(base, now=time.time())
+        if damaged := delete_damaged(folder):
+            print(f"compile cache: {len(damaged)} damaged entries deleted in {folder}", file=sys.stderr)
+    except OSError as error:
+        return f"the compile cache {folder} can't be written: {error.strerror or error}"
+    return None
 
 
-def _not_shared(folder: Path, first: bool) -> str | None:
-    """An error if this folder is not the one that process 0 sees; else None. A collective."""
-    number = int(multihost_utils.broadcast_one_to_all(secrets.randbits(31)))
-    token = folder / f".seen-{number}"
-    if first:
+def _not_shared(peers: Peers, folder: Path) -> str | None:
+    """An error if some process does not see the folder of process 0; else None. All processes call it."""
+    if peers.count == 1:
+        return None
+    token = folder / f".seen-{peers.broadcast(secrets.token_hex(4))}"
+    if peers.first:
         with contextlib.suppress(OSError):
             token.write_text("")
-    multihost_utils.sync_global_devices("compile cache")
-    deadline = time.monotonic() + 3.0  # a network file system may show a new file late
+    peers.agree()  # the file is written
+    deadline = time.monotonic() + SHARED_SECONDS
     while not (exists := token.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    multihost_utils.sync_global_devices("compile cache seen")
-    if first:
+    reason = peers.agree(None if exists else f"the compile cache {folder} is not the folder that process 0 sees")
+    if peers.first:
         token.unlink(missing_ok=True)
-    return None if exists else f"the compile cache {folder} is not the same folder for all processes"
+    return reason
 
 
 def _entries(folder: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ from megajax.job.device_memory import peak_memory, size
 from megajax.job.setup import JobSetup
 from megajax.job.steps import Steps
 from megajax.job.watch import advice
+from megajax.mesh.peers import Peers
 from megajax.metrics.banner import Section
 from megajax.metrics.goodput import Goodput
 from megajax.metrics.layer_history import plot_layers
@@ -47,7 +48,7 @@ class Ending:
         job, steps, save, cfg = self._job, self._steps, self._steps.save, self.run.cfg
         step, stopped = self.run.step, self.run.step < cfg.steps
         steps.profile.stop(step)
-        may_save = cfg.resilience.save_on_signal or job.signals.request is None
+        may_save = not job.stop.agree_on_signal() or cfg.resilience.save_on_signal
         save_now = stopped and may_save and step > job.first
         if save_now and save.saved != step:
             job.local.before_stop(self.run, step)
@@ -78,7 +79,11 @@ class Ending:
             f"Increase --steps to continue{_same_decay(cfg)}, set another --run_dir for a new run, or --skip-train to "
             "evaluate this one"
         )
-        if not any(line["step"] == first for line in read_metrics(self.folder.metrics)[1]):
+        # Process 0 writes the file and reads it for all, because `finish` evaluates.
+        evaluated = jax.process_index() == 0 and any(
+            line["step"] == first for line in read_metrics(self.folder.metrics)[1]
+        )
+        if not Peers("ending").broadcast(evaluated):
             self.finish(None)  # the attempt that trained the last step ended before it could
 
     def numeric_fault(self, fault: NumericFault | Corruption) -> int:

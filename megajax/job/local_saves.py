@@ -129,14 +129,17 @@ class LocalSaves:
         return self.local is not None and self.local.due(step) and not self.manager.due(step, self.cfg.steps)
 
     def __call__(self, run: Run, step: int) -> None:
-        if self.local is not None:
+        if self.local is None:
+            return
+        self.local.wait()
+        if not self.local.stopped:
             self.event("save_begun", step=step, kind="local")
             self.saved = step
             self.local.save(step, run.state, self.meta())
 
     def before_stop(self, run: Run, step: int) -> None:
         """The run is about to be stopped: save a local checkpoint, which takes less time than a shared one."""
-        if self.local is not None and not self.local.stopped and self.saved != step:
+        if self.saved != step:
             self(run, step)
 
     def committed(self) -> None:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.config.errors import UserError
 from megajax.job.device_memory import size
 from megajax.mesh.collectives import reduce_shards
+from megajax.mesh.peers import Peers
 from megajax.mesh.shardings import one_for_each_device
 from megajax.resilience.gpu_health import GpuHealth, gpu_numbers, load_nvml
 
@@ -49,26 +49,34 @@ class Unfit(UserError):
     code = 1
 
 
-def tests(run_dir: Path) -> Iterator[Outcome]:
-    """Yields the result of each test as it ends. All processes run all tests together, even if one fails."""
+def tests(run_dir: Path, peers: Peers) -> Iterator[Outcome]:
+    """Yields the result of each test as it ends. All processes run all tests together, even if one fails.
+
+    What a process measures alone may fail; it then still takes part in what all do together.
+    """
     for name, test in (
-        ("matmul", matmul),
-        ("all-reduce", all_reduce),
-        ("host to device", transfer),
-        ("clocks", clocks),
-        ("GPU health", gpu_health),
-        ("disk", lambda: disk(run_dir)),
+        ("matmul", lambda: attempt(matmul)),
+        ("all-reduce", lambda: all_reduce(peers)),
+        ("host to device", lambda: transfer(peers)),
+        ("clocks", lambda: clocks(peers)),
+        ("GPU health", lambda: attempt(gpu_health)),
+        ("disk", lambda: attempt(lambda: disk(run_dir))),
     ):
-        try:
-            status, state = test()
-        except (RuntimeError, ValueError, OSError) as error:
-            status, state = "fail", f"{type(error).__name__}: {str(error)[:300]}"
+        status, state = test()
         if state:
             yield Outcome(name, status, state)
 
 
 type Result = tuple[Literal["ok", "warn", "fail"], str]
 """Status and state; an empty state if the test does not apply."""
+
+
+def attempt(test: Callable[[], Result]) -> Result:
+    """The result of what this process tests alone; an error is a failure."""
+    try:
+        return test()
+    except (RuntimeError, ValueError, OSError) as error:
+        return "fail", f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def matmul() -> Result:
@@ -87,22 +95,32 @@ def matmul() -> Result:
     return "ok", f"exact on {len(jax.local_devices())} devices"
 
 
-def all_reduce() -> Result:
+def all_reduce(peers: Peers) -> Result:
     """All-reduces and reduce-scatters integers over all devices of all processes, exact in every order."""
     mesh = Mesh(np.array(jax.devices()), ("devices",))
     if mesh.size == 1:
         return "ok", "one device"
     elements = max(min(CHUNK_BYTES, MAX_BYTES // mesh.size) // 4, 1)
-    spec = one_for_each_device(mesh)
+    arrays: list[Array] = []
 
-    def contribution(first: int, count: int, place: int) -> np.ndarray:
-        return ((np.arange(first, first + count) + place) % PERIOD).astype(np.float32)
+    def contribution(index: Any) -> np.ndarray:
+        return ((np.arange(mesh.size * elements) + place_of(index)) % PERIOD).astype(np.float32)[None]
 
-    contributions = jax.make_array_from_callback(
-        (mesh.size, mesh.size * elements),
-        NamedSharding(mesh, spec),
-        lambda index: contribution(0, mesh.size * elements, place_of(index))[None],
-    )
+    def place() -> Result:
+        sharding = NamedSharding(mesh, one_for_each_device(mesh))
+        arrays.append(jax.make_array_from_callback((mesh.size, mesh.size * elements), sharding, contribution))
+        return "ok", ""
+
+    status, state = attempt(place)
+    # Processes also compile together, because XLA divides autotuning between them.
+    if (problem := peers.agree(state if status == "fail" else None)) is not None:
+        return status, state or f"not run: {problem}"
+    return attempt(lambda: compare_sums(mesh, elements, arrays[0]))
+
+
+def compare_sums(mesh: Mesh, elements: int, contributions: Array) -> Result:
+    """Sums the contributions of all devices and compares. A collective. elements: of the result on each device."""
+    spec, failed = one_for_each_device(mesh), set()
     # The sum of the contributions of places 0 to n - 1 repeats after PERIOD elements.
     indices = np.arange(PERIOD)
     total = sum(((indices + place) % PERIOD for place in range(mesh.size)), np.zeros(PERIOD, np.int64))
@@ -114,7 +132,6 @@ def all_reduce() -> Result:
         return scattered[None], summed[None]
 
     reduce = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))
-    failed = set()
     for _ in range(REPEATS):
         scattered, summed = reduce(contributions)
         for kind, array in (("reduce-scatter", scattered), ("all-reduce", summed)):
@@ -133,28 +150,34 @@ def place_of(index: Any) -> int:
     return index[0].start or 0
 
 
-def transfer() -> Result:
-    """Measures bytes per second from the host to each device."""
-    block, rates = np.ones(TRANSFER_BYTES, np.uint8), []
+def transfer(peers: Peers) -> Result:
+    """Measures bytes per second from the host to each device, and compares the slowest device of each process."""
+    rates: list[float] = []
+    status, state = attempt(lambda: measure_transfer(rates))
+    measured = [rate for rate in peers.gather(min(rates) if status == "ok" else None) if rate is not None]
+    if status == "ok" and min(rates) < SLOW_SHARE * (median := float(np.median(measured))):
+        return "warn", f"{state}, the median of the processes is {size(median)}/s"
+    return status, state
+
+
+def measure_transfer(rates: list[float]) -> Result:
+    """Appends the bytes per second to each of this process's devices."""
+    block = np.ones(TRANSFER_BYTES, np.uint8)
     for device in jax.local_devices():
         jax.block_until_ready(jax.device_put(block[:1024], device))
         start = time.monotonic()
         jax.block_until_ready(jax.device_put(block, device))
         rates.append(TRANSFER_BYTES / max(time.monotonic() - start, 1e-6))
-    median = float(np.median(gathered(min(rates))))
-    text = f"{size(min(rates))}/s at least"
-    if min(rates) < SLOW_SHARE * median:
-        return "warn", f"{text}, the median of the processes is {size(median)}/s"
-    return "ok", text
+    return "ok", f"{size(min(rates))}/s at least"
 
 
-def clocks() -> Result:
+def clocks(peers: Peers) -> Result:
     """Measures the difference between the clocks of the processes, after a barrier."""
-    if jax.process_count() == 1:
+    if peers.count == 1:
         return "ok", ""
-    multihost_utils.sync_global_devices("clocks")
-    times = gathered(time.time())
-    skew = float(times.max() - times.min())
+    peers.agree()
+    times = peers.gather(time.time())
+    skew = max(times) - min(times)
     return ("warn" if skew > SKEW_SECONDS else "ok"), f"{skew:.2f} s apart, of {len(times)} processes"
 
 
@@ -180,20 +203,11 @@ def disk(run_dir: Path) -> Result:
     return ("fail" if free < MIN_FREE_BYTES else "ok"), f"{folder} has {size(free)} free"
 
 
-def gathered(value: float) -> np.ndarray:
-    """float64 [processes]: the value of each process."""
-    if jax.process_count() == 1:
-        return np.array([value])
-    # As bytes: without x64, jax rounds to float32.
-    value_bytes = np.frombuffer(np.float64(value).tobytes(), np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(value_bytes), np.uint8)
-    return np.frombuffer(rows.tobytes(), np.float64)
-
-
 def demand_health(run_dir: Path, say: Callable[[str], None], event: Callable[..., None]) -> None:
     """Run the tests. Raises Unfit on every process if one of them failed a test."""
-    start, results = time.monotonic(), [*tests(run_dir)]
-    failed = refusals(results)
+    start, peers = time.monotonic(), Peers("preflight")
+    results = [*tests(run_dir, peers)]
+    failed = refusals(peers, results)
     event("health_checks", seconds=round(time.monotonic() - start, 3), failed=failed, **{
         result.name.replace(" ", "_").replace("-", "_"): result.state for result in results
     })  # fmt: skip
@@ -207,7 +221,7 @@ def demand_health(run_dir: Path, say: Callable[[str], None], event: Callable[...
         )
 
 
-def refusals(results: Sequence[Outcome]) -> list[int]:
+def refusals(peers: Peers, results: Sequence[Outcome]) -> list[int]:
     """Indices of the processes on which a test failed; the same on all processes."""
-    flags = gathered(float(any(result.status == "fail" for result in results)))
-    return np.flatnonzero(flags).tolist()
+    flags = peers.gather(any(result.status == "fail" for result in results))
+    return [index for index, failed in enumerate(flags) if failed]

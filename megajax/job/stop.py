@@ -41,6 +41,7 @@ class Stopping:
     Attributes:
         last_step: the last step of this attempt, without a request to stop.
         abandoned: whether a wait for rows was abandoned: the thread that reads them may never end.
+        signalled: whether a signal stopped the run, the same on all processes; known after `agree_on_signal`.
     """
 
     def __init__(self, cfg: RunConfig, pulse: Pulse, signals: Signals, *, first: int, started: float):
@@ -50,7 +51,7 @@ class Stopping:
         limit = cfg.resilience.exit_after_steps
         self.last_step = cfg.steps if limit is None else min(cfg.steps, first + limit)
         self._shared = False
-        self.abandoned = False
+        self.abandoned = self.signalled = False
         pulse.ticks.append(self.check)
         pulse.peers.on_stop_request = signals.request_stop
 
@@ -62,6 +63,11 @@ class Stopping:
         """Whether any process was asked to stop. A collective, called before each batch of an evaluation."""
         self._activity.progress()
         return agree(self._signals.request is not None)
+
+    def agree_on_signal(self) -> bool:
+        """Sets `signalled` and returns it. A collective, after the last step: a signal may have reached one process."""
+        self.signalled = agree(self._signals.request is not None)
+        return self.signalled
 
     def reason(self, step: int) -> str:
         """Why training ended after `step`, before the last step of the run."""
@@ -101,7 +107,7 @@ class Stopping:
 
     def code(self) -> int:
         """The exit code of a run that stopped early."""
-        return self._cfg.exit_code_on_signal if self._signals.request is not None else 0
+        return self._cfg.exit_code_on_signal if self.signalled else 0
 
     def check(self) -> None:
         """End the process if it waits too long after a request, or has nothing to save; called every second."""

@@ -103,7 +103,7 @@ class Peers:
             raise PartFailed(failure)
         return result
 
-    def check(self, work: Callable[[], None]) -> None:
+    def check(self, work: Callable[[], object]) -> None:
         """Raises UserError on all processes if `work` raises it, or OSError, on any."""
         reason = None
         try:

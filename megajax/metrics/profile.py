@@ -17,16 +17,17 @@ from megajax.metrics.trace import TraceSummary, find_trace, read_trace, summariz
 class Profile:
     """Traces a window of steps into `folder`. first: number of steps completed before this attempt.
 
-    A window that starts before this attempt is clipped to its steps.
+    A window that starts before this attempt is clipped to its steps. The hooks are due on every process, because a hook
+    is followed by a collective; processes that are not in `profile.processes` do nothing in them.
     """
 
     def __init__(self, cfg: ProfileConfig, folder: Path, first: int, show: Callable[[TraceSummary], None]):
-        self.cfg, self.folder, self._show = cfg, folder, show
-        window = cfg.window()
-        is_traced = jax.process_index() in cfg.processes
-        self.window = (
-            None if window is None or window[1] <= first or not is_traced else (max(window[0], first + 1), window[1])
-        )
+        process, window = jax.process_index(), cfg.window()
+        self.cfg, self._show = cfg, show
+        # Processes of one machine would write to the same files.
+        self.folder = folder / f"process_{process}" if len(cfg.processes) > 1 else folder
+        self._is_traced = process in cfg.processes
+        self.window = None if window is None or window[1] <= first else (max(window[0], first + 1), window[1])
         self.started_at: int | None = None
         """Step before the first traced one, while tracing."""
         if self.window is not None and self.window[0] == first + 1:
@@ -34,6 +35,8 @@ class Profile:
 
     def start(self, step: int) -> None:
         """Start the trace after `step`."""
+        if not self._is_traced:
+            return
         options: Any = jax.profiler.ProfileOptions()
         # Python's calls would fill the trace.
         options.python_tracer_level = 0

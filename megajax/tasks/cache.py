@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from megajax.config.errors import UserError
+from megajax.mesh.peers import Peers
 from megajax.training.scoring import Answer, Window
 
 
@@ -26,18 +27,9 @@ class RequestCache:
         self.path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
         self._first = jax.process_index() == 0
         self._answers: dict[str, Answer] = {}
-        text = b""
-        if self._first:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                text = self.path.read_bytes() if self.path.exists() else b""
-                self._file = self.path.open("ab")
-            except OSError as error:
-                problem = f"{self.path}: cannot be written: {error.strerror}"
-                raise UserError(f"{problem}. Set --output or --cache=false.") from error
-            if text and not text.endswith(b"\n"):
-                self._file.write(b"\n")
-        for line in _everywhere(text).split(b"\n"):
+        self._text = b""
+        Peers("evaluation cache").check(lambda: self._open(folder) if self._first else None)
+        for line in _everywhere(self._text).split(b"\n"):
             try:
                 digest, value, correct = json.loads(line)
                 self._answers[digest] = Answer(float.fromhex(value), correct)
@@ -45,6 +37,18 @@ class RequestCache:
                 continue
         self.loaded = len(self._answers)
         """Number of answers from earlier attempts."""
+
+    def _open(self, folder: Path) -> None:
+        """Read the file and open it for more lines. Raises UserError."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._text = self.path.read_bytes() if self.path.exists() else b""
+            self._file = self.path.open("ab")
+            if self._text and not self._text.endswith(b"\n"):
+                self._file.write(b"\n")
+        except OSError as error:
+            problem = f"{self.path}: cannot be written: {error.strerror}"
+            raise UserError(f"{problem}. Set --output or --cache=false.") from error
 
     def get(self, windows: Sequence[Window]) -> list[Answer | None]:
         """The answers of these windows, None for new ones."""

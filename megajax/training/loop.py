@@ -108,7 +108,10 @@ class Hook(Protocol):
     phase: str
     """The phase of its time."""
 
-    def due(self, step: int) -> bool: ...
+    def due(self, step: int) -> bool:
+        """The same on all processes, which run a collective after the hooks that are due: a function of the settings
+        and the step, or of a decision that they have taken together."""
+        ...
 
     def __call__(self, run: Any, step: int) -> None: ...
 

@@ -162,6 +162,21 @@ def test_files_that_are_not_traces_are_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("index", "traces"), [(0, False), (1, True)])
 def test_only_configured_processes_trace(index, traces, tmp_path: Path, monkeypatch):
+    calls = []
     monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
     profile = Profile(ProfileConfig(steps="3:4", processes=(1,)), tmp_path, 0, lambda summary: None)
-    assert (profile.window is not None) == traces
+    due = [step for step in range(8) for hook in (profile.stop_hook(), profile.start_hook()) if hook.due(step)]
+    assert due == [2, 4], "on every process: hooks that are due are followed by a collective"
+    for hook, step in ((profile.start_hook(), 2), (profile.stop_hook(), 4)):
+        hook(None, step)
+    assert calls == ["start", "stop"] * traces
+
+
+def test_processes_of_one_machine_trace_into_folders_of_their_own(tmp_path: Path, monkeypatch):
+    folders = []
+    for index in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        folders.append(Profile(ProfileConfig(steps="3:4", processes=(0, 1)), tmp_path, 0, print).folder)
+    assert folders == [tmp_path / "process_0", tmp_path / "process_1"]

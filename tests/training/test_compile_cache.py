@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -15,9 +16,18 @@ import pytest
 from gangs import CONFIG, REPOSITORY, TINY, TRAIN, launcher, started
 from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
+from peer_threads import together
 
 from megajax.job import compile_cache
-from megajax.job.compile_cache import cache_in_use, delete_damaged, delete_unused, machine, record, use_cache
+from megajax.job.compile_cache import (
+    cache_in_use,
+    delete_damaged,
+    delete_unused,
+    machine,
+    record,
+    unusable,
+    use_cache,
+)
 from megajax.job.compile_log import Compile, CompileLog
 from megajax.job.steps import first_step
 from megajax.mesh.xla import XlaConfig
@@ -252,25 +262,45 @@ def test_programs_of_gpus_and_of_each_processor_lie_apart(monkeypatch):
     assert machine().endswith("-gpu")
 
 
-@pytest.mark.parametrize(("index", "seen", "used"), [(0, True, True), (1, True, True), (1, False, False)])
-def test_several_processes_use_one_folder_or_none(index, seen, used, cache, monkeypatch, capsys):
-    """Process 0 makes and sweeps it; another looks for the file that process 0 has made there."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    folder = cache / machine()
-    if index and seen:
-        folder.mkdir()
-        (folder / ".seen-7").write_text("")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: index)
-    monkeypatch.setattr(compile_cache.multihost_utils, "broadcast_one_to_all", lambda number: 7)
-    monkeypatch.setattr(compile_cache.multihost_utils, "sync_global_devices", lambda name: None)
-    monkeypatch.setattr(compile_cache, "agree", lambda answer: answer)
-    monkeypatch.setattr(compile_cache.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(compile_cache.time, "monotonic", iter(range(100)).__next__)
-    use_cache(XlaConfig(compile_cache_dir=str(cache)))
-    assert (cache_in_use() == folder) == used
-    assert ("is not the same folder for all processes" in capsys.readouterr().err) == (not used)
-    assert (folder / ".writable").exists() == (index == 0)
+@pytest.mark.parametrize("index", [0, 1])
+def test_several_processes_use_one_folder_or_none(index, tmp_path, monkeypatch):
+    """Each process has its own HOME, or sees the other's."""
+    monkeypatch.setattr(compile_cache, "SHARED_SECONDS", 0.2)
+    assert together(2, lambda peers: unusable(peers, tmp_path, tmp_path / "shared")) == [None, None]
+    assert not list((tmp_path / "shared").glob(".seen-*"))
+    reasons = together(2, lambda peers: unusable(peers, tmp_path, tmp_path / f"own{peers.index}"))
+    assert reasons[0] == reasons[1] and re.fullmatch(
+        r"process 1: the compile cache .*own1 is not the folder that process 0 sees", reasons[index]
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_cache_that_one_process_cannot_write_is_used_by_none(index, tmp_path):
+    """Process 0 must not skip what the others wait for."""
+    (tmp_path / "file").write_text("")
+    bases = [tmp_path, tmp_path]
+    bases[0] = tmp_path / "file"
+    reasons = together(2, lambda peers: unusable(peers, bases[peers.index], bases[peers.index] / "cache"))
+    assert reasons[0] == reasons[1] and "can't be written" in reasons[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["folder of /proc", "read-only home", "variable of one process"])
+def test_processes_start_without_a_cache_that_one_of_them_cannot_use(case, tmp_path):
+    program = tmp_path / "train.sh"
+    lines = {
+        "folder of /proc": "",
+        "read-only home": "export XDG_CACHE_HOME=/proc",
+        "variable of one process": f"[ $MEGAJAX_PROCESS_ID = 1 ] && export JAX_COMPILATION_CACHE_DIR={tmp_path}/own",
+    }
+    program.write_text(f'#!/bin/bash\n{lines[case]}\nexec "$@"\n')
+    program.chmod(0o755)
+    folder = ("--xla.compile_cache_dir=/proc/nowhere",) if case == "folder of /proc" else ()
+    with started(tmp_path) as gang:
+        environment = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        run = gang(*launcher(), program, *TRAIN, *TINY, *folder, f"--run_dir={tmp_path / 'run'}", **environment)
+        assert run.wait() == 0, run.text
+    assert "compiled programs are not cached" in run.text
 
 
 def test_sentences():

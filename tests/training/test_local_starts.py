@@ -185,7 +185,10 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
                 saves.local.save(step, small(step), {})
                 saves.local.wait()
                 saves.committed()
-            assert not saves.due(10)
+            # Due on every process, whether or not it knows already that saves fail; then none of them saves.
+            assert saves.due(10)
+            saves(SimpleNamespace(state=small(10)), 10)
+            assert saves.saved is None
     failed = [event for event in events if event["event"] == "save_failed"]
     assert [event["failures"] for event in failed] == [1, 2, 3] and {event["kind"] for event in failed} == {"local"}
     assert failed[-1]["next"] == "no more local checkpoints in this attempt"

@@ -1,16 +1,18 @@
 """Tests of the devices before a run: what is well passes, what is wrong is named, and no run starts."""
 
 import json
+import threading
 
 import jax
-import numpy as np
 import pytest
 from gpu_stand_in import stand_in
+from peer_threads import together
 from small_jobs import run_config
 
 from megajax.job import preflight
 from megajax.job.job import train
-from megajax.job.preflight import Outcome, Unfit, demand_health
+from megajax.job.preflight import Outcome, Unfit, demand_health, refusals
+from megajax.mesh.peers import Peers
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.gpu_health import Symptom
 from megajax.resilience.integrity_config import HealthConfig
@@ -24,7 +26,7 @@ def small(monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_this_machine_is_fit(tmp_path):
-    results = {result.name: result for result in preflight.tests(tmp_path / "not" / "yet")}
+    results = {result.name: result for result in preflight.tests(tmp_path / "not" / "yet", Peers("test"))}
     assert [*results] == ["matmul", "all-reduce", "host to device", "disk"], "no clocks to compare, no GPUs"
     assert {result.status for result in results.values()} == {"ok"}
     assert results["matmul"].state == "exact on 8 devices"
@@ -43,7 +45,7 @@ def test_wrong_sums_are_named_with_their_device(wrong, monkeypatch):
         return out.at[7].add(faulty.astype(out.dtype))
 
     monkeypatch.setattr(preflight, "reduce_shards", reduce_shards)
-    status, state = preflight.all_reduce()
+    status, state = preflight.all_reduce(Peers("test"))
     assert status == "fail" and state.endswith(f"wrong sums over 8 devices: {wrong} on device 3")
 
 
@@ -63,19 +65,45 @@ def test_an_error_is_a_failure_of_its_test(monkeypatch, tmp_path):
 
     monkeypatch.setattr(preflight, "matmul", broken)
     for name in ("all_reduce", "transfer", "clocks"):
-        monkeypatch.setattr(preflight, name, lambda: ("ok", ""))
-    first, *_ = preflight.tests(tmp_path)
+        monkeypatch.setattr(preflight, name, lambda peers: ("ok", ""))
+    first, *_ = preflight.tests(tmp_path, Peers("test"))
     assert first == Outcome("matmul", "fail", "JaxRuntimeError: INTERNAL: the device is gone")
 
 
 def test_a_slow_link_and_clocks_apart_are_warned_of(monkeypatch):
-    monkeypatch.setattr(preflight, "TRANSFER_BYTES", 2**20)
-    monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, 100 * value, 100 * value]))
-    assert preflight.transfer()[0] == "warn"
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(preflight.multihost_utils, "sync_global_devices", lambda name: None)
-    monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, value + 3, value]))
-    assert preflight.clocks() == ("warn", "3.00 s apart, of 3 processes")
+    rates = iter((2.0**20, 9 * 2.0**20, 9 * 2.0**20))
+    monkeypatch.setattr(preflight, "measure_transfer", lambda measured: (measured.append(next(rates)), ("ok", "x"))[1])
+    results = together(3, preflight.transfer)
+    assert sorted(results) == [("ok", "x"), ("ok", "x"), ("warn", "x, the median of the processes is 9.0 MiB/s")]
+    skew = iter((0.0, 3.0))
+    monkeypatch.setattr(preflight.time, "time", lambda: next(skew))
+    assert together(2, preflight.clocks) == [("warn", "3.00 s apart, of 2 processes")] * 2
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_whose_own_part_fails_still_takes_part(failing, monkeypatch, tmp_path):
+    """Otherwise the others would wait in a collective that it has skipped."""
+
+    def part(work):
+        def or_error(*arguments):
+            if threading.current_thread().name == str(failing):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            return work(*arguments)
+
+        return or_error
+
+    def run(peers):
+        threading.current_thread().name = str(peers.index)
+        return {name: (status, state) for name, status, state in preflight.tests(tmp_path, peers)}
+
+    monkeypatch.setattr(preflight, "measure_transfer", part(preflight.measure_transfer))
+    monkeypatch.setattr(preflight.jax, "make_array_from_callback", part(jax.make_array_from_callback))
+    monkeypatch.setattr(preflight, "compare_sums", lambda *_: ("ok", "exact"))
+    results = together(2, run)
+    assert results[failing]["host to device"][0] == results[failing]["all-reduce"][0] == "fail"
+    assert results[1 - failing]["host to device"][0] == "ok"
+    assert results[1 - failing]["all-reduce"][1].startswith(f"not run: process {failing}: JaxRuntimeError: RESOURCE")
 
 
 def test_memory_errors_of_gpus_are_failures(monkeypatch):
@@ -113,8 +141,10 @@ def test_no_run_starts_on_a_machine_that_fails(monkeypatch, tmp_path, capsys):
 
 
 def test_all_processes_refuse_if_one_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "tests", lambda run_dir: iter([Outcome("matmul", "ok", "exact")]))
-    monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, 1.0, 0.0]))
+    outcomes = [Outcome("matmul", "ok", "exact")], [Outcome("matmul", "fail", "wrong products")]
+    assert together(2, lambda peers: refusals(peers, outcomes[peers.index])) == [[1], [1]]
+    monkeypatch.setattr(preflight, "tests", lambda run_dir, peers: iter(outcomes[0]))
+    monkeypatch.setattr(preflight, "refusals", lambda peers, results: [1])
     events = []
     with pytest.raises(Unfit, match=r"process 1 of \d+ failed a test before the run; leave"):
         demand_health(tmp_path, print, lambda name, **fields: events.append((name, fields)))

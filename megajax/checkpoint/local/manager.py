@@ -148,7 +148,8 @@ class LocalCheckpoints:
         return self.members.sources(self.cfg.replicas, self.cfg.jump)
 
     def due(self, step: int) -> bool:
-        return step > 0 and step % self.cfg.every == 0 and not self.stopped
+        # Not `stopped`, which each process learns at its own time: it is the same on all of them after `wait`.
+        return step > 0 and step % self.cfg.every == 0
 
     def save(self, step: int, state: Tree, meta: Mapping[str, Any] | None = None) -> None:
         """Saves jax.Arrays and metadata (JSON-serialisable) in the background; waits for an earlier save first.

@@ -39,7 +39,8 @@ def check(name: str, patience: float, machine: Machine) -> Finding | None:
             return {next(iter(ADVICE)): fail(str(error), "see the output of the missing processes")}
         # Works even while a collective waits for a lost process.
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        results = resolve("megajax.job.preflight:tests")(machine.run_dir)
+        peers = resolve("megajax.mesh.peers:Peers")("doctor")
+        results = resolve("megajax.job.preflight:tests")(machine.run_dir, peers)
         findings = {result.name: Finding(result.status, result.state) for result in results}
         resolve("megajax.mesh.processes:finish")()
         faulthandler.cancel_dump_traceback_later()

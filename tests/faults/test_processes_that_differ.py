@@ -1,0 +1,87 @@
+"""Two processes with every optional thing switched on, and with what only one of them knows: none waits for ever."""
+
+import json
+import sys
+from pathlib import Path
+
+import gangs
+import pytest
+
+PROGRAM = Path(__file__).with_name("train_as_processes_that_differ.py")
+CONFIG = """
+from small_jobs import run_config
+from megajax.tasks.config import ChoicesConfig
+from megajax.training.config import EvaluationConfig
+
+def config():
+    tasks = (ChoicesConfig(path={path!r}),)
+    return run_config("unused", evaluation=EvaluationConfig(every=2, batches=1, tasks=tasks, tasks_every=2), steps=8)
+"""
+EVERYTHING = (
+    *("--batch.micro_size=2", "--parallel.data=2", "--model.dropout=0.1", "--checkpoint.every=4"),
+    *("--profile.steps=3:4", "--logging.sample=true", "--logging.plot=true", "--logging.layers_every=2"),
+    *("--resilience.health.before_run=true", "--resilience.replicas.every=2", "--resilience.recompute.every=3"),
+    *("--checkpoint.local.every=2", "--checkpoint.local.replicas=1", "--checkpoint.local.failures=1"),
+    *("--logging.every=2", "--xla.compile_cache_dir=/proc/nowhere"),
+)
+
+
+@pytest.fixture
+def gang(tmp_path):
+    """gang(*settings, difference): two processes with everything on, started with so many more settings."""
+    questions = [{"context": "1 2 3", "choices": ["4 5", "6"], "answer": number % 2} for number in range(4)]
+    (tmp_path / "questions.jsonl").write_text("".join(f"{json.dumps(question)}\n" for question in questions))
+    (tmp_path / "config.py").write_text(CONFIG.format(path=str(tmp_path / "questions.jsonl")))
+    with gangs.started(tmp_path) as start:
+
+        def run(*settings: str, difference: str = "", name: str = "output") -> gangs.Started:
+            more = (f"--run_dir={tmp_path / 'run'}", f"--checkpoint.local.folder={tmp_path / 'node'}", *settings)
+            command = (sys.executable, PROGRAM, f"--config={tmp_path / 'config.py'}", "--devices=cpu:1", *EVERYTHING)
+            path = f"{gangs.REPOSITORY}:{gangs.REPOSITORY / 'tests/training'}"
+            environment = {"DIFFERENCE": difference, "PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": ""}
+            return start(*gangs.launcher(), *command, *more, name=name, **environment)
+
+        yield run
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    lines = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == name]
+
+
+def test_every_optional_thing_at_once(gang, tmp_path):
+    run = gang()
+    assert run.wait() == 0, run.text
+    assert "compiled programs are not cached" in run.text and "health before the run" in run.text
+    assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 1
+    assert gangs.saved(tmp_path / "run") == [4, 8] and list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]
+    assert {event["split"] for event in events(tmp_path, "evaluate")} >= {"validation", "choices", "test"}
+    assert {event["step"] for event in events(tmp_path, "save_committed") if event.get("kind") == "local"} == {2, 6}
+    # All steps are done: both processes find that there is nothing to do, though one can't read the numbers.
+    again = gang(difference="unreadable metrics", name="again")
+    assert again.wait() == 0, again.text
+    assert "nothing to train" in again.text
+
+
+@pytest.mark.slow
+def test_a_full_disk_that_one_process_learns_of_later(gang, tmp_path):
+    run = gang("--checkpoint.every=none", "--checkpoint.at_end=false", difference="full disk")
+    assert run.wait() == 0, run.text
+    assert "no more local checkpoints in this attempt" in run.text
+    assert list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]
+
+
+@pytest.mark.slow
+def test_a_signal_that_one_process_has_when_the_other_finishes(gang, tmp_path):
+    settings = ("--resilience.save_on_signal=false", "--resilience.exit_after_steps=5")
+    run = gang(*settings, "--resilience.exit_code_on_signal=75", difference="signal")
+    assert run.wait() == 75, run.text
+    assert "nothing saved" in run.text and gangs.saved(tmp_path / "run") == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["0", "1", "0,1"])
+def test_some_processes_trace(gang, tmp_path, processes):
+    run = gang(f"--profile.processes={processes}")
+    assert run.wait() == 0, run.text
+    assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == len(processes.split(","))

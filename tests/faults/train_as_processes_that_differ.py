@@ -1,0 +1,42 @@
+"""megajax.train in processes that differ where they may: only one has a full disk, slow news, its own folder, a signal.
+
+DIFFERENCE: what the second process does otherwise.
+"""
+
+import errno
+import os
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the checkpoint manager imports jax
+
+from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.command_line import front_door
+from megajax.job import ending
+from megajax.mesh.world import process_index
+from megajax.resilience.signals import Signals
+from megajax.train import main
+
+if __name__ == "__main__":
+    difference, second = os.environ["DIFFERENCE"], process_index() == 1
+    if difference == "full disk" and second:
+
+        def write(local: LocalCheckpoints, *arguments: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        LocalCheckpoints._write_own = write
+    elif difference == "full disk":
+        # This process learns only at the next save that the last one failed.
+        LocalCheckpoints.poll = lambda local: []
+    elif difference == "unreadable metrics" and second:
+        ending.read_metrics = lambda path: ([], [])
+    elif difference == "signal" and second:
+        # Arrives when the other process has begun to finish.
+        finish = ending.Ending.finish
+
+        def finish_after_signal(self: ending.Ending, last: object) -> None:
+            signals: Signals = self._job.signals
+            signals._request = None
+            signals.request_stop("SIGTERM")
+            finish(self, last)
+
+        ending.Ending.finish = finish_after_signal
+    front_door(main)
