@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Train on one machine, one process for each GPU: launch/local.sh CONFIG [--setting=value ...]
-#   PROCESSES      processes to start; unset: one for each GPU, and one where there is none
+# Train on one machine, one process for each visible GPU: launch/local.sh CONFIG [--setting=value ...]
+#   PROCESSES      processes to start; unset: one for each visible GPU, and one where there is none
 #   LOG_DIR        a folder for a file of output from each process; unset: all output goes to the terminal
 #   MAX_RESTARTS   restarts after failures that may not repeat themselves; default 3
 set -euo pipefail
 
 config=${1:?usage: launch/local.sh CONFIG [--setting=value ...]}
 shift
-gpus=$(find /dev -maxdepth 1 -name 'nvidia[0-9]*' 2>/dev/null | wc -l)
-processes=${PROCESSES:-$((gpus > 0 ? gpus : 1))}
+processes=${PROCESSES:-$(python -m megajax.mesh.gpus)}
 
 exec python -m megajax.launch --processes="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
     ${LOG_DIR:+--log-dir="$LOG_DIR"} -- \

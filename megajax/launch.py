@@ -15,8 +15,9 @@ from megajax.resilience.gang_watch import Limits
 from megajax.resilience.restarts import RestartConfig
 from megajax.resilience.supervisor import Supervision, run
 
-DESCRIPTION = """Start several processes of one program on this machine, connected over its loopback address. If one
-fails, the others are stopped, and its exit code is returned; with --max-restarts, all are restarted if that may help.
+DESCRIPTION = """Start several processes of one program on this machine, by default one for each GPU, connected over its
+loopback address; with --machines, a part of the processes of a run on several machines. If one fails, the others are
+stopped, and its exit code is returned; with --max-restarts, all are restarted if that may help.
 Everything after -- is the command; `python` in it is replaced by the launcher's interpreter. SIGTERM and Ctrl-C are
 forwarded to all processes: a training run saves and exits."""
 
@@ -26,6 +27,9 @@ FILES_PER_PROCESS = 4
 FLAGS = (
     Flag("processes", int | None, help="number of processes; default: one for each visible GPU"),
     Flag("devices-per-process", int | None, help="default: one CPU device, or an equal share of the visible GPUs"),
+    Flag("machines", int, 1, help="number of machines of the run, each with this launcher and as many processes"),
+    Flag("machine", int | None, help="index of this machine, from 0; default: JOB_COMPLETION_INDEX of Kubernetes"),
+    Flag("coordinator", str | None, help="with --machines: HOST:PORT of machine 0, for the processes of all machines"),
     Flag("log-dir", Path | None, help="write the output of each process to process_N.log in this folder, not here"),
     Flag("coordinator-port", int | None, help="port at which the processes connect; default: a free port"),
     Flag("max-restarts", int, 0, help="maximum number of restarts after failures that a restart may fix"),
@@ -65,6 +69,9 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
         processes=processes or 1,
         devices_per_process=flags["devices_per_process"],
         port=flags["coordinator_port"],
+        coordinator=flags["coordinator"],
+        machines=flags["machines"],
+        machine=_machine(flags["machine"], flags["machines"]),
         log_dir=flags["log_dir"],
         scheduler=scheduler,
     )
@@ -74,6 +81,9 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
     problems = [*gang.problems(processes), *restarts.problems(gang.processes), *limits.problems()]
     if scheduler and restarts.min_processes is not None:
         problems.append(Problem("--min-processes", "has no effect with --scheduler"))
+    if gang.machines > 1 and restarts.max_restarts:
+        hint = "what starts the launchers must restart all of them, as a JobSet does"
+        problems.append(Problem("--max-restarts", "would restart one of several machines alone", hint))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if gang.processes * FILES_PER_PROCESS > limit:
         message = f"{processes} processes need {FILES_PER_PROCESS} open files each, but the limit of this shell is"
@@ -85,6 +95,12 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
     if problems:
         raise ConfigError(problems, "command line")
     return run(gang, Supervision(restarts=restarts, limits=limits, beats=flags["beats"]), _record)
+
+
+def _machine(index: int | None, machines: int) -> int:
+    """The index of this machine; -1 if it is not known."""
+    text = os.environ.get("JOB_COMPLETION_INDEX", "")
+    return index if index is not None else 0 if machines == 1 else int(text) if text.isdigit() else -1
 
 
 def _one_for_each_gpu(share: int, devices: Path) -> int | None:

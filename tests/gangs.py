@@ -111,6 +111,22 @@ def launcher(*arguments: object, processes: int = 2) -> tuple[object, ...]:
     return (sys.executable, "-m", "megajax.launch", f"--processes={processes}", *arguments, "--")
 
 
+_LAUNCH = """
+import pathlib, sys
+from megajax.command_line import front_door
+from megajax.launch import main
+folder = pathlib.Path(sys.argv.pop(1))
+front_door(lambda arguments: main(arguments, folder))
+"""
+
+
+def launch_on(start: Callable[..., Started], folder: Path, gpus: int, *words: object, **environment: str) -> Started:
+    """The launcher on a machine with so many GPUs: their device files are in the folder."""
+    for number in range(gpus):
+        (folder / f"nvidia{number}").touch()
+    return start(sys.executable, "-c", _LAUNCH, folder, *words, **environment)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]

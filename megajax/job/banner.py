@@ -18,6 +18,8 @@ from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, format_recompute
 from megajax.mesh.context_sharding import ContextSharding
+from megajax.mesh.nccl import variables as nccl_variables
+from megajax.mesh.world import find_world
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
@@ -102,7 +104,10 @@ def _shape(section: SectionFacts) -> str:
 def _layout(run: Run) -> list[tuple[str, str]]:
     parallel, used, available = run.cfg.parallel, run.mesh.size, jax.device_count()
     rest = f" ({used} of {available} used)" if used < available else ""
-    processes = f"{jax.process_count()} process" + "es" * (jax.process_count() > 1)
+    processes, world = f"{jax.process_count()} process" + "es" * (jax.process_count() > 1), find_world()
+    if run.mesh.devices.flat[0].platform == "gpu" and world is not None:
+        of_machine = "" if world.local_count is None else f", {world.local_count} on this machine"
+        processes += f"{of_machine}, this one with {jax.local_device_count()}"
     sharding = {
         "replicate": "replicate: none",
         "zero1": "zero1: master weights and optimizer state",
@@ -330,12 +335,14 @@ def _compiler(run: Run) -> list[tuple[str, str]]:
     user_options, options, cache = run.cfg.xla.options, run.program.options, cache_in_use()
     defaults = ", ".join(f"{name}={value}" for name, value in options.items() if name not in user_options)
     user_text = ", ".join(f"{name}={options[name]}" for name in user_options)
-    share = memory_fraction() if run.mesh.devices.flat[0].platform == "gpu" else None
+    on_gpus = run.mesh.devices.flat[0].platform == "gpu"
+    share, nccl = (memory_fraction(), nccl_variables()) if on_gpus else (None, "")
     return [
         *([("XLA", defaults)] if defaults else []),
         *([("XLA, as asked", user_text)] if user_text else []),
         *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
         *([("deterministic", "on: no autotuning, sums in a fixed order")] if run.cfg.xla.deterministic else []),
+        *([("NCCL", nccl)] if nccl else []),
         *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),
         ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
     ]

@@ -192,3 +192,8 @@ def _taken_twice(local: Mapping[int, GpuClaim], host: str) -> str | None:
                 )
         owners |= dict.fromkeys(claim.gpus, process)
     return None
+
+
+if __name__ == "__main__":
+    # For launch/local.sh: the number of processes to start on this machine.
+    print(len(visible_gpus(os.environ, installed_gpus())) or 1)

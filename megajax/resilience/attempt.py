@@ -206,6 +206,11 @@ class Attempt:
             if member.process.returncode != 0
         ]
 
+    def _member(self, cause: Cause) -> Member:
+        """The process of a cause; the first one if that is not known or was started by a scheduler's command."""
+        known = self._members if not self._scheduler else ()
+        return next((member for member in known if member.index == cause.process), self._members[0])
+
     def _describe(self, cause: Cause) -> str:
         """process 2 killed by SIGKILL after 12.3 s at step 7 (DIR/process_2.log)."""
         if cause.process is None:
@@ -214,7 +219,7 @@ class Attempt:
             return f"process {cause.process} {cause.text}"
         # The last beat of a process that was killed may be a second old.
         step = "" if cause.step is None else f"{', last seen' * cause.unrecorded} at step {cause.step}"
-        member = self._members[0 if self._scheduler else cause.process]
+        member = self._member(cause)
         log = f" ({member.log})" if member.log else ""
         message = f": {cause.message}" if cause.message else ""
         return f"process {cause.process} {cause.text} after {member.seconds:.1f} s{step}{log}{message}"
@@ -259,7 +264,7 @@ class Attempt:
         cause = self._cause
         if cause is None:
             return Outcome(max(member.process.returncode for member in self._members), stop_signal=stop_signal)
-        member = self._members[0 if self._scheduler else cause.process or 0]
+        member = self._member(cause)
         # A process that does not handle signals yet is killed by the forwarded signal, which is not a crash.
         ended = stop_signal is not None and member.process.returncode == -stop_signal
         return Outcome(

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from megajax.config.errors import Problem, UserError
-from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN
+from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN, split_address
 from megajax.resilience.beats import ATTEMPT, BEATS, ELASTIC
 from megajax.resilience.output import CLOSED_STREAM_ERRORS, discard_output
 
@@ -46,6 +46,11 @@ class Gang:
     """CPU devices or GPUs of each process; None: one CPU device, or an equal share of the GPUs."""
     port: int | None = None
     """Port of the coordinator, on the loopback address; None: a free one."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0 on the first of several machines, each with a launcher; None: this machine alone."""
+    machines: int = 1
+    machine: int = 0
+    """The number of machines, all with as many processes, and the index of this one."""
     log_dir: Path | None = None
     """Folder for a log file per process; None: output is printed, each line with the index of its process."""
     scheduler: bool = False
@@ -56,8 +61,8 @@ class Gang:
         """Problems of the flags. processes: --processes, if given."""
         if self.scheduler:
             hint = "the command decides the number of processes and their devices"
-            values = (processes, self.devices_per_process, self.port)
-            names = ("processes", "devices-per-process", "coordinator-port")
+            values = (processes, self.devices_per_process, self.port, self.coordinator, self.machines > 1)
+            names = ("processes", "devices-per-process", "coordinator-port", "coordinator", "machines")
             pairs = zip(names, values, strict=True)
             return [Problem(f"--{name}", "has no meaning with --scheduler", hint) for name, value in pairs if value]
         counts = (("processes", processes), ("devices-per-process", self.devices_per_process))
@@ -70,12 +75,34 @@ class Gang:
             problems.append(Problem("--processes", "must be given where no GPU is visible", "a whole number"))
         if self.port is not None and not 0 < self.port < 65536:
             problems.append(Problem("--coordinator-port", f"must be a port, 1 to 65535, got {self.port}"))
+        return [*problems, *self._machine_problems()]
+
+    def _machine_problems(self) -> list[Problem]:
+        """Problems of --machines, --machine and --coordinator."""
+        problems = []
+        if self.machines < 1:
+            problems.append(Problem("--machines", f"must be at least 1, got {self.machines}"))
+        elif not 0 <= self.machine < self.machines:
+            message = f"must be one of {self.machines} machines, 0 to {self.machines - 1}"
+            problems.append(Problem("--machine", message))
+        if self.machines > 1 and (self.coordinator is None or split_address(self.coordinator) is None):
+            message = "must be given" if self.coordinator is None else f"must be HOST:PORT, got {self.coordinator!r}"
+            problems.append(Problem("--coordinator", f"{message} with --machines", "an address of machine 0"))
+        if self.machines == 1 and self.coordinator is not None:
+            problems.append(Problem("--coordinator", "has no meaning without --machines", "see --coordinator-port"))
+        if self.machines > 1 and self.port is not None:
+            problems.append(Problem("--coordinator-port", "has no meaning with --machines", "--coordinator=HOST:PORT"))
         return problems
 
-    def environment(self, index: int, slot: int, port: int) -> dict[str, str]:
-        """Environment variables of process `index`, in addition to the launcher's own.
+    @property
+    def first(self) -> int:
+        """Index of the first process of this machine."""
+        return self.machine * self.processes
 
-        slot: its place on the machine, which determines its devices; the index, unless places were dropped.
+    def environment(self, index: int, slot: int, port: int) -> dict[str, str]:
+        """Environment variables of process `index` of the run, in addition to the launcher's own.
+
+        slot: its place on the machine, which determines its devices; its position, unless places were dropped.
         """
         environment = {"PYTHONUNBUFFERED": "1"}
         if self.scheduler:
@@ -84,7 +111,7 @@ class Gang:
         if (count := self.devices_per_process) is not None:
             environment["JAX_NUM_CPU_DEVICES"] = str(count)
             environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(slot * count + device) for device in range(count))
-        return environment | {COORDINATOR: f"127.0.0.1:{port}", INDEX: str(index)}
+        return environment | {COORDINATOR: self.coordinator or f"127.0.0.1:{port}", INDEX: str(index)}
 
 
 def free_port(port: int | None) -> int:
@@ -114,14 +141,15 @@ def running(
 
     Puts each process into `events` when it ends. Raises UserError if a process can't be started.
     """
-    port = 0 if gang.scheduler else free_port(gang.port)
+    port = 0 if gang.scheduler or gang.coordinator else free_port(gang.port)
     common = {BEATS: str(beats), ATTEMPT: str(attempt)}
     if not gang.scheduler:
-        common |= {COUNT: str(len(slots)), TOKEN: secrets.token_hex(8)}
+        common |= {COUNT: str(gang.machines * len(slots))}
+        common |= {TOKEN: secrets.token_hex(8)} if gang.machines == 1 else {}
         common |= {ELASTIC: "1"} if len(slots) < gang.processes else {}
     members: list[Member] = []
     try:
-        for index, slot in enumerate(slots):
+        for index, slot in enumerate(slots, gang.first):
             members.append(Member(gang, index, gang.environment(index, slot, port) | common))
         # After all starts, because forking a process with threads is not safe.
         for member in members:

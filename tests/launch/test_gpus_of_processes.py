@@ -2,29 +2,21 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from gangs import REPOSITORY
+from gangs import REPOSITORY, free_port, launch_on
 
-LAUNCH = """
-import pathlib, sys
-from megajax.command_line import front_door
+from megajax.config.errors import ConfigError
 from megajax.launch import main
-folder = pathlib.Path(sys.argv.pop(1))
-front_door(lambda arguments: main(arguments, folder))
-"""
-"""The front door, with another folder of device files."""
+
 PLACES = REPOSITORY / "tests/launch/gpu_places.py"
 ONE = "NCCL_LAUNCH_ORDER_IMPLICIT=1 (MegaJAX)"
 
 
-def launch(start, folder: Path, gpus: int, *flags: str, **variables: str):
+def launch(start, folder: Path, gpus: int, *flags: object, **variables: str):
     """The launcher, and processes that print their GPUs."""
-    for number in range(gpus):
-        (folder / f"nvidia{number}").touch()
-    return start(sys.executable, "-c", LAUNCH, folder, *flags, "--", "python", PLACES, folder, **variables)
+    return launch_on(start, folder, gpus, *flags, "--", "python", PLACES, folder, **variables)
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +58,29 @@ def test_gpus_that_cannot_be_divided(start, tmp_path):
     gang = launch(start, tmp_path, 4, "--devices-per-process=3")
     assert gang.wait() == 2
     assert "--devices-per-process=3 does not divide 4 visible GPUs" in gang.text
+
+
+def test_two_launchers_start_one_run(start, tmp_path):
+    """As in two pods; here both are on one machine, which they do not know of each other."""
+    common = ("--machines=2", f"--coordinator=127.0.0.1:{free_port()}", "--processes=1")
+    first, second = (launch(start, tmp_path, 0, *common, f"--machine={n}", name=f"machine{n}") for n in range(2))
+    assert [first.wait(), second.wait()] == [0, 0], first.text + second.text
+    assert "[0] [null" in first.text and "[1] [null" in second.text
+
+
+MACHINES = {
+    "no place": (["--machines=2", "--coordinator=a:1"], "--machine: must be one of 2 machines, 0 to 1"),
+    "no coordinator": (["--machines=2", "--machine=0"], "--coordinator: must be given with --machines"),
+    "no port": (["--machines=2", "--machine=0", "--coordinator=a"], "--coordinator: must be HOST:PORT, got 'a'"),
+    "restarts": (["--machines=2", "--machine=0", "--coordinator=a:1", "--max-restarts=1"], "of several machines alone"),
+    "one machine": (["--coordinator=a:1"], "--coordinator: has no meaning without --machines"),
+    "none": (["--machines=0"], "--machines: must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_machines_that_cannot_be(case):
+    flags, message = MACHINES[case]
+    with pytest.raises(ConfigError) as refused:
+        main([*flags, "--processes=2", "--", "true"])
+    assert message in str(refused.value)

@@ -3,12 +3,15 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from gangs import REPOSITORY
+from gangs import REPOSITORY, launch_on
 
+from megajax.mesh.gpus import GpuClaim, assign, visible_gpus
+from megajax.mesh.world import find_world
 from megajax.resilience.exit_codes import EXIT_CODES, NO_PROGRESS, REQUEUE, worth_a_restart
 
 SLURM, LOCAL, JOBSET = (REPOSITORY / "launch" / name for name in ("slurm.sbatch", "local.sh", "kubernetes_jobset.yaml"))
@@ -59,8 +62,63 @@ def test_jobset_restarts_after_codes_that_a_restart_may_mend():
 
 def test_jobset_counts_machines_alike():
     job = jobset()["replicatedJobs"][0]["template"]["spec"]
-    environment = {entry["name"]: entry["value"] for entry in job["template"]["spec"]["containers"][0]["env"]}
-    assert job["parallelism"] == job["completions"] == int(environment["MEGAJAX_NUM_PROCESSES"])
+    (container,) = job["template"]["spec"]["containers"]
+    assert f"--machines={job['parallelism']}" in container["args"] and job["parallelism"] == job["completions"]
+
+
+def test_a_pod_of_the_jobset_starts_a_process_for_each_gpu(start, tmp_path):
+    """The launcher with the arguments of the file, in the second pod, and a shell instead of training."""
+    (container,) = jobset()["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "megajax.launch"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    flags = container["args"][: container["args"].index("--")]
+    assert container["args"][len(flags) :][:4] == ["--", "python", "-m", "megajax.train"]
+    show = "echo at $MEGAJAX_COORDINATOR $MEGAJAX_PROCESS_ID of $MEGAJAX_NUM_PROCESSES, $MEGAJAX_LOCAL_RANK here"
+    pod = launch_on(start, tmp_path, gpus, *flags, "--", "sh", "-c", show, JOB_COMPLETION_INDEX="1")
+    assert pod.wait() == 0, pod.text
+    for index in range(gpus):
+        place = f"{gpus + index} of {2 * gpus}, {index} here"
+        assert f"[{gpus + index}] at megajax-workers-0-0.megajax:61440 {place}" in pod.text
+
+
+def directives() -> dict[str, str]:
+    """Options of the batch script."""
+    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", SLURM.read_text(), re.MULTILINE)
+    return dict(lines)
+
+
+def test_a_task_of_slurm_for_each_gpu():
+    """Every task sees all GPUs of its node and gets one of them."""
+    options = directives()
+    nodes, tasks, gpus = (int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
+    assert tasks == gpus and "gpus-per-task" not in options and options["mem"] == "0"
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": f"node[1-{nodes}]"}
+    job |= {"SLURM_STEP_NUM_TASKS": str(nodes * tasks), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})"}
+    claims = {}
+    for task in range(nodes * tasks):
+        place = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task // tasks), "SLURM_LOCALID": str(task % tasks)}
+        environment = job | place | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+        world = find_world(environment)
+        assert world is not None and world.local_count == tasks
+        claim = GpuClaim.of(world, visible_gpus(environment, list(map(str, range(gpus)))), environment)
+        claims[task] = claim._replace(machine=f"node{task // tasks}")
+    assert assign(claims) == {task: [task % tasks] for task in range(nodes * tasks)}
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "3"), ({"PROCESSES": "5"}, "5")])
+def test_the_local_script_counts_visible_gpus_where_all_do(tmp_path, given, expected):
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\n[[ "$*" == "-m megajax.mesh.gpus" ]] && echo 3 || echo "ran $*"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | given
+    output = subprocess.run(["bash", LOCAL, "gpt2.py"], env=environment, capture_output=True, text=True, check=True)
+    assert output.stdout.startswith(f"ran -m megajax.launch --processes={expected} --max-restarts=3 -- python -m")
+
+
+def test_the_number_that_the_local_script_asks_for():
+    command = [sys.executable, "-m", "megajax.mesh.gpus"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1\n"
 
 
 def sbatch(folder: Path, code: int, **environment: str) -> tuple[int, list[str]]:

@@ -23,6 +23,7 @@ from megajax.inference.sample import sample
 from megajax.job.compile_cache import use_cache
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.nccl import SET, SEVERAL_GPUS
 from megajax.mesh.xla import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
@@ -97,6 +98,8 @@ def walk(cfg: RunConfig) -> None:
 
 def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, monkeypatch, capsys, programs, cached):
     stand_in(monkeypatch)
+    monkeypatch.setenv(SET, SEVERAL_GPUS.name)
+    monkeypatch.setenv(SEVERAL_GPUS.name, SEVERAL_GPUS.value)
     cfg = config(tmp_path)
     walk(cfg)
     wanted = compiler_options(*default_options(cfg, "gpu")) | {**GIVEN, "xla_llvm_disable_expensive_passes": True}
@@ -106,6 +109,7 @@ def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, mon
     assert f"4 x {KIND} (4 of 8 used), 1 process" in text
     assert "attention cudnn" in text and "xla_gpu_enable_latency_hiding_scheduler=True" in text
     single_spaced = " ".join(text.split())
+    assert "NCCL_LAUNCH_MODE=GROUP (MegaJAX)" in single_spaced
     assert "GPU memory 0.92 of it for arrays" in single_spaced and "start step 2 of" in single_spaced
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
     assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 1
@@ -172,5 +176,6 @@ def test_two_processes_with_two_gpus_each(tmp_path):
         command = (*gangs.launcher(), sys.executable, program, f"--config={gangs.CONFIG}", QUICK, *words)
         run = start(*command, f"--run_dir={tmp_path / 'run'}", PYTHONPATH=paths)
         assert run.wait(SECONDS) == 0, run.text
-    assert f"4 x {KIND}, 2 processes" in run.text and "xla_gpu_enable_latency_hiding_scheduler=True" in run.text
+    assert f"4 x {KIND}, 2 processes, 2 on this machine, this one with 2" in run.text.replace("\n", " ")
+    assert "xla_gpu_enable_latency_hiding_scheduler=True" in run.text
     assert list(gangs.steps(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
