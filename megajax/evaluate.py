@@ -1,18 +1,18 @@
 """Evaluate a model on tasks: `python -m megajax.evaluate --run=RUN --tasks=NAME:FILE,...`."""
 
-import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.weights.formats import read_foreign
-from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
+from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.data.config import MockConfig
 from megajax.job.origin import MODEL_FLAGS, run_config, run_folder
+from megajax.mesh.identity import find_identity
 from megajax.mesh.xla import set_process
 from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     flags, config = command.flags, command.config
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
-    start(patience=flags["init_timeout"], settings=fingerprint(command))
+    equal = {name: flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows")}
+    start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     resolve("megajax.job.compile_cache:use_cache")(config.xla)
     tasks = config.evaluation.tasks
     if flags["tasks"] is not None or not tasks:
@@ -84,13 +85,6 @@ def folder_config(folder: Path) -> EvaluatedConfig:
     model = read_foreign(f"hf:{folder}").model
     demand_causal(model, f"--hf={folder}: ")
     return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=HuggingFaceTokenizerConfig(path=str(folder)))
-
-
-def fingerprint(command: Command) -> str:
-    """Hexadecimal digest of the settings and flags that must be equal on all processes."""
-    settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
-    flags = {name: command.flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows")}
-    return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
 
 
 if __name__ == "__main__":

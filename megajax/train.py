@@ -1,14 +1,14 @@
 """Train a model: `python -m megajax.train --config=FILE [--dotted.setting=value ...]`."""
 
-import hashlib
 import os
 import signal
+from functools import partial
 
-from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
+from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
+from megajax.mesh.identity import find_identity
 from megajax.mesh.xla import set_process
 from megajax.resilience.beats import ELASTIC, failures_reported
 from megajax.resilience.output import keep_writing
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
     set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
-    start(patience=command.flags["init_timeout"], settings=fingerprint(command))
+    flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
+    start(patience=command.flags["init_timeout"], identity=partial(find_identity, command.config, flags))
     resolve("megajax.job.compile_cache:use_cache")(command.config.xla)
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.sample:sample")
     reporter = resolve("megajax.reporting.write:close_run")
-    flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
     try:
         code = train(
             command.config,
@@ -53,13 +53,6 @@ def main(argv: list[str]) -> int:
         raise advised(error, command.source, "train") from None
     finish()
     return code
-
-
-def fingerprint(command: Command) -> str:
-    """Hexadecimal digest of settings and flags that must be equal on all processes: all except local cache folders."""
-    settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
-    flags = [command.flags[name] for name in ("skip_train", "verify_data")]
-    return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class GpuClaim(NamedTuple):
         counts = [*place, *(chosen if isinstance(chosen, list) else [chosen])]
         valid = (
             isinstance(bound, bool)
+            and chosen != []
             and all(isinstance(name, str) and name.isprintable() for name in names)
             and all(count is None or (type(count) is int and count >= 0) for count in counts)
         )

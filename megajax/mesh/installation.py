@@ -103,12 +103,13 @@ def find_installation(devices: Path = Path("/dev"), driver: Path = Path("/proc/d
     return Installation(
         gpus=len(installed_gpus(devices)),
         driver=tuple(map(int, match[1].split("."))) if match else None,
-        packages=_packages(),
+        packages=jax_packages(),
         libraries=frozenset(name for name in LIBRARIES if _installed(name)),
     )
 
 
-def _packages() -> dict[str, str]:
+def jax_packages() -> dict[str, str]:
+    """Name -> version of the installed packages of jax."""
     names = ["jax", "jaxlib", *(f"jax-cuda{major}-{part}" for major in MINIMUM_DRIVER for part in ("plugin", "pjrt"))]
     versions = {}
     for name in names:

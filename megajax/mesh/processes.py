@@ -1,6 +1,7 @@
 """Connecting and disconnecting the processes of a run, and the stop flags they exchange in a step."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.mesh.gpus import GpuClaim, installed_gpus, visible_gpus
+from megajax.mesh.identity import Identity
 from megajax.mesh.nccl import set_variables
 from megajax.mesh.rendezvous import meet
 from megajax.mesh.world import World, find_world
@@ -18,12 +20,14 @@ _CONNECT_SECONDS = 60.0
 """Minimum time for jax to connect processes that have all started."""
 
 
-def start(*, patience: float = 300.0, settings: str = "", devices: Path = Path("/dev")) -> World | None:
+def start(
+    *, patience: float = 300.0, identity: Callable[[], Identity] = dict, devices: Path = Path("/dev")
+) -> World | None:
     """Connects this process with the others of its run. Call it before any other use of jax's devices.
 
-    Returns None for a single process. patience: timeout in seconds for all processes to start. settings: a value that
-    must be equal in all processes, such as a digest of the config. devices: folder of device files. Raises StartError,
-    which names missing processes.
+    Returns None for a single process. patience: timeout in seconds for all processes to start. identity: returns
+    what must be equal in all processes. devices: folder of device files. Raises StartError, which names missing
+    processes, and those that differ.
     """
     world, installed = find_world(), installed_gpus(devices)
     on_cpu = jax.config.jax_platforms == "cpu" or not (jax.config.jax_platforms or installed)
@@ -37,7 +41,7 @@ def start(*, patience: float = 300.0, settings: str = "", devices: Path = Path("
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         add_flags(CPU_PATIENCE)
     claim = GpuClaim.of(world, visible)
-    place = meet(world, claim, patience=patience, settings=settings)
+    place = meet(world, claim, patience=patience, identity=identity())
     set_variables(len(claim.gpus if place.gpus is None else place.gpus), processes=world.count)
     jax.distributed.initialize(
         world.coordinator,

@@ -210,3 +210,33 @@ def set_process(xla: XlaConfig, environment: Any = os.environ) -> None:
 def memory_fraction(environment: Mapping[str, str] = os.environ) -> str | None:
     """The reserved share of GPU memory, as set in the environment; None: jax's default."""
     return next((value for name in MEMORY_FRACTION if (value := environment.get(name))), None)
+
+
+_PER_PROCESS = re.compile(
+    r"CACHE|LOG|DUMP|TRACEBACK|TRACER_ERROR|PPRINT|PROCESS|COORDINATOR|LOCAL_DEVICE|VISIBLE_DEVICES|NUM_CPU_DEVICES|"
+    r"PLATFORM|MTLS|TRANSPORT|SOCKET|TIMEOUT|CREDENTIALS|PROXY|CUDA_CONSTRAINTS|EXPLAIN"
+)
+"""Words of variables JAX_* that may differ between processes: ranks, folders, addresses, messages."""
+_LOCAL_FLAG = re.compile(r"xla_dump|xla_gpu_cuda_data_dir|xla_force_host_platform|xla_gpu_dump|xla_cpu_collective_call")
+"""Flags of XLA that may differ between processes: what is written where, and the number of devices."""
+_NUMBERS = (
+    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+)
+"""Variables of NVIDIA's libraries that decide kernels, orders of sums, or the protocol that all GPUs must share. Those
+of interfaces, topology and debugging may differ between machines."""
+
+
+def program_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Name -> value of environment variables that decide programs or numbers; flags in XLA_FLAGS one by one."""
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if value and (name in _NUMBERS or (name.startswith("JAX_") and not _PER_PROCESS.search(name)))
+    }
+    for flag in environment.get("XLA_FLAGS", "").split():
+        name, _, value = flag.partition("=")
+        if not _LOCAL_FLAG.search(name):
+            variables[f"XLA_FLAGS {name}"] = value or "true"
+    return variables

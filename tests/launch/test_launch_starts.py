@@ -31,8 +31,9 @@ def test_a_missing_process(start, tmp_path):
 def test_duplicate_process_ids(start, tmp_path):
     port = free_port()
     members = [member(start, tmp_path, index, port, name=f"m{n}", count=3) for n, index in enumerate((0, 1, 1))]
-    assert {member.wait(60) for member in members[:2]} == {2}
-    assert "megajax: two processes claim to be process 1: on " in members[0].text
+    # Without a launcher's token, the second one may be left from an earlier start: a retry may succeed.
+    assert {member.wait(60) for member in members[:2]} == {1}
+    assert "both claim to be process 1" in members[0].text
     assert not (tmp_path / "run").exists()
 
 
@@ -41,7 +42,7 @@ def test_other_settings(start, tmp_path):
     port = free_port()
     members = [member(start, tmp_path, index, port, f"--seed={index}") for index in (0, 1)]
     assert [member.wait(60) for member in members] == [2, 2]
-    assert "have different settings" in members[0].text
+    assert "in settings: seed 1 (process 0: 0)" in members[0].text
     assert not (tmp_path / "run").exists()
 
 

@@ -1,5 +1,6 @@
 """Processes meet before jax connects them: here in threads, each with a socket of its own."""
 
+import errno
 import json
 import os
 import socket
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.gathering import name_processes
 from megajax.mesh.gpus import GpuClaim
+from megajax.mesh.identity import Section, section
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes import StopFlags, start
-from megajax.mesh.rendezvous import Place, meet, name_processes
+from megajax.mesh.rendezvous import Place, meet
 from megajax.mesh.world import StartError, World
 
 
@@ -26,6 +29,33 @@ def free_port() -> int:
 NO_GPUS = GpuClaim("here")
 
 
+def identity(seed: int = 0) -> dict[str, Section]:
+    return {"versions": section({"jax": "1"}), "settings": section({"seed": str(seed), "steps": "9"})}
+
+
+def hello(index: int, count: int, seed: int = 0, token: str = "") -> bytes:
+    """The message of a process."""
+    fields = {"megajax": 2, "token": token, "index": index, "count": count, "at": "x", "identity": identity(seed)}
+    fields["gpus"] = NO_GPUS
+    return json.dumps(fields).encode() + b"\n"
+
+
+def connect(port: int) -> socket.socket:
+    """A connection to process 0, as soon as it listens."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=20)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("megajax.mesh.gathering.DIFFERENCE_SECONDS", 1.0)
+
+
 class Meeting:
     """Processes that come to one meeting; what became of each."""
 
@@ -35,12 +65,18 @@ class Meeting:
         self.outcomes: list[tuple[int, object]] = []
 
     def join(
-        self, index: int, count: int, settings: str = "same", host: str = "127.0.0.1", gpus: GpuClaim = NO_GPUS
+        self,
+        index: int,
+        count: int,
+        seed: int = 0,
+        host: str = "127.0.0.1",
+        gpus: GpuClaim = NO_GPUS,
+        token: str = "",
     ) -> None:
         def body() -> None:
             try:
-                world = World(count, index, f"{host}:{self.port}")
-                outcome: object = meet(world, gpus, patience=self.patience, settings=settings)
+                world = World(count, index, f"{host}:{self.port}", token=token)
+                outcome: object = meet(world, gpus, patience=self.patience, identity=identity(seed))
             except StartError as error:
                 outcome = error
             self.outcomes.append((index, outcome))
@@ -91,38 +127,150 @@ def test_many_missing_are_counted():
 def test_duplicate_process_ids():
     meeting = Meeting()
     for index in (0, 1, 1):
-        meeting.join(index, 3)
-    meeting.errors(2, "two processes claim to be process 1: on ", f"{socket.gethostname()}, pid {os.getpid()}")
+        meeting.join(index, 3, token="t")
+    meeting.errors(2, "both claim to be process 1", f"{socket.gethostname()}, pid {os.getpid()}")
 
 
 def test_a_wrong_number_of_processes():
     meeting = Meeting()
+    meeting.join(0, 3, token="t")
+    meeting.join(1, 4, token="t")
+    meeting.errors(2, "process 1 (", "was started as one of 4 processes, process 0 (", "as one of 3")
+
+
+@pytest.mark.parametrize("token", ["", "t"])
+def test_other_settings(token):
+    """Complete, so it is certain that all are of this run."""
+    meeting = Meeting()
+    for index in range(5):
+        meeting.join(index, 5, seed=(0, 0, 3, 3, 4)[index], token=token)
+    meeting.errors(
+        2,
+        "processes 2 and 3 (the first on",
+        "in settings: seed 3 (process 0: 0); give all processes the same config file and command line",
+        "process 4 (",
+        "in settings: seed 4 (process 0: 0)",
+    )
+
+
+@pytest.mark.parametrize(("token", "code"), [("", 1), ("t", 2)])
+def test_differences_before_all_are_there(token, code):
+    """Reported long before the others are given up; retried where it may have been a process of another run."""
+    meeting = Meeting(patience=300)
+    meeting.join(0, 3, token=token)
+    meeting.join(1, 3, seed=1, token=token)
+    meeting.errors(code, "process 1 (", "in settings: seed 1 (process 0: 0)")
+
+
+def test_a_difference_is_forgotten_when_its_process_ends():
+    meeting = Meeting()
     meeting.join(0, 3)
-    meeting.join(1, 4)
-    meeting.errors(2, "process 1 (", "was started as one of 4 processes, process 0 (", "of 3")
+    with connect(meeting.port) as former:
+        former.sendall(hello(1, 3, seed=5))
+        meeting.join(2, 3)
+    meeting.join(1, 3)
+    assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place()), (2, Place())]
 
 
-def test_other_settings():
+def test_a_run_starts_without_a_stranger_that_claims_a_place():
+    """Without a token: as soon as all of the run are there."""
     meeting = Meeting()
     meeting.join(0, 2)
-    meeting.join(1, 2, settings="other")
-    meeting.errors(2, "process 1 (", "have different settings", "the same config file and command line")
+    with connect(meeting.port) as stranger:
+        stranger.sendall(hello(1, 2, seed=5))
+        meeting.join(1, 2)
+        assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place())]
+        answer = json.loads(stranger.makefile().readline())
+    assert answer["code"] == 1 and "without this process: differs from process 0" in answer["error"]
+
+
+def test_processes_of_another_start_are_ignored(capfd):
+    """They may be of an earlier attempt, and have other settings, another count, or a place of this run."""
+    meeting = Meeting()
+    meeting.join(0, 3, token="second")
+    strangers = [connect(meeting.port) for _ in range(6)]
+    for stranger, message in zip(
+        strangers, (hello(1, 3, token="first"), hello(1, 9), hello(2, 3, 5, "first")) * 2, strict=True
+    ):
+        stranger.sendall(message)
+        answer = json.loads(stranger.makefile().readline())
+        assert answer["code"] == 0 and "another run" in answer["error"]
+    for index in (1, 2):
+        meeting.join(index, 3, token="second")
+    assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place()), (2, Place())]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 3 and all("a process of another run (x)" in line for line in lines)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_process_waits_until_its_own_process_0_is_there():
+    """While an earlier attempt still holds the port, it asks again."""
+    meeting = Meeting()
+    with socket.create_server(("127.0.0.1", meeting.port)) as former:
+        meeting.join(1, 2, token="second")
+        connection, _ = former.accept()
+        with connection:
+            connection.recv(10_000)
+            connection.sendall(b'{"error": "process 0 of another run is there", "code": 0, "reported": false}\n')
+    meeting.join(0, 2, token="second")
+    assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place())]
+
+
+def test_many_silent_connections_keep_no_process_out(monkeypatch):
+    monkeypatch.setattr("megajax.mesh.gathering.MAX_SILENT", 40)
+    meeting = Meeting(patience=60)
+    meeting.join(0, 4)
+    strangers = [connect(meeting.port) for _ in range(60)]
+    for number, stranger in enumerate(strangers):
+        if number % 3:
+            stranger.sendall(b'{"megajax": 2' if number % 2 else b"\xff" * 5000)
+    began = time.monotonic()
+    for index in (1, 2, 3):
+        meeting.join(index, 4)
+    assert len(meeting.results()) == 4 and not any(isinstance(outcome, StartError) for _, outcome in meeting.results())
+    # One after another, with two seconds for each, they took 120 s.
+    assert time.monotonic() - began < 30
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_no_file_descriptors_left(monkeypatch):
+    """Process 0 closes silent connections, and goes on."""
+    accept, failures = socket.socket.accept, iter(range(3))
+    meeting = Meeting(patience=60)
+    meeting.join(0, 2)
+    silent = connect(meeting.port)
+
+    def failing(listener: socket.socket):
+        for _ in failures:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    meeting.join(1, 2)
+    assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place())]
+    assert silent.recv(10) == b""
+    silent.close()
 
 
 def test_late_processes_get_the_error_too():
     meeting = Meeting()
-    for index in (0, 1, 1):
-        meeting.join(index, 4)
-    time.sleep(0.5)
-    meeting.join(3, 4)
-    meeting.errors(2, "two processes claim to be process 1")
+    meeting.join(0, 4, token="t")
+    with connect(meeting.port) as connection:
+        connection.sendall(hello(1, 5, token="t"))
+        connection.makefile().readline()  # the error
+        meeting.join(3, 4, token="t")
+        meeting.errors(2, "process 1 (x) was started as one of 5 processes")
 
 
-def test_a_port_in_use():
+@pytest.mark.parametrize(("token", "code"), [("", 2), ("t", 1)])
+def test_a_port_in_use(token, code):
+    """A launcher takes another port for its next attempt."""
     meeting = Meeting()
     with socket.create_server(("127.0.0.1", meeting.port)):
-        meeting.join(0, 2)
-        meeting.errors(2, f"port {meeting.port} of 127.0.0.1 is in use")
+        meeting.join(0, 2, token=token)
+        meeting.errors(code, f"port {meeting.port} of 127.0.0.1 is in use")
 
 
 def test_a_coordinator_on_another_machine_than_process_0():
@@ -138,15 +286,15 @@ def test_an_unknown_host(index, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(StartError, match=r"'nowhere' cannot be resolved .*Name or service not known") as error:
-        meet(World(2, index, "nowhere:4000"), NO_GPUS, patience=0.5)
-    assert error.value.code == 2
+        meet(World(2, index, "nowhere:4000"), NO_GPUS, patience=0.5, identity={})
+    assert error.value.code == 1  # its machine may start later
 
 
 def test_nobody_at_the_coordinator():
     port = free_port()
     began = time.monotonic()
     with pytest.raises(StartError, match=rf"process 1 found no process 0 at 127.0.0.1:{port} within 1 s") as error:
-        meet(World(2, 1, f"127.0.0.1:{port}"), NO_GPUS, patience=1.0)
+        meet(World(2, 1, f"127.0.0.1:{port}"), NO_GPUS, patience=1.0, identity={})
     assert error.value.code == 1 and not error.value.reported
     assert time.monotonic() - began < 30
 
@@ -162,7 +310,7 @@ def test_a_foreign_server_at_the_coordinators_address():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(StartError, match="is not process 0 of a run"):
-            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), NO_GPUS, patience=5)
+            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), NO_GPUS, patience=5, identity={})
 
 
 def test_foreign_connections_are_ignored():
@@ -173,22 +321,18 @@ def test_foreign_connections_are_ignored():
     for noise in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 10_000,
-        b'{"megajax": 1',
-        b'{"megajax": 1, "index": "1"}\n',
+        b'{"megajax": 2',
+        b'{"megajax": 2, "index": "1"}\n',
         b"[]\n",
+        b"[" * 8000 + b"\n",
+        hello(0, 3),
+        hello(1, 3).replace(b'"x"', b'"\\u001b[31m"'),
+        hello(1, 3).replace(b'["', b'[["'),
     ):
-        for _ in range(100):
-            try:
-                stranger = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        stranger.sendall(noise)
-        strangers.append(stranger)
-    connection = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
-    hello = {"megajax": 1, "index": 1, "count": 3, "settings": "same", "at": "x", "gpus": NO_GPUS}
-    with connection:
-        connection.sendall(json.dumps(hello).encode() + b"\n")
+        strangers.append(connect(meeting.port))
+        strangers[-1].sendall(noise)
+    with connect(meeting.port) as connection:
+        connection.sendall(hello(1, 3))
     meeting.join(1, 3)
     meeting.join(2, 3)
     assert meeting.results()[0] == (0, Place(f"127.0.0.1:{meeting.port}"))

@@ -6,6 +6,7 @@ from functools import partial
 
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
+from megajax.mesh.identity import find_identity
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail
 
 SECONDS = 180.0
@@ -33,7 +34,7 @@ def check(name: str, patience: float, machine: Machine) -> Finding | None:
     def run(machine: Machine) -> Mapping[str, Finding]:
         start: Callable = resolve("megajax.mesh.processes:start")
         try:
-            start(patience=patience, settings="doctor")
+            start(patience=patience, identity=partial(find_identity, None, {"doctor": True}))
         except UserError as error:
             # One line is enough: the other tests did not run.
             return {next(iter(ADVICE)): fail(str(error), "see the output of the missing processes")}
