@@ -11,13 +11,14 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from megajax.batch import Schema
+from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, index_folder, load_or_build
 from megajax.data.config import ImageShardsConfig
@@ -30,10 +31,15 @@ from megajax.data.splits import Rows, Splits, config_paths
 SCANNED_TOGETHER = 8
 LONGEST_LABEL = 1 << 20
 """Maximum bytes of a file with a class."""
+LONGEST_HEADER = 1 << 16
+"""Maximum bytes of an extended header, which has a long path."""
+LARGEST_SAMPLE = 1000
+"""Maximum files of a sample."""
 BLOCK = 512
 """Size of a header in bytes; contents are padded to a multiple of it."""
 PAX_RECORD = re.compile(rb"\d+ (path|size)=([^\n]*)\n")
 LARGEST_CLASS = 2**31 - 1
+MOST_SHARDS = 1_000_000
 
 
 class Location(NamedTuple):
@@ -110,7 +116,10 @@ def _expanded(pattern: str) -> Iterator[str]:
     if match is None:
         yield pattern
         return
-    for number in range(int(match[1]), int(match[2]) + 1):
+    numbers = range(int(match[1]), int(match[2]) + 1)
+    if len(numbers) > MOST_SHARDS:
+        raise UserError(f"data: {pattern} stands for {len(numbers):,} files, at most {MOST_SHARDS:,} are read")
+    for number in numbers:
         yield from _expanded(f"{pattern[: match.start()]}{number:0{len(match[1])}}{pattern[match.end() :]}")
 
 
@@ -139,15 +148,17 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
             return
         try:
             checksum = int(head[148:156].strip(b"\0 "), 8)
-            size = int(changed[b"size"]) if b"size" in changed else _number(head[124:136])
-        except ValueError:
-            checksum, size = -1, 0
+            size = _decimal(changed[b"size"]) if b"size" in changed else _number(head[124:136])
+        except ValueError as error:
+            raise tarfile.ReadError(f"no header at byte {position} ({error})") from error
         if sum(head) - sum(head[148:156]) + 8 * ord(" ") != checksum:
             raise tarfile.ReadError(f"no header at byte {position}")
-        data, position = position + BLOCK, position + BLOCK + -(-size // BLOCK) * BLOCK
+        data = position + BLOCK
         if data + size > end:
             raise tarfile.ReadError(f"it has {end:,} bytes, but a file in it ends at {data + size:,}")
         kind = head[156:157]
+        if kind in (b"x", b"L") and size > LONGEST_HEADER:
+            raise tarfile.ReadError(f"its header at byte {position} has {size:,} bytes, at most {LONGEST_HEADER:,}")
         if kind == b"x":
             changed |= dict(PAX_RECORD.findall(os.pread(file.fileno(), size, data)))
         elif kind == b"L":
@@ -156,6 +167,7 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
             if kind in (b"0", b"\0"):
                 yield Member(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
             changed = {}
+        position = data + -(-size // BLOCK) * BLOCK
     raise tarfile.ReadError(f"it ends at byte {end:,} without the zeros that end an archive: it is truncated")
 
 
@@ -163,7 +175,17 @@ def _number(field: bytes) -> int:
     """A number in octal digits, or as GNU writes large ones: a set bit, then base 256."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
-    return int(field.strip(b"\0 ") or b"0", 8)
+    text = field.strip(b"\0 ") or b"0"
+    if not text.isdigit():  # int allows a sign, which would lead back to an earlier header
+        raise ValueError(f"the size {text!r}")
+    return int(text, 8)
+
+
+def _decimal(text: bytes) -> int:
+    """The size in a pax header. Raises ValueError for a sign and for more than 20 digits."""
+    if not text.isdigit() or len(text) > 20:
+        raise ValueError(f"the size {text[:20]!r}")
+    return int(text)
 
 
 def _path(head: bytes) -> bytes:
@@ -184,9 +206,9 @@ def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
         with path.open("rb", buffering=0) as file:
             for name, members in groupby(tar_members(file), lambda member: _sample(member.name)):
                 try:
-                    rows.append(_entry(list(members), file, label))
+                    rows.append(_entry(list(islice(members, LARGEST_SAMPLE + 1)), file, label))
                 except UnreadableItem as error:
-                    unusable.append((error.reason, f"{path}: {name}: {error}"))
+                    unusable.append((error.reason, f"{path}: {name[:200]}: {str(error)[:200]}"))
     except (OSError, tarfile.ReadError) as error:
         packed = " Tar files must not be compressed: images are read from them by offset." * is_compressed(path)
         raise UserError(f"{path}: cannot be read as a tar file: {error}.{packed}") from error
@@ -200,6 +222,8 @@ def _sample(name: str) -> str:
 
 def _entry(members: list[Member], file: BinaryIO, label: str) -> tuple[int, int, int]:
     """(offset, size, class) of a sample's image. Raises UnreadableItem."""
+    if len(members) > LARGEST_SAMPLE:
+        raise UnreadableItem("too many files", f"the sample has more than {LARGEST_SAMPLE:,} files")
     suffixes = {f".{member.name.rpartition('.')[2].lower()}": member for member in members}
     image = next((member for suffix, member in suffixes.items() if suffix in SUFFIXES), None)
     if image is None:
@@ -213,7 +237,7 @@ def _entry(members: list[Member], file: BinaryIO, label: str) -> tuple[int, int,
 def _class(member: Member, file: BinaryIO, label: str) -> int:
     text = os.pread(file.fileno(), min(member.size, LONGEST_LABEL), member.offset)
     try:
-        number = json.loads(text)[label] if member.name.lower().endswith(".json") else int(text)
+        number = parse_json(text)[label] if member.name.lower().endswith(".json") else int(text)
     except (ValueError, KeyError, TypeError) as error:
         raise UnreadableItem("no class", f"{member.name}: {type(error).__name__}: {error}") from error
     if type(number) is not int or not 0 <= number <= LARGEST_CLASS:

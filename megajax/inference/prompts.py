@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.config.markup import read_json
 from megajax.inference.request import Answer, TokenScore
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
@@ -52,8 +52,8 @@ def _content(line: str, where: str) -> Any:
     """The prompt of a line. Raises UserError if the line is not a prompt."""
     forms = 'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
     try:
-        value = read_json(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise UserError(f"{where}: is not valid JSON: {error}; {forms}") from error
     if not isinstance(value, dict) or len(value.keys() & {"prompt", "messages"}) != 1:
         raise UserError(f"{where}: {forms}")

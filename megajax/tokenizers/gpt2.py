@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.config.markup import read_json
 from megajax.config.missing import require
 from megajax.tokenizers.base import before_last_blank, read_file
 from megajax.tokenizers.byte_pair import BytePairTokenizer
@@ -89,8 +89,8 @@ class GPT2Tokenizer(BytePairTokenizer):
 
 def _read_vocabulary(path: str, data: bytes) -> dict[str, int]:
     try:
-        vocabulary = read_json(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        vocabulary = parse_json(data.decode("utf-8"))
+    except ValueError as error:
         raise UserError(f"{path}: this GPT-2 vocabulary is not JSON: {error}.") from error
     if not isinstance(vocabulary, dict) or not all(isinstance(number, int) for number in vocabulary.values()):
         raise UserError(f"{path}: a GPT-2 vocabulary maps each token to its id; this JSON does not.")

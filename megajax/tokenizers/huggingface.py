@@ -1,7 +1,6 @@
 """Tokenizers of the `tokenizers` library, which Hugging Face saves as tokenizer.json."""
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.config.markup import read_json
 from megajax.config.missing import require
 from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinels_of, usual_specials
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
@@ -100,8 +99,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         settings: Any = {}
         if os.path.isfile(path):
             try:
-                settings = json.loads(read_file(path, "tokenizer_config.json"))
-            except (ValueError, RecursionError) as error:
+                settings = parse_json(read_file(path, "tokenizer_config.json"))
+            except ValueError as error:
                 raise UserError(f"{path}: not valid JSON: {error}.") from error
         if not isinstance(settings, dict):
             raise UserError(f"{path}: a JSON {type(settings).__name__}, not an object.")
@@ -120,8 +119,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 def demand_distinct_ids(path: str, data: bytes) -> None:
     """Raises UserError if two tokens of a tokenizer.json have the same id; the library would keep one of them."""
     try:
-        content = read_json(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(data.decode("utf-8"))
+    except ValueError as error:
         raise UserError(f"{path}: {error}. Download the file again.") from error
     vocabulary = content["model"].get("vocab", {})
     pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else []

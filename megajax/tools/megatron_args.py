@@ -1,6 +1,5 @@
 """Write a config file from a Megatron-LM command line: `python -m megajax.tools.megatron_args -- --num-layers 24 …`."""
 
-import json
 import shlex
 import sys
 import textwrap
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.command_line import front_door
+from megajax.config.budget import read_file
 from megajax.config.errors import ConfigError, UserError
+from megajax.config.markup import parse
 from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
 from megajax.tools.flags import UNKNOWN, Word, spellings
@@ -124,11 +125,11 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
         return as_training(argv) or Training("", argv), "the command line"
     path = Path(rest[0])
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if path.suffix in (".yaml", ".yml", ".json"):
-        return Training("", tuple(_file_words(path, text))), str(path)
+        return Training("", tuple(_file_words(path))), str(path)
     try:
         commands = read_script(text, arguments=rest[1:], defined=options.defined)
     except UserError as error:
@@ -171,15 +172,10 @@ def as_training(argv: Sequence[Word]) -> Training | None:
     return Training(argv[place].text, tuple(argv[place + 1 :]), per_node and per_node * nodes)
 
 
-def _file_words(path: Path, text: str) -> Iterator[Word]:
+def _file_words(path: Path) -> Iterator[Word]:
     """{"--num-layers": 24, "--swiglu": true} as words. If the file has a key MODEL_ARGS, only the flags under it."""
-    import yaml
-
-    try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {error}") from error
-    flags = content.get("MODEL_ARGS", content) if isinstance(content, Mapping) else None
+    content = parse(path, str(path))
+    flags = content.get("MODEL_ARGS", content)
     if not isinstance(flags, Mapping):
         raise UserError(f"{path}: expected flags and values, such as num-layers: 24")
     rows = spellings(FLAGS.values())

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
 from megajax.tools.flags import UNKNOWN, Word
 
@@ -12,8 +13,9 @@ NAME = r"[A-Za-z_]\w*"
 BRACES = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}"
 ROUND = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 EXPANSION = rf"\${ROUND}|`[^`]*`|{BRACES}|\$(?:{NAME}|[\d@*#?$!-])"
-DOUBLE = rf'"(?:\\.|{EXPANSION}|[^"\\])*"'
-WORD = rf"(?:'[^']*'|{DOUBLE}|{EXPANSION}|\\[^\n]|\$(?![{{(])|[^\s;&|<>()'\"\\`$])+"
+# Without backtracking: the parts of an unclosed text match in 2**n ways.
+DOUBLE = rf'"(?>\\.|{EXPANSION}|[^"\\])*+"'
+WORD = rf"(?>'[^']*'|{DOUBLE}|{EXPANSION}|\\[^\n]|\$(?![{{(])|[^\s;&|<>()'\"\\`$])++"
 TOKEN = re.compile(
     rf"(?P<skip>[ \t]+|\\\n|\#[^\n]*|(?:\d*(?:>>?|<)|&>>?)(?:&\d|[ \t]*{WORD}))"
     rf"|(?P<array>{NAME}\+?=\()|(?P<word>{WORD})|(?P<end>\n|&&|\|\||[;&|()]|<+)",
@@ -22,6 +24,9 @@ TOKEN = re.compile(
 PIECE = re.compile(rf"'(?P<single>[^']*)'|(?P<double>{DOUBLE})|(?P<expansion>{EXPANSION})|\\(?P<escaped>.)", re.DOTALL)
 INSIDE = re.compile(rf"(?P<expansion>{EXPANSION})|\\(?P<escaped>[\n\"$`\\])", re.DOTALL)
 ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
+
+LIMITS = Limits(bytes=2**24, entries=1_000_000)
+"""Of the values of all expansions of a script."""
 
 DECLARING = {"export", "declare", "typeset", "readonly"}
 UNREAD = {
@@ -48,8 +53,11 @@ def read_script(text: str, *, arguments: Sequence[str] = (), defined: Mapping[st
     arguments: the values of $1, $2, …; defined: variables from outside, which override assignments of the script.
 
     Raises:
-        UserError: an unclosed quote or bracket, or control flow: if, for, functions, read, &&.
+        UserError: an unclosed quote or bracket, control flow (if, for, functions, read, &&), or values that become too
+            long, as by A=$A$A on each line.
     """
+    if marks := {BREAK, QUOTED, UNKNOWN, UNKNOWN_END}.intersection(text):
+        raise UserError(f"it has the character U+{ord(marks.pop()):04X}, which Unicode reserves for internal use")
     script = _Script(list(arguments), dict(defined or {}))
     return [command for line, words, end in _statements(text) for command in script.commands(words, end, line)]
 
@@ -89,6 +97,7 @@ class _Script:
 
     def __init__(self, arguments: list[str], defined: dict[str, str]):
         self.arguments, self.defined = arguments, defined
+        self.budget = Budget("the script", LIMITS)
         self.variables: dict[str, list[str]] = {}
 
     def commands(self, words: list[str | tuple[str, list[str]]], end: str, line: int) -> Iterator[Command]:
@@ -105,8 +114,13 @@ class _Script:
                 "it from the script, or paste the flags that bash -x shows after -- on this tool's command line"
             )
         is_declaration = first in DECLARING
-        while words and (is_declaration or not isinstance(words[0], str) or ASSIGNMENT.fullmatch(words[0])):
-            self._assign(words.pop(0), line)
+        count = 0
+        for word in words:
+            if not is_declaration and isinstance(word, str) and not ASSIGNMENT.fullmatch(word):
+                break
+            self._assign(word, line)
+            count += 1
+        words = words[count:]
         if first == "unset":
             for word in words[1:]:
                 self.variables.pop(str(word), None)
@@ -124,6 +138,7 @@ class _Script:
             return
         name, adds, value = match.groups()
         previous = self.variables.get(name, []) if adds else []
+        self.budget.spend(len(previous), bytes=len("".join(previous[-1:])))
         if entries is not None:
             self.variables[name] = previous + [field for entry in entries for field in self._fields(entry, line)]
         else:
@@ -176,13 +191,16 @@ class _Script:
         if default is not None and (values is None or (colon and not "".join(values))):
             return [self._text(default, line)]
         variable = f"argument {name} of the script" if number else f"${name}"
-        return [_unknown(f"line {line}: {variable} is not known")] if values is None else values
+        if values is None:
+            return [_unknown(f"line {line}: {variable} is not known")]
+        self.budget.spend(len(values), bytes=sum(map(len, values)))
+        return values
 
     def _sum(self, source: str, line: int) -> str:
         """A sum of whole numbers."""
         text = self._text(re.sub(rf"(?<![\w${{])({NAME})", r"$\1", source[3:-2]), line)
         try:
-            if re.fullmatch(r"(?:\d{1,9}|[\s()+/%-]|(?<!\*)\*(?!\*))+", text):
+            if re.fullmatch(r"[\d\s()+*/%-]{,1000}", text) and not re.search(r"\d{10}|\*\*", text):
                 return str(eval(text.replace("/", "//").strip(), {"__builtins__": {}}))
         except (SyntaxError, TypeError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             pass

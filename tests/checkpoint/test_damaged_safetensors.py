@@ -81,7 +81,7 @@ def test_headers_that_lie_are_refused(tmp_path, header) -> None:
 
 def test_a_name_that_a_header_has_twice_is_refused(tmp_path) -> None:
     header = b'{"a": %b, "a": %b}' % (2 * (json.dumps(ENTRY).encode(),))
-    with pytest.raises(UserError, match="'a' is there twice"):
+    with pytest.raises(UserError, match="a is given twice"):
         SafetensorsFile(write_file(tmp_path / "model.safetensors", header))
 
 
@@ -152,7 +152,7 @@ def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> 
         ({"a": None, "b": "model.safetensors"}, "can't be read"),
         (["a"], "weight_map is a list"),
         ({"b": "model.safetensors"}, "says that b is in model.safetensors"),
-        (b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}', "'a' is there twice"),
+        (b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}', "a is given twice"),
         (b"[" * 100_000, "can't be read"),
         (b"{}", "can't be read"),
         (b"\xff", "can't be read"),

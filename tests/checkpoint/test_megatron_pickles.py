@@ -20,6 +20,7 @@ from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.names import LazyTensor
 from megajax.checkpoint.megatron.pickles import Name, Record, TensorPlace, read_pickle
 from megajax.checkpoint.megatron.writer import write_archive, write_archive_to
+from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
 
 
@@ -237,3 +238,60 @@ def test_a_file_within_a_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(archive.view(archive.content), np.arange(6))
     with pytest.raises(UserError, match="cut off"):
         TorchArchive(memory_map(path), str(path), 6, len(inner.getvalue()) + 6)
+
+
+def shared(build: bytes, count: int = 60) -> bytes:
+    """A value that holds the one before it twice, and so on: 2**count values."""
+    return b"".join(b"q%ch%c" % (number, number) + build for number in range(count))
+
+
+SMALL = Limits(bytes=100_000, entries=10_000, depth=100)
+BOMBS = {
+    "tuples as a key": b"}" + b")" + shared(b"\x86") + b"K\x01s",
+    "tuples as keys": b"}(" + b")" + shared(b"\x86") + b"K\x01u",
+    "tuples as keys at once": b"(" + b")" + shared(b"\x86") + b"K\x01d",
+    "tuples in a set": b"\x8f(" + b")" + shared(b"\x86") + b"\x90",
+    "tuples in a set of a call": global_("builtins", "set") + b"(](" + b")" + shared(b"\x86") + b"etR",
+    "tuples as a key of a call": global_("collections", "OrderedDict") + b"(](" + b")" + shared(b"\x86")
+    + b"K\x01\x86etR",
+    "tuples as a value": b")" + shared(b"\x86"),
+    "tuples in an object": global_("argparse", "Namespace") + b"(" + b")" + shared(b"\x86") + b"tR",
+    "attributes of an object": global_("argparse", "Namespace") + b")R}U\x01a)" + shared(b"\x86") + b"sb",
+    "a size in a message": global_("torch", "Size") + b")" + shared(b"\x86") + b"\x85R",
+    "an attribute in a message": global_("builtins", "getattr") + b")" + shared(b"\x86") + b"K\x01\x86R",
+    "a shape in a message": global_("torch._utils", "_rebuild_tensor_v2")
+    + b"((U\x07storage" + global_("torch", "FloatStorage") + b"U\x010U\x03cpuK\x01tQK\x00)" + shared(b"\x86")
+    + b"K\x01\x85tR",
+    "a list in itself": b"]q\x00h\x00a",
+    "a mapping in itself": b"}q\x00U\x01ah\x00s",
+    "lists in lists": b"]" * 200 + b"a" * 199,
+    "many instructions": b"N0" * 20_000 + b"N",
+    "a large file": b"U\x01a0" * 50_000 + b"N",
+    "one list in many calls": b"(" + b"N" * 1000 + b"lq\x00"
+    + (global_("collections", "OrderedDict") + b"h\x00\x85R0") * 100,
+    "one text in many calls": b"X\xe8\x03\x00\x00" + b"a" * 1000 + b"q\x00U\x06latin1q\x01"
+    + (global_("_codecs", "encode") + b"h\x00h\x01\x86R0") * 100,
+    "a number of many digits": b"\x8b\xd0\x07\x00\x00" + b"\x01" * 2000,
+    "a long name": b"X\xd0\x07\x00\x00" + b"a" * 2000 + b"q\x00h\x00\x93",
+    "a text of 2**62 bytes": b"\x8d" + (2**62).to_bytes(8, "little") + b"a",
+    "bytes of 2**63": b"\x8e" + (2**63).to_bytes(8, "little") + b"a",
+    "a number of 2**31 - 1 bytes": b"\x8b\xff\xff\xff\x7f1",
+    "a tensor of one element 10**12 times": global_("torch._utils", "_rebuild_tensor_v2")
+    + b"((U\x07storage" + global_("torch", "FloatStorage") + b"U\x010U\x03cpuK\x01tQK\x00\x8a\x06"
+    + (10**12).to_bytes(6, "little") + b"\x85K\x00\x85tR",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_pickle_that_would_never_end_or_fill_memory_is_refused(kind: str) -> None:
+    with pytest.raises(UserError, match=r"a\.pt: (refused|its pickle)") as caught:
+        read_pickle(b"\x80\x02" + BOMBS[kind] + b".", "a.pt", SMALL)
+    assert len(str(caught.value)) < 400
+
+
+def test_the_limits_of_a_pickle_are_raised_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = b"\x80\x02" + BOMBS["many instructions"] + b"."
+    with pytest.raises(OverBudget, match=r"a\.pt: refused: 10,001 entries, at most 10,000 .*MEGAJAX_READ_LIMITS=10"):
+        read_pickle(many, "a.pt", SMALL)
+    monkeypatch.setenv("MEGAJAX_READ_LIMITS", "10")
+    assert read_pickle(many, "a.pt", SMALL) is None

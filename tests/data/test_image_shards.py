@@ -78,6 +78,48 @@ def test_members_are_those_of_tarfile(tmp_path: Path, format: int, seconds: floa
         assert [*image_shards.tar_members(file)] == expected and len(expected) >= 4
 
 
+def header(name: str, size: bytes, kind: bytes = b"0", content: bytes = b"") -> bytes:
+    """A header with any size, and content padded to blocks."""
+    head = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+    head[124:136], head[156:157] = size.ljust(12, b"\0"), kind
+    head[148:156] = b"%06o\0 " % (sum(head) - sum(head[148:156]) + 8 * ord(" "))
+    return bytes(head) + content + bytes(-len(content) % 512)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (header("a.png", b"-2000"), r"no header at byte 0 \(the size b'-2000'\)"),
+        (header("a.png", b"0") + header("b.png", b"-1000"), "no header at byte 512"),
+        (header("a.png", b"+10"), "no header at byte 0"),
+        (header("a.png", b"1_0"), "no header at byte 0"),
+        (header("x", b"%o" % 15, b"x", b"14 size=-1024\n") + header("a.png", b"0"), "no header at byte 1024"),
+        (header("x", b"%o" % 200, b"x", b"99 size=%b\n" % (b"9" * 150)) + header("a.png", b"0"), "at byte 1024"),
+        (header("x", b"%o" % 2**17, b"x", bytes(2**17)), "header at byte 0 has 131,072 bytes, at most 65,536"),
+        (header("x", b"%o" % 2**17, b"L", bytes(2**17)), "header at byte 0 has 131,072 bytes, at most 65,536"),
+        (header("a.png", b"\xff" * 12), "but a file in it ends at"),
+        (header("a.png", b"77777777777"), "but a file in it ends at"),
+    ],
+)
+def test_sizes_that_lie_are_refused(tmp_path: Path, members: bytes, message: str) -> None:
+    path = tmp_path / "0.tar"
+    path.write_bytes(members + bytes(1024))
+    with pytest.raises(UserError, match=r"0\.tar: cannot be read as a tar file: .*" + message):
+        image_shards.scan(path, "label")
+
+
+def test_a_sample_of_many_files_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    path.write_bytes(b"".join(header(f"a.{number}", b"0") for number in range(1200)) + bytes(1024))
+    rows, unusable = image_shards.scan(path, "label")
+    assert not len(rows) and [reason for reason, _ in unusable] == ["too many files"]
+
+
+def test_a_pattern_of_too_many_files_is_refused() -> None:
+    with pytest.raises(UserError, match="stands for 1,000,000,000 files"):
+        image_shards.find_shards(["{0..999999999}.tar"])
+
+
 def test_large_sizes() -> None:
     for size in (10, 2**40):
         member = tarfile.TarInfo("x")

@@ -107,7 +107,7 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON"),
         ('{"prompt": "a", "prompt": "b"}', "prompt is given twice"),
-        ("[" * 100_000, "is not valid JSON.* recursion"),
+        ("[" * 100_000, "is not valid JSON.*nested too deeply"),
         ("[]", "expected"),
         ('{"prompt": "a", "messages": []}', "expected"),
         ('{"prompt": [1, true]}', "expected"),

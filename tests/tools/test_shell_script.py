@@ -122,3 +122,23 @@ def test_the_training_command() -> None:
         find_training(commands(f"{launch}\n{launch}"), "run.sh")
     with pytest.raises(UserError, match="line 3: --c belongs to no command"):
         find_training(commands("python pretrain_gpt.py --a \\\n # --b \\\n --c"), "run.sh")
+
+
+@pytest.mark.parametrize("digits", [10, 26, 4000])
+def test_a_long_number_in_a_sum_is_unknown(digits):
+    (command,) = commands(f"python a.py $(({'1' * digits}x))")
+    assert command.words[-1].unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("A=aaaaaaaa\n" + "A=$A$A\n" * 60, "script: refused: 25,165,808 bytes"),
+        ("A=(a b c d)\n" + "A+=(${A[@]})\n" * 60, "refused: .* entries"),
+        ('A="' + "$a" * 60, "unclosed"),
+        ("A=a\ufdd0", "U.FDD0"),
+    ],
+)
+def test_a_script_whose_values_grow_without_end_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        commands(text)

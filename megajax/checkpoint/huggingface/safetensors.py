@@ -4,7 +4,6 @@ A file has the length of its header (uint64, little endian), the header (JSON: n
 its bytes after the header), and the bytes. A folder has one file, or several with an index of the file of each tensor.
 """
 
-import json
 import mmap
 from collections.abc import Mapping
 from math import prod
@@ -16,6 +15,7 @@ import numpy as np
 
 from megajax.checkpoint.named_files import demand_inside, is_plain
 from megajax.checkpoint.weights.foreign import Entry
+from megajax.config.budget import DOCUMENT, Budget, Limits, parse_json, read_json
 from megajax.config.errors import UserError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -38,6 +38,8 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 LONGEST_HEADER = 100_000_000
 """Bytes; the reference implementation has the same limit."""
+HEADER = Limits(entries=1_000_000)
+"""Tensors of a file."""
 MAX_DIMENSIONS = 32
 """Largest number of dimensions of a tensor."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
@@ -58,10 +60,11 @@ class SafetensorsFile:
             if length > min(LONGEST_HEADER, size - 8):
                 raise UserError(f"{path} is not a safetensors file, or it was cut off: its {size} bytes hold no header")
             try:
-                header = _mapping(json.loads(file.read(length), object_pairs_hook=_unique), "the header")
+                header = _mapping(parse_json(file.read(length)), "the header")
+                Budget(path, HEADER).spend(len(header))
                 header.pop("__metadata__", None)
                 self._places = {name: _place(name, entry) for name, entry in header.items()}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"{path} is not a safetensors file: its header can't be read ({_text(error)})"
                 ) from error
@@ -120,15 +123,6 @@ def _place(name: str, entry: Any) -> _Place:
     return _Place(Entry(tuple(shape), DTYPES[entry["dtype"]]), *offsets)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a duplicate name."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return result
-
-
 def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is a {type(value).__name__}")
@@ -175,16 +169,19 @@ class SafetensorsFolder:
     def _indexed(index: Path) -> dict[Path, list[str]]:
         """File -> names of its tensors. Raises UserError for files that are missing or outside of the folder."""
         try:
-            text = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+            text = read_json(index, DOCUMENT)
             names = _mapping(_mapping(text, "the index")["weight_map"], "weight_map")
             files = sorted(set(names.values()))
-        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise UserError(f"{index} can't be read ({_text(error)})") from error
         if outside := [file for file in files if not is_plain(file)]:
             raise UserError(f"{index} names files outside of its folder: {', '.join(map(ascii, outside))}")
         if absent := [file for file in files if not (index.parent / file).is_file()]:
             raise UserError(f"{index} names missing files: {', '.join(absent)}")
-        return {index.parent / file: [name for name, shard in names.items() if shard == file] for file in files}
+        shards: dict[Path, list[str]] = {index.parent / file: [] for file in files}
+        for name, file in names.items():
+            shards[index.parent / file].append(name)
+        return shards
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ the other allowed names give a `Record` of the name and its arguments, and any o
 imported, so allowed names are harmless too.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from math import prod
 from pickletools import genops
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.config.budget import Budget, Limits, OverBudget, inner_values
 from megajax.config.errors import UserError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -42,6 +43,14 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Names of dtypes and of storages -> dtype."""
 
+LIMITS = Limits(bytes=2**30, entries=50_000_000, depth=100)
+"""Of a pickle: its size, the number of its instructions and values, and containers inside of each other."""
+LONGEST_NAME = 1000
+"""Maximum characters of a module and a name in it."""
+MOST_BITS = 1024
+"""Of a whole number."""
+MOST_REPEATED = 2**20
+"""Maximum elements of a tensor that has more elements than its storage."""
 MOST_DIMENSIONS = 32
 """Largest number of dimensions of a numpy array."""
 
@@ -97,13 +106,24 @@ class TensorPlace:
     strides: tuple[int, ...]
 
 
-def read_pickle(data: bytes | memoryview, where: str) -> Any:
+def read_pickle(data: bytes | memoryview, where: str, limits: Limits = LIMITS) -> Any:
     """The content of a pickle.
 
+    A pickle may refer to an earlier value, and so describe 2**n nested values in n instructions; programs that walk
+    over them, or hash them, would never end. The values of the content are counted as often as they are reached.
+
     where: the file, for messages.
-    Raises UserError for a name or an opcode that is not allowed, and for a pickle that is damaged.
+    Raises UserError for a name or an opcode that is not allowed, for a pickle that is damaged, and beyond the limits.
     """
-    return _Machine(where).run(data)
+    budget = Budget(where, limits, inner=_inner)
+    budget.spend(bytes=len(data))
+    content = _Machine(where, budget).run(data)
+    budget.demand_tree(content)
+    return content
+
+
+def _inner(value: Any) -> Collection[Any] | None:
+    return [*value.arguments, value.fields] if isinstance(value, Record) else inner_values(value)
 
 
 class _Mark:
@@ -116,18 +136,22 @@ MARK = _Mark()
 class _Machine:
     """Runs the opcodes of one pickle."""
 
-    def __init__(self, where: str):
+    def __init__(self, where: str, budget: Budget):
         self.where, self.stack, self.memo = where, list[Any](), dict[int, Any]()
+        self.budget = budget
 
     def run(self, data: bytes | memoryview) -> Any:
         try:
             for opcode, argument, _ in genops(bytes(data)):
+                self.budget.spend(1)
                 if opcode.name == "STOP":
                     return self._pop()
                 step = STEPS.get(opcode.name)
                 if step is None:
                     raise UserError(f"{self.where}: its pickle was refused: it has the opcode {opcode.name}")
                 step(self, argument)
+        except OverBudget:
+            raise
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, MemoryError) as error:
             raise UserError(f"{self.where}: its pickle is damaged: {error}") from error
         raise UserError(f"{self.where}: its pickle is damaged: it has no end")
@@ -153,7 +177,15 @@ class _Machine:
         return top
 
     def push(self, value: Any) -> None:
+        if type(value) is int and value.bit_length() > MOST_BITS:
+            raise ValueError(f"a number of {value.bit_length()} bits, at most {MOST_BITS} are read")
         self.stack.append(value)
+
+    def keys(self, keys: Iterable[Any]) -> None:
+        """Counts the values of tuples that are hashed: they do not keep their hash."""
+        for key in keys:
+            if type(key) is tuple:
+                self.budget.demand_tree(key)
 
     def nothing(self, _: Any) -> None:
         """Opcodes of the framing of the file."""
@@ -180,6 +212,7 @@ class _Machine:
 
     def dict_of(self, _: Any) -> None:
         values = self._above_mark()
+        self.keys(values[::2])
         self.push(dict(zip(values[::2], values[1::2], strict=True)))
 
     def append(self, _: Any) -> None:
@@ -192,14 +225,17 @@ class _Machine:
 
     def set_item(self, _: Any) -> None:
         value, key = self._pop(), self._pop()
+        self.keys((key,))
         self._top(dict)[key] = value
 
     def set_items(self, _: Any) -> None:
         values = self._above_mark()
+        self.keys(values[::2])
         self._top(dict).update(zip(values[::2], values[1::2], strict=True))
 
     def add_items(self, _: Any) -> None:
         values = self._above_mark()
+        self.keys(values)
         self._top(set).update(values)
 
     def global_name(self, text: str) -> None:
@@ -213,6 +249,8 @@ class _Machine:
     def _name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("a name that is not a text")
+        if len(module) + len(name) > LONGEST_NAME:
+            raise ValueError(f"a name of {len(module) + len(name)} characters")
         module = {"__builtin__": "builtins"}.get(module, module)
         dotted = f"{module}.{name}"
         if dotted not in ALLOWED and not dotted.startswith(ALLOWED_BELOW):
@@ -233,6 +271,8 @@ class _Machine:
         """The substitute for the result of a call."""
         if name not in BUILDERS:
             return Record(name, arguments)
+        # A builder may copy its arguments, and one value may be the argument of many calls.
+        self.budget.spend(sum(len(value) for value in arguments if isinstance(value, Sized)))
         try:
             return BUILDERS[name](self, arguments)
         except (ValueError, TypeError, IndexError, AttributeError) as error:
@@ -249,8 +289,9 @@ class _Machine:
         state, target = self._pop(), self.stack[-1]
         if isinstance(target, Record):
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-            if all(part is None or isinstance(part, dict) for part in parts):
-                target.fields.update({str(key): value for part in parts for key, value in (part or {}).items()})
+            if all(part is None or (isinstance(part, dict) and all(map(_is_text, part))) for part in parts):
+                self.budget.spend(sum(len(part or ()) for part in parts))
+                target.fields.update({key: value for part in parts for key, value in (part or {}).items()})
             else:
                 target.fields["state"] = state
         elif not isinstance(target, dict | TensorPlace | bytes):
@@ -269,6 +310,10 @@ class _Machine:
         self.push(Storage(key, DTYPES[kind.dotted], numel))
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _are_sizes(numbers: Iterable[Any]) -> bool:
     """Whether all are whole numbers of at least 0."""
     return all(type(number) is int and number >= 0 for number in numbers)
@@ -280,12 +325,14 @@ def _tensor(_: _Machine, arguments: tuple[Any, ...], dtype: np.dtype | None = No
     if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise ValueError("no storage, shape and strides")
     if len(shape) != len(strides) or len(shape) > MOST_DIMENSIONS or not _are_sizes((offset, *shape, *strides)):
-        raise ValueError(f"shape {shape}, strides {strides}, offset {offset}")
+        raise ValueError("its shape, strides or offset are not whole numbers of at least 0")
     dtype = dtype or storage.dtype
     elements = storage.numel * storage.dtype.itemsize // dtype.itemsize
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if prod(shape) and last >= elements:
         raise ValueError(f"it ends at element {last} of a storage of {elements}")
+    if prod(shape) > max(elements, MOST_REPEATED):
+        raise ValueError(f"it repeats the {elements} elements of its storage {prod(shape)} times")
     return TensorPlace(storage, dtype, offset, shape, strides)
 
 
@@ -293,7 +340,7 @@ def _tensor_with_dtype(machine: _Machine, arguments: tuple[Any, ...]) -> TensorP
     """_rebuild_tensor_v3, with the dtype after the arguments of `_tensor`."""
     name = arguments[6]
     if not isinstance(name, Name) or name.dotted not in DTYPES:
-        raise ValueError(f"an unknown dtype: {name}")
+        raise ValueError("an unknown dtype")
     return _tensor(machine, arguments, DTYPES[name.dotted])
 
 
@@ -310,7 +357,7 @@ def _first(kind: type) -> Callable[[_Machine, tuple[Any, ...]], Any]:
 
 def _size(_: _Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     if not isinstance(arguments[0], tuple) or not _are_sizes(arguments[0]):
-        raise ValueError(f"{arguments[0]!r}")
+        raise ValueError("its sizes are not whole numbers of at least 0")
     return arguments[0]
 
 
@@ -318,20 +365,23 @@ def _rebuilt(machine: _Machine, arguments: tuple[Any, ...]) -> Any:
     """A tensor with attributes of its own: (function, type, its arguments, attributes)."""
     function, _, tensor_arguments, *_ = arguments
     if not isinstance(function, Name) or not function.dotted.startswith("torch._utils._rebuild_"):
-        raise ValueError(f"{function}")
+        raise ValueError("it rebuilds something other than a tensor")
     return machine.result(function.dotted, tensor_arguments)
 
 
-def _mapping(_: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
+def _mapping(machine: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     """An OrderedDict, empty or of pairs."""
-    return dict(arguments[0]) if arguments and isinstance(arguments[0], list) else {}
+    if not arguments or not isinstance(arguments[0], list):
+        return {}
+    machine.keys(key for key, _ in arguments[0])
+    return dict(arguments[0])
 
 
 def _attribute(_: _Machine, arguments: tuple[Any, ...]) -> Record:
     """getattr(enum, name), as some versions of Python pickle a member of an enum."""
     owner, name = arguments
     if not isinstance(owner, Name) or not owner.dotted.startswith(ALLOWED_BELOW) or not isinstance(name, str):
-        raise ValueError(f"of {owner}")
+        raise ValueError("it is not a member of an enum")
     return Record(f"{owner.dotted}.{name}")
 
 
@@ -339,12 +389,14 @@ def _encoded(_: _Machine, arguments: tuple[Any, ...]) -> bytes:
     """Bytes in protocol 2: a text in latin-1."""
     text, code = arguments
     if not isinstance(text, str) or code not in ("latin1", "latin-1"):
-        raise ValueError(f"{code}")
+        raise ValueError("it is not a text in latin-1")
     return text.encode("latin-1")
 
 
-def _members(_: _Machine, arguments: tuple[Any, ...]) -> set[Any]:
-    return set(arguments[0]) if arguments and isinstance(arguments[0], list) else set()
+def _members(machine: _Machine, arguments: tuple[Any, ...]) -> set[Any]:
+    members = arguments[0] if arguments and isinstance(arguments[0], list) else []
+    machine.keys(members)
+    return set(members)
 
 
 BUILDERS: Mapping[str, Callable[[_Machine, tuple[Any, ...]], Any]] = {

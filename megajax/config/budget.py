@@ -1,0 +1,162 @@
+"""Limits on what a reader of files of unknown origin may use: bytes, entries, depth and time."""
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megajax.config.errors import UserError
+
+VARIABLE = "MEGAJAX_READ_LIMITS"
+"""Environment variable with a factor of at least 1 for all limits, for files that the user trusts."""
+
+
+class OverBudget(UserError, ValueError):
+    """A file exceeds a limit of its reader.
+
+    Also a ValueError, so readers that report malformed files report it in the same way.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one reader may use for one file; None: not limited."""
+
+    bytes: int | None = None
+    """Size of the file, or of what is built from it."""
+    entries: int | None = None
+    """Values, members of an archive, instructions of a program."""
+    depth: int | None = None
+    """Containers inside of each other."""
+    seconds: float | None = None
+
+
+SETTINGS = Limits(bytes=2**23, entries=100_000, depth=100)
+"""Of a file of settings: YAML, config.json. A few lines of YAML with nested aliases can expand to billions of values.
+"""
+DOCUMENT = Limits(bytes=2**30)
+"""Of a JSON file that grows with a model or a vocabulary. JSON has no aliases: memory is proportional to its size."""
+
+
+def inner_values(tree: Any) -> Collection[Any] | None:
+    """The values in a container, with keys that are containers; None for another value."""
+    if isinstance(tree, Mapping):
+        return [*(key for key in tree if isinstance(key, tuple)), *tree.values()]
+    return tree if isinstance(tree, list | tuple | set) else None
+
+
+class Budget:
+    """What is left for reading one file. Each method raises OverBudget beyond a limit.
+
+    Args:
+        where: the file, for messages.
+        inner: the values in a value, for `demand_tree`; None: it is not a container.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        where: str | Path,
+        limits: Limits,
+        *,
+        inner: Callable[[Any], Collection[Any] | None] = inner_values,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.where, self._inner, factor = where, inner, _factor()
+        self._bytes, self._entries, self._depth, self._seconds = (
+            None if limit is None else limit * factor
+            for limit in (limits.bytes, limits.entries, limits.depth, limits.seconds)
+        )
+        self._used_bytes = self._used_entries = 0
+        self._clock = clock
+        self._start = clock() if limits.seconds is not None else 0.0
+
+    def spend(self, entries: int = 0, *, bytes: int = 0) -> None:
+        """Counts entries and bytes, and reads the clock."""
+        self._used_entries += entries
+        self._used_bytes += bytes
+        if self._entries is not None and self._used_entries > self._entries:
+            self._refuse(self._used_entries, self._entries, "entries")
+        if self._bytes is not None and self._used_bytes > self._bytes:
+            self._refuse(self._used_bytes, self._bytes, "bytes")
+        if self._seconds is not None and (passed := self._clock() - self._start) > self._seconds:
+            self._refuse(round(passed), round(self._seconds), "seconds")
+
+    def demand_depth(self, depth: int) -> None:
+        """Compares a depth with the limit."""
+        if self._depth is not None and depth > self._depth:
+            self._refuse(depth, self._depth, "levels")
+
+    def demand_tree(self, tree: Any) -> None:
+        """Counts the values of nested containers, each as often as it is reached.
+
+        The time is that of the distinct values: a list that holds another twice, and so on, has 2**n values but n
+        lists.
+        """
+        self.spend(self._values(tree, {}, 1))
+
+    def _values(self, tree: Any, counts: dict[int, int], depth: int) -> int:
+        """counts: values of the containers so far, by id; 0 while they are counted."""
+        if (items := self._inner(tree)) is None:
+            return 1
+        if (count := counts.get(id(tree))) is not None:
+            if not count:
+                raise OverBudget(f"{self.where}: refused: a {type(tree).__name__} contains itself")
+            return count
+        self.demand_depth(depth)
+        counts[id(tree)] = 0
+        total = 1 + sum([self._values(item, counts, depth + 1) for item in items])
+        counts[id(tree)] = total
+        return total
+
+    def _refuse(self, found: float, limit: float, unit: str) -> None:
+        raise OverBudget(
+            f"{self.where}: refused: {found:,.0f} {unit}, at most {limit:,.0f} are read. If you trust the file, set "
+            f"{VARIABLE}=10 in the environment, which multiplies the limits of all readers by 10."
+        )
+
+
+def _factor() -> int:
+    text = os.environ.get(VARIABLE, "1")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:10]) <= 10**6):
+        raise UserError(f"{VARIABLE}={text}: expected a whole number from 1 to 1000000")
+    return int(text)
+
+
+def read_file(path: Path | str, limits: Limits = SETTINGS) -> bytes:
+    """The bytes of a regular file. Raises OSError, and OverBudget for a larger file, a pipe or a device."""
+    # Opening a pipe would wait for its writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OverBudget(f"{path}: refused: not a regular file")
+        Budget(path, limits).spend(bytes=status.st_size)
+        return file.read(status.st_size)
+
+
+def read_json(path: Path | str, limits: Limits = SETTINGS) -> Any:
+    """The content of a JSON file. Raises OSError, ValueError, and OverBudget, which is a ValueError."""
+    return parse_json(read_file(path, limits))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON without repeated names. Raises ValueError, also for numbers and nesting of thousands of digits or levels."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("lists and mappings are nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name} is given twice")
+            seen.add(name)
+    return mapping

@@ -1,0 +1,91 @@
+"""Limits of readers: what is counted, and the one message beyond a limit."""
+
+import json
+import os
+
+import pytest
+
+from megajax.config.budget import Budget, Limits, OverBudget, parse_json, read_file, read_json
+from megajax.config.errors import UserError
+
+
+def test_beyond_a_limit_the_message_names_file_limit_and_remedy():
+    budget = Budget("a/b.json", Limits(entries=10, bytes=1000, depth=2))
+    budget.spend(10, bytes=1000)
+    with pytest.raises(
+        OverBudget, match=r"^a/b\.json: refused: 11 entries, at most 10 .*MEGAJAX_READ_LIMITS=10"
+    ) as caught:
+        budget.spend(1)
+    assert isinstance(caught.value, UserError) and isinstance(caught.value, ValueError) and caught.value.code == 2
+    with pytest.raises(OverBudget, match="3 levels, at most 2"):
+        Budget("a", Limits(depth=2)).demand_tree([[[]]])
+
+
+def test_time_is_read_with_each_count():
+    now = [5.0]
+    budget = Budget("a", Limits(seconds=10), clock=lambda: now[0])
+    now[0] = 15.0
+    budget.spend(1)
+    now[0] = 15.1
+    with pytest.raises(OverBudget, match="10 seconds"):
+        budget.spend(1)
+
+
+def test_shared_values_count_as_often_as_they_are_reached():
+    tree: object = 1
+    for _ in range(200):
+        tree = {"a": tree, "b": [tree]}
+    with pytest.raises(OverBudget, match="entries"):
+        Budget("a", Limits(entries=10**6)).demand_tree(tree)
+    Budget("a", Limits(entries=7)).demand_tree({"a": [1, 2], "b": (3, 4)})
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(OverBudget, match="a list contains itself"):
+        Budget("a", Limits()).demand_tree(endless)
+
+
+@pytest.mark.parametrize("factor", ["0", "-1", "x", "1e3", "9999999999", ""])
+def test_a_factor_that_is_no_number_is_refused(factor, monkeypatch):
+    monkeypatch.setenv("MEGAJAX_READ_LIMITS", factor)
+    with pytest.raises(UserError, match=f"MEGAJAX_READ_LIMITS={factor}: expected a whole number"):
+        Budget("a", Limits())
+
+
+def test_only_regular_files_of_limited_size_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(OverBudget, match="not a regular file"):
+            read_file(path)
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_json(tmp_path / "a.json") == {"a": 1}
+    with pytest.raises(OverBudget, match=r"a\.json: refused: 8 bytes, at most 7"):
+        read_json(tmp_path / "a.json", Limits(bytes=7))
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "missing")
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5, "9" * 5000, "{", '{"a": 1, "a": 1}'])
+def test_json_of_strangers_raises_value_error(text):
+    with pytest.raises(ValueError):
+        parse_json(text)
+
+
+def test_duplicate_names_are_found_in_one_pass():
+    """Equal names are compared a few times each, not with all the others."""
+    comparisons = [0]
+
+    class Counted(str):
+        def __eq__(self, other: object) -> bool:
+            comparisons[0] += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    from megajax.config import budget
+
+    with pytest.raises(ValueError, match="name999 is given twice"):
+        budget._unique([(Counted(f"name{number}"), 0) for number in [*range(1000), 999]])
+    assert comparisons[0] < 5000
+    assert parse_json(json.dumps({str(number): 0 for number in range(9)})) == {str(number): 0 for number in range(9)}
