@@ -113,9 +113,9 @@ class Budget:
         counts[id(tree)] = total
         return total
 
-    def _refuse(self, found: float, limit: float, unit: str) -> None:
+    def _refuse(self, count: float, limit: float, unit: str) -> None:
         raise OverBudget(
-            f"{self.where}: refused: {found:,.0f} {unit}, at most {limit:,.0f} are read. If you trust the file, set "
+            f"{self.where}: refused: {count:,.0f} {unit}, at most {limit:,.0f} are read. If you trust the file, set "
             f"{VARIABLE}=10 in the environment, which multiplies the limits of all readers by 10."
         )
 
@@ -154,9 +154,9 @@ def parse_json(text: str | bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        seen = set[str]()
+        names = set[str]()
         for name, _ in pairs:
-            if name in seen:
+            if name in names:
                 raise ValueError(f"{name} is given twice")
-            seen.add(name)
+            names.add(name)
     return mapping

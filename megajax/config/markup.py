@@ -66,11 +66,11 @@ class _Strict(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set[Any]()
+        keys = set[Any]()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):  # the base class refuses the others
-                if key in seen:
+                if key in keys:
                     raise ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
-                seen.add(key)
+                keys.add(key)
         return super().construct_mapping(node, deep)

@@ -1,8 +1,12 @@
 """Sets read over TCP: only by processes with the secret, only what is offered, and what arrives is verified."""
 
+import hmac
 import json
 import socket
 import struct
+import subprocess
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,8 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.exchange import REQUEST_BYTES, OwnAddress, RemoteSet, SetServer, own_address
+from megajax.checkpoint.local import exchange
+from megajax.checkpoint.local.exchange import MOST_WAITING, REQUEST_BYTES, OwnAddress, RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.members import Members
 from megajax.checkpoint.local.sets import OWN_FILE, HostCopy, LocalSet, SetIndex, SetInfo, SetWriter
 from megajax.checkpoint.local.shards import as_bytes, complete_parts, shards_of_processes
@@ -68,6 +73,87 @@ def test_an_endless_request_ends_the_connection(server):
         remote._connection.sendall(struct.pack(">I", REQUEST_BYTES + 1))
         with pytest.raises(ConnectionError):
             remote.read(remote.index.pieces["w", BOX])
+
+
+def test_silent_connections_give_way_to_a_process_of_the_run(server, a_set):
+    threads = threading.active_count()
+    silent = [socket.create_connection(server.address, timeout=10) for _ in range(3 * MOST_WAITING)]
+    try:
+        with RemoteSet(server.address, SECRET, "a-1/0") as remote:
+            assert remote.read(remote.index.pieces["n", ()]) == 5
+            assert len(server._waiting) <= MOST_WAITING and threading.active_count() <= threads + 1
+        for oldest in silent[:MOST_WAITING]:
+            assert oldest.recv(32)
+            assert oldest.recv(1) == b""
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_a_proof_may_arrive_in_parts(server):
+    with socket.create_connection(server.address, timeout=10) as client:
+        proof = hmac.digest(SECRET, client.recv(32), "sha256")
+        for byte in proof:
+            client.sendall(bytes((byte,)))
+        body = b'{"set": "b"}'
+        client.sendall(struct.pack(">I", len(body)) + body)
+        assert client.recv(1) == b"\0"
+
+
+def test_a_late_proof_ends_the_connection(server, monkeypatch):
+    monkeypatch.setattr(exchange, "HELLO_SECONDS", 0.0)
+    with socket.create_connection(server.address, timeout=30) as silent:
+        assert len(silent.recv(32)) == 32 and silent.recv(1) == b""
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket, sys
+from pathlib import Path
+from megajax.checkpoint.local import exchange
+from megajax.checkpoint.local.sets import LocalSet
+a_set, secret, exchange.TIMEOUT_SECONDS = LocalSet.open(Path(sys.argv[1])), b"s" * 32, 20.0
+server, clients, others = exchange.SetServer("127.0.0.1", secret, {"a-1/0": a_set}.get), [socket.socket()], []
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+try:
+    while True:
+        others.append(os.dup(0))
+except OSError as error:
+    print(error.strerror)
+clients[0].settimeout(1)
+clients[0].connect(server.address)
+try:
+    clients[0].recv(1)  # the server cannot accept the connection
+except TimeoutError:
+    print("silence")
+for other in others:
+    os.close(other)
+with exchange.RemoteSet(server.address, secret, "a-1/0") as remote:
+    print(remote.read(remote.index.pieces["n", ()]))
+"""
+
+
+def test_without_free_descriptors_the_server_goes_on(a_set):
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(a_set.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split("\n")[:3] == ["Too many open files", "silence", "5"], done.stderr
+
+
+def test_an_answer_of_another_program_ends_the_connection(a_set):
+    """Its first bytes would be the size of an array of 10**18 bytes."""
+
+    def answer() -> None:
+        client, _ = listener.accept()
+        with client:
+            client.sendall(b"n" * 32)
+            client.recv(32)
+            client.sendall(b"HTTP/1.1 400 Bad Request")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(ConnectionError, match=r"at most .* were expected"):
+            RemoteSet(listener.getsockname()[:2], SECRET, "a-1/0")
+        thread.join(30)
 
 
 def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):

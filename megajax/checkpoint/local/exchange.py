@@ -13,9 +13,11 @@ import contextlib
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -29,7 +31,13 @@ TIMEOUT_SECONDS = 120.0
 """Timeout of a connection that neither sends nor receives."""
 HELLO_SECONDS = 10.0
 """Timeout for the authentication of a client."""
+MOST_WAITING = 64
+"""Maximum connections that have not authenticated. For one more, the oldest is closed."""
+PAUSE_SECONDS = 0.1
+"""Time until the next attempt to accept a connection, after one failed for lack of file descriptors or memory."""
 REQUEST_BYTES = 2**16
+ANSWER_BYTES = 2**30
+"""Maximum bytes of set.json and of an error message."""
 _HEADER = struct.Struct(">BQ")
 _LENGTH = struct.Struct(">I")
 
@@ -41,24 +49,79 @@ class SetServer:
         self._secret, self._offered = secret, offered
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._closed, self._selector = threading.Event(), selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waiting: dict[socket.socket, _Hello] = {}
         threading.Thread(target=self._accept, name="megajax local checkpoints", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+        """Accepts and authenticates connections in one thread. Only clients with the secret get a thread."""
+        while not self._closed.is_set():
+            ready = [key.fileobj for key, _ in self._selector.select(timeout=1.0)]
+            for connection in self._waiting.keys() & ready:
+                self._read_proof(connection)
+            now = time.monotonic()
+            for connection in [late for late, hello in self._waiting.items() if hello.deadline < now]:
+                self._forget(connection).close()
+            if self._listener in ready:
+                self._welcome()
+        for connection in list(self._waiting):
+            self._forget(connection).close()
+        self._selector.close()
+
+    def _welcome(self) -> None:
+        """Accepts a connection and sends the nonce."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:  # the client has closed it
+            return
+        except OSError:
+            # Not the end, unless `close` was called: without free descriptors, the next client finds one later.
+            if self._waiting:
+                self._forget(next(iter(self._waiting))).close()
+            self._closed.wait(PAUSE_SECONDS)
+            return
+        if len(self._waiting) >= MOST_WAITING:
+            self._forget(next(iter(self._waiting))).close()
+        hello = _Hello(secrets.token_bytes(32), bytearray(), time.monotonic() + HELLO_SECONDS)
+        self._waiting[connection] = hello
+        try:
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ)
+            connection.sendall(hello.nonce)
+        except OSError:
+            self._forget(connection).close()
+
+    def _read_proof(self, connection: socket.socket) -> None:
+        hello = self._waiting[connection]
+        try:
+            received = connection.recv(32 - len(hello.proof))
+        except OSError:
+            received = b""
+        hello.proof.extend(received)
+        if received and len(hello.proof) < 32:
+            return
+        self._forget(connection)
+        if not hmac.compare_digest(hello.proof, _proof(self._secret, hello.nonce)):
+            connection.close()
+            return
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="megajax local reader", daemon=True).start()
+        except RuntimeError:  # too many threads
+            connection.close()
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        """Removes a connection from those that have not authenticated."""
+        del self._waiting[connection]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        return connection
 
     def _serve(self, connection: socket.socket) -> None:
+        """Answers the requests of a client that has authenticated."""
         with connection, contextlib.suppress(OSError, ValueError, EOFError):
-            connection.settimeout(HELLO_SECONDS)
-            nonce = secrets.token_bytes(32)
-            connection.sendall(nonce)
-            if not hmac.compare_digest(_receive(connection, 32), _proof(self._secret, nonce)):
-                return
             connection.settimeout(TIMEOUT_SECONDS)
             while True:
                 (size,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
@@ -84,10 +147,20 @@ class SetServer:
         return available.content(piece)
 
     def close(self) -> None:
+        self._closed.set()
         # shutdown wakes the thread that accepts; close alone does not.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+
+class _Hello(NamedTuple):
+    """A connection that has not authenticated."""
+
+    nonce: bytes
+    proof: bytearray
+    """What has been received of it."""
+    deadline: float
 
 
 class RemoteSet:
@@ -110,13 +183,16 @@ class RemoteSet:
 
     def content(self, piece: Piece) -> bytearray:
         """The bytes of a piece, without verification of their SHA-256."""
-        return self._request(name=piece.name, box=bounds_of(piece.box))
+        return self._request(max(piece.bytes, REQUEST_BYTES), name=piece.name, box=bounds_of(piece.box))
 
-    def _request(self, **request: Any) -> bytearray:
+    def _request(self, most: int = ANSWER_BYTES, **request: Any) -> bytearray:
+        """The answer, of at most `most` bytes: after a restart, another program may have the port of a process."""
         body = json.dumps({"set": self._set, **request}).encode()
         try:
             self._connection.sendall(_LENGTH.pack(len(body)) + body)
             status, size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
+            if size > most:
+                raise EOFError(f"it sends {size} bytes, at most {most} were expected")
             content = _receive(self._connection, size)
         except (OSError, EOFError) as error:
             raise ConnectionError(f"{self._address} does not answer: {error}") from error
