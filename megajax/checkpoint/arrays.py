@@ -41,6 +41,8 @@ def _context(partial: bool = False) -> ocp.Context:
     context.array.saving.use_compression = False
     # A restore passes its own shardings, so those of the saving run are not needed.
     context.array.saving.enable_write_sharding_file = False
+    # Orbax's documented default is pinned memory on GPUs, whose pool never returns memory to the host (orbax#2090).
+    context.array.saving.enable_pinned_host_transfer = False
     context.pytree.loading.partial_load = partial
     return context
 

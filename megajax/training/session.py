@@ -32,7 +32,7 @@ from megajax.training.program import Program, demand_kernels
 from megajax.training.replan import Replan, elastic_hint, replanned
 from megajax.training.row_work import balancing
 from megajax.training.run_config import RunConfig
-from megajax.training.state import TrainState
+from megajax.training.state import TrainState, own_buffers
 from megajax.training.step import TrainStep
 from megajax.training.summary import plain, run_rows, scalar_value, table
 
@@ -263,7 +263,8 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
     parts = prepare(cfg, devices)
     program = parts.program
     with jax.set_mesh(program.mesh):
-        state = (start(parts, program.state_like()) if start is not None else None) or program.fresh_state()()
+        state = None if start is None else start(parts, program.state_like())
+        state = program.fresh_state()() if state is None else own_buffers(state)
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
 
 

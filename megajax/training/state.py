@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
 from megajax.mesh.rules import Plan, Rules
 from megajax.mesh.shardings import replicated
-from megajax.optim.offload import in_host_memory
+from megajax.optim.offload import HOST, in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
 from megajax.training.observations import initial_arrays
@@ -123,3 +124,34 @@ def state_shardings(
         skipped=everywhere,
         observed=parameter_shardings(observed, plan.compute, mesh),
     )
+
+
+def own_buffers[Tree](state: Tree) -> Tree:
+    """The same arrays in buffers that a compiled program made, as a step's results are; deletes the arguments.
+
+    A step donates its state, but buffers made of host memory are not always reused, without a warning (jax#18617): the
+    first step would hold the state twice. Arrays are copied in groups no larger than the largest array, so memory never
+    holds more than the state and a copy of that one. Moments in host memory take no memory of the device and stay.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    remaining = [number for number, leaf in enumerate(leaves) if leaf.sharding.memory_kind != HOST]
+    # The largest first: the next ones fit into the memory that it leaves.
+    remaining.sort(key=lambda number: -_device_bytes(leaves[number]))
+    largest = max((_device_bytes(leaves[number]) for number in remaining), default=0)
+    while remaining:
+        group = [remaining.pop(0)]
+        size = _device_bytes(leaves[group[0]])
+        while remaining and size + _device_bytes(leaves[remaining[0]]) <= largest:
+            size += _device_bytes(leaves[remaining[0]])
+            group.append(remaining.pop(0))
+        originals = [leaves[number] for number in group]
+        copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays], out_shardings=[x.sharding for x in originals])
+        for number, new in zip(group, jax.block_until_ready(copy(originals)), strict=True):
+            leaves[number].delete()
+            leaves[number] = new
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _device_bytes(leaf: Array) -> int:
+    """Bytes of an array on one device."""
+    return prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -18,6 +18,7 @@ from megajax.mesh.xla import DETERMINISTIC, FP8, FSDP, GPU, Option
 from megajax.optim.offload import HOST
 from megajax.training.compiler_options import refusal
 from megajax.training.program import Program, demand_kernels
+from megajax.training.state import own_buffers
 
 SMALL = ("model.stack.repeats=1", "model.sequence_length=128", "batch.global_size=4", "batch.micro_size=2")
 BFLOAT16 = "precision.compute=bfloat16"
@@ -102,3 +103,24 @@ def test_memory_is_counted_where_the_device_counts_it() -> None:
     bytes_and_seconds = most if most is not None else (sum(leaf.nbytes for leaf in state), None)
     assert (most is None) == (platform() == "cpu")
     assert bytes_and_seconds[0] >= sum(leaf.nbytes for leaf in state if leaf.sharding.memory_kind != HOST)
+
+
+def buffers(state: Any) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+
+
+@pytest.mark.slow
+def test_the_first_step_reuses_the_buffers_of_a_state_from_host_memory() -> None:
+    """As after a restore. Arrays that are made of host memory are not always reused, without a warning (jax#18617)."""
+    bench = trained(None, "precision.compute=float32").bench
+    with jax.set_mesh(bench.program.mesh):
+        values = jax.tree.map(np.array, bench.state)
+        from_host = jax.tree.map(
+            lambda x, old: jax.make_array_from_callback(x.shape, old.sharding, lambda index: x[index]),
+            values,
+            bench.state,
+        )
+        bench.state = own_buffers(from_host)
+        before = buffers(bench.state)
+        jax.block_until_ready(bench.step())
+        assert buffers(bench.state) == before
