@@ -86,7 +86,7 @@ def compiled(case: Case) -> dict[str, Any]:
         "arguments_gib": round(plan.memory.arguments / GIB, 2),
         "temporary_gib": round(plan.memory.temporary / GIB, 2),
         "peak_gib": round(plan.memory.peak / GIB, 2),
-        "usable_gib": round(cluster.device.usable_gib, 2),
+        "usable_gib": round(plan.usable_gib, 2),
         "fits": plan.fits,
         "formula_peak_gib": round(formula.memory.peak / GIB, 2),
         "workspace_gib": round(workspace(cfg, described) / GIB, 2),

@@ -171,7 +171,7 @@ class Result:
                     **asdict(row.entry.choice),
                     **{name: row.figures[name] for name in ("peak_gib", "fits", *SPEED)},
                     "compiled": row.compiled,
-                    "usable_gib": device.usable_gib,
+                    "usable_gib": self.task.case.usable_gib,
                     "formula_peak_gib": row.entry.peak / GIB,
                     "formula_step_seconds": row.entry.step_seconds,
                     "slower": self.slowdown(row),
@@ -223,16 +223,16 @@ class Result:
 
     def report(self, commands: Sequence[str]) -> Report:
         """The best layouts, the well-known and the rejected ones, and how to use the best."""
-        device, compiled = self.task.case.cluster.device, sum(row.compiled for row in self.rows) + len(self.rejected)
+        compiled = sum(row.compiled for row in self.rows) + len(self.rejected)
         counts = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in self.tally().items())
         searched = [
             ("layouts", f"{counts}, in {self.seconds:.1f} s"),
             ("compiled", f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none"),
             *[("fixed", self.task.fixed_text())] * bool(self.task.fixed),
         ]
-        verdicts = list(self.well_known)
+        verdicts, usable = list(self.well_known), self.task.case.usable_gib
         for choice, figures in self.rejected:
-            reason = figures.get("error") or f"compiled: {figures['peak_gib']:.1f} of {device.usable_gib:.1f} GiB"
+            reason = figures.get("error") or f"compiled: {figures['peak_gib']:.1f} of {usable:.1f} GiB"
             verdicts.append((f"{choice.layout}, {choice.details}", reason))
         columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "by", "slower", *FIGURES)
         rows = []
@@ -243,7 +243,7 @@ class Result:
             source = "compiler" if row.compiled else "formula"
             rows.append([str(place), *settings, source, slowdown, *cells(row.figures)])
         return Report(
-            f"search for {self.task.devices} x {device.name}",
+            f"search for {self.task.devices} x {self.task.case.cluster.device.name}",
             [
                 ("searched", searched),
                 Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
@@ -377,7 +377,7 @@ def advice(case: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> 
     change. margin: fraction of usable memory that a change must leave.
     """
     rows = []
-    for change in cheapest(case, case.cluster.device.usable_gib * (1 - margin) - excess_gib):
+    for change in cheapest(case, case.usable_gib * (1 - margin) - excess_gib):
         names, step = settings(changes(case.cfg, change.cfg)), change.estimate
         figures = f"{step.memory.peak_gib + excess_gib:.2f}", f"{step.step_seconds:.3f}"
         slowdown = f"{step.step_seconds / case.estimate.step_seconds - 1:+.1%}"

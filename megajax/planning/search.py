@@ -191,7 +191,7 @@ class Task:
     @property
     def limit(self) -> float:
         """Bytes that a layout may take by formula."""
-        usable = self.case.cluster.device.usable_gib * (1 - HEADROOM)
+        usable = self.case.usable_gib * (1 - HEADROOM)
         return GIB * (usable if self.limit_gib is None else self.limit_gib)
 
     def with_choice(self, choice: Choice) -> Case:

@@ -57,7 +57,7 @@ def plan_report(plan: Estimate) -> Report:
         ("activations", memory.activations, "kept for the backward pass"),
         ("working", memory.working, "temporaries of a layer or the loss, and collectives"),
         ("peak", memory.peak, ""),
-        ("usable", device.usable_gib * GIB, f"of {device.memory_gib:g}"),
+        ("usable", run.usable_gib * GIB, f"of {device.memory_gib:g}: xla.memory_fraction={run.memory_fraction:g}"),
     ]
     memory = memory_rows(sizes)
     collectives = [

@@ -68,7 +68,7 @@ MINE = "name: mine\nmemory_gib: 96\nbandwidth: 3e12\npeak: 5e14\nnvlink: 200e9\n
 def test_a_described_device(tmp_path: Path) -> None:
     mine = read_device(described(tmp_path, MINE + "peak_fp8: 1e15\nper_node: 4\n"))
     assert (mine.name, mine.peak, mine.nvlink, mine.per_node) == ("mine", 5e14, 200e9, 4)
-    assert mine.peak_of("fp8") == 1e15 and 85 < mine.usable_gib < 92
+    assert mine.peak_of("fp8") == 1e15 and 85 < mine.usable_gib(0.92) < 92
 
 
 WRONG = {

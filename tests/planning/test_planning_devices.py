@@ -1,10 +1,18 @@
 """Virtual GPUs: parsing of --devices, and the compiler's description of each."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megajax.planning.program.devices import GPUS, read_cluster
+from megajax.config import load
+from megajax.mesh.xla import XlaConfig, set_process
+from megajax.planning.cost.estimate import Case
+from megajax.planning.program.devices import GPUS, Cluster, read_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_clusters_are_parsed() -> None:
@@ -58,7 +66,18 @@ def test_target_config(name: str) -> None:
     assert int(value["shared_memory_per_block_optin"]) == (gpu.shared_kib - 1) * 1024
 
 
-def test_usable_memory_leaves_a_reserve() -> None:
-    for gpu in GPUS.values():
-        # The share that pools of memory are set to in practice.
-        assert 0.88 < gpu.usable_gib / gpu.memory_gib < 0.95
+def test_usable_is_what_a_run_reserves() -> None:
+    """Of the memory that CUDA reports, the share of `xla.memory_fraction`; an H100 reports 79.1 to 79.2 GiB of 80."""
+    environment: dict[str, str] = {}
+    set_process(XlaConfig(), environment)
+    share = float(environment["XLA_CLIENT_MEM_FRACTION"])
+    assert GPUS["h100"].usable_gib(share) == pytest.approx(79.15 * share, rel=2e-3)
+    assert GPUS["h200"].usable_gib(share) == pytest.approx(139.8 * share, rel=2e-3)
+    cfg: Any = load(f"{ROOT}/configs/llama3.py")
+    parts = (share, 0.3)
+    cases = [
+        Case(replace(cfg, xla=replace(cfg.xla, memory_fraction=part)), Cluster(GPUS["h100"], 8, 8)) for part in parts
+    ]
+    assert [case.estimate.fits for case in cases] == [True, False]
+    for part, case in zip(parts, cases, strict=True):
+        assert case.estimate.run.usable_gib == case.usable_gib == GPUS["h100"].usable_gib(part)

@@ -145,6 +145,8 @@ def test_the_best_is_that_of_an_exhaustive_search() -> None:
 
 def test_the_fewest_layers_that_fit_recompute() -> None:
     request = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
+    # Where this is the fastest choice; a little less memory, and a policy that saves some tensors of all layers is.
+    request = replace(request, limit_gib=70.1)
     (entry,) = explore(request, (1, 1)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
     one_less = replace(entry.choice, recompute_layers=entry.choice.recompute_layers - 1)
@@ -177,7 +179,7 @@ def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
     request = task("gpt3_6_7b", 8)
     group = explore(Task(replace(request.case, cluster=request.case.cluster._replace(device=tight))), (8, 1))
     assert group.best and all(entry.choice.offload == 0 for entry in group.best)
-    tighter = request.case.cluster._replace(device=replace(H100, memory_gib=17.5))
+    tighter = request.case.cluster._replace(device=replace(H100, memory_gib=15.2))
     tighter = explore(Task(replace(request.case, cluster=tighter)), (8, 1))
     assert tighter.best and all(entry.choice.offload > 0 for entry in tighter.best)
     first = tighter.best[0].choice
@@ -246,7 +248,7 @@ def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) ->
         if place == 1:
             return {"fits": False, "error": "no such kernel"}
         seconds = entries[place].step_seconds * (1.2 if place == 2 else 1.01)
-        return {"fits": place > 0, "peak_gib": 50.0 if place else H100.usable_gib + 1, "step_seconds": seconds}
+        return {"fits": place > 0, "peak_gib": 50.0 if place else H100.usable_gib(0.92) + 1, "step_seconds": seconds}
 
     cache = Cache(file, request.fingerprint())
     compile_best(request, (entry.choice for entry in entries), 2, cache, compiled)

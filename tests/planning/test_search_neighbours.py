@@ -98,7 +98,7 @@ def test_errors(case: str) -> None:
 def test_the_cheapest_changes_fit() -> None:
     base = case_of("parallel.tensor=2")
     assert not base.estimate.fits
-    cases = cheapest(base, 0.95 * base.cluster.device.usable_gib)
+    cases = cheapest(base, 0.95 * base.usable_gib)
     flags = [settings(changes(base.cfg, case.cfg)) for case in cases]
     assert len(flags) == 3 and len(set(map(str, flags))) == 3
     for case, changed in zip(cases, flags, strict=True):
@@ -106,19 +106,14 @@ def test_the_cheapest_changes_fit() -> None:
         repeated = estimate(describe(cfg, *base.cluster))
         assert repeated.memory.peak_gib == pytest.approx(case.estimate.memory.peak_gib)
         # A compiled plan may be 3 % larger.
-        assert repeated.memory.peak_gib <= 0.95 * base.cluster.device.usable_gib
+        assert repeated.memory.peak_gib <= 0.95 * base.usable_gib
         assert repeated.step_seconds == pytest.approx(case.estimate.step_seconds)
 
 
 def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
     base = case_of()
     peaks = [[float(row[1]) for row in advice(base, excess_gib=excess).rows] for excess in (0.0, 32.0)]
-    assert (
-        peaks[1]
-        and max(peaks[1]) <= 0.95 * base.cluster.device.usable_gib
-        and min(peaks[1]) > 32
-        and peaks[0] != peaks[1]
-    )
+    assert peaks[1] and max(peaks[1]) <= 0.95 * base.usable_gib and min(peaks[1]) > 32 and peaks[0] != peaks[1]
 
 
 def test_advice_is_printed_if_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +162,7 @@ def test_the_scheduler_has_as_much_memory_as_on_a_gpu() -> None:
     name, factor, _ = scheduler_memory(cfg, GPUS["h100"], argument_bytes)
     assert name == "xla_gpu_memory_limit_slop_factor" and isinstance(factor, int)
     assert (0.8 * 80 * GIB - argument_bytes) * factor / 100 == pytest.approx(
-        (0.92 * 80 * GIB - argument_bytes) * 0.95, rel=0.01
+        (GPUS["h100"].usable_gib(0.92) * GIB - argument_bytes) * 0.95, rel=0.01
     )
 
 

@@ -17,6 +17,7 @@ from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.xla import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
@@ -80,6 +81,8 @@ class Description:
     trainable: tuple[str, ...] = ("*",)
     lora: LoRAConfig | None = None
     """Adapters; with them the default, *, of `trainable` stands for no weight."""
+    memory_fraction: float = XlaConfig().memory_fraction
+    """Share of the device's memory that the run reserves for arrays."""
     steps: int = 0
     """Steps of the run; 0: unknown."""
     system: System = MEGAJAX
@@ -91,6 +94,11 @@ class Description:
     @property
     def devices(self) -> int:
         return prod(self.sizes.values())
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory of a device for arrays."""
+        return self.device.usable_gib(self.memory_fraction)
 
     @property
     def replicas(self) -> int:
@@ -350,5 +358,6 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         offload=cfg.optimizer.offload,
         trainable=cfg.optimizer.trainable,
         lora=getattr(cfg.model, "lora", None),
+        memory_fraction=cfg.xla.memory_fraction,
         steps=cfg.steps,
     )

@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.run.device.usable_gib * GIB
+        return self.memory.peak <= self.run.usable_gib * GIB
 
 
 def estimate(run: Description) -> Estimate:
@@ -136,7 +136,7 @@ def to_dict(step: Estimate) -> dict[str, Any]:
     names = ("kind", "axis", "what", "count", "bytes", "seconds")
     return {
         **{f"{name}_gib": getattr(memory, name) / GIB for name in parts},
-        "usable_gib": run.device.usable_gib,
+        "usable_gib": run.usable_gib,
         "device_gib": run.device.memory_gib,
         "fits": step.fits,
         "flops_per_token_causal": step.flops.causal,
@@ -165,6 +165,11 @@ class Case:
 
     cfg: RunConfig
     cluster: Cluster
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory of a device that the run reserves for arrays."""
+        return self.cluster.device.usable_gib(self.cfg.xla.memory_fraction)
 
     @cached_property
     def described(self) -> Description:

@@ -90,7 +90,7 @@ class Serving:
     @property
     def room(self) -> float:
         """Bytes for the cache."""
-        return max(0.0, CACHE_SHARE * (self.run.device.usable_gib * GIB - self.weight_bytes))
+        return max(0.0, CACHE_SHARE * (self.run.usable_gib * GIB - self.weight_bytes))
 
     @property
     def tokens(self) -> int | None:

@@ -91,7 +91,12 @@ class TrainPlan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.cluster.gpu.usable_gib * GIB
+        return self.memory.peak <= self.usable_gib * GIB
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory of a device that the run reserves for arrays."""
+        return self.cluster.gpu.usable_gib(self.cfg.xla.memory_fraction)
 
 
 def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
@@ -145,7 +150,8 @@ def scheduler_memory(cfg: RunConfig, gpu: GPU, arguments: int) -> Option:
     the process's share of the GPU's memory; without a device, 0.8 of the memory (xla/service/gpu/gpu_hlo_schedule.cc).
     arguments: bytes of the step's arguments.
     """
-    real, deviceless = (share * gpu.memory_gib * GIB - arguments for share in (cfg.xla.memory_fraction, 0.8))
+    bases = gpu.usable_gib(cfg.xla.memory_fraction), 0.8 * gpu.memory_gib
+    real, deviceless = (base * GIB - arguments for base in bases)
     factor = round(95 * real / deviceless) if 0 < deviceless < real else 95
     return Option("xla_gpu_memory_limit_slop_factor", factor, "as much memory as the process would have on the GPU")
 
@@ -244,7 +250,7 @@ def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str,
     audited: with the bytes through memory. The time of a step is unknown where the formulas do not hold for the model.
     """
     rows, cluster, memory, options = timed(plan), plan.cluster, plan.memory, plan.cfg.xla.options
-    reserve = f"{devices.LOST_SHARE:.0%} lost, CUDA {devices.CONTEXT_GIB:g}, NCCL {devices.NCCL_GIB:g}"
+    fraction = plan.cfg.xla.memory_fraction
     parts = [
         ("weights", memory.parameters, "master weights"),
         ("optimizer", memory.optimizer, "its state"),
@@ -252,7 +258,7 @@ def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str,
         ("batch and rest", memory.arguments - memory.parameters - memory.optimizer, "other arguments of the step"),
         ("outputs", memory.outputs - memory.aliased, "not in the place of arguments"),
         ("peak", memory.peak, ""),
-        ("usable", cluster.gpu.usable_gib * GIB, f"of {cluster.gpu.memory_gib:g}: {reserve}"),
+        ("usable", plan.usable_gib * GIB, f"of {cluster.gpu.memory_gib:g}: xla.memory_fraction={fraction:g}"),
         *[("in host memory", memory.host, "beside that")] * bool(memory.host),
     ]
     cut = ContextSharding.of(plan.cfg.parallel, causal=plan.cfg.model.ignores_later_positions())
@@ -291,7 +297,7 @@ def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         **{f"{name}_gib": getattr(plan.memory, name) / GIB for name in sizes},
-        "usable_gib": cluster.gpu.usable_gib,
+        "usable_gib": plan.usable_gib,
         "device_gib": cluster.gpu.memory_gib,
         "bubble_fraction": plan.pipeline_bubble,
         "schedule": None if schedule is None else schedule.name,
