@@ -33,10 +33,9 @@ def main(argv: list[str]) -> int:
     argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
     set_process(command.config.xla)
-    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    connect, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
-    start(patience=command.flags["init_timeout"], identity=partial(find_identity, command.config, flags))
-    resolve("megajax.job.compile_cache:use_cache")(command.config.xla)
+    patience, identity = command.flags["init_timeout"], partial(find_identity, command.config, flags)
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.sample:sample")
     reporter = resolve("megajax.reporting.write:close_run")
@@ -47,6 +46,8 @@ def main(argv: list[str]) -> int:
             sources=command.sources,
             sampler=sampler,
             reporter=reporter,
+            connect=partial(connect, patience=patience, identity=identity),
+            patience=patience,
             started=resolve("megajax.metrics.event_log:process_start")(),
         )
     except ConfigError as error:

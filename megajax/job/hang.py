@@ -14,13 +14,13 @@ from megajax.job.lost_peer import LostPeer, lost_peer
 from megajax.job.peer_status import PeerStatus, Status, Verdict
 from megajax.mesh.world import process_index
 from megajax.metrics.event_log import append_event
-from megajax.resilience.activity import Activity
+from megajax.resilience.activity import ActivePhase, Activity
 from megajax.resilience.backstop import Backstop
 from megajax.resilience.beats import Beat, beats_folder, exit_code, first_line
 from megajax.resilience.exit_codes import HANG
 from megajax.resilience.output import to_stderr
 from megajax.resilience.stacks import stacks, write_stacks
-from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig
+from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig, waits_for_peers
 from megajax.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 
 TICK_SECONDS = 1.0
@@ -41,7 +41,8 @@ BACKSTOP_SECONDS = 60.0
 
 class Pulse:
     """Within its `with` block, a thread writes a beat about once a second, if a launcher wants beats, and ends the
-    process if it hangs. A second thread publishes the status of the process for the others.
+    process if it hangs. Enter it before the processes connect; after `peers.join`, another thread publishes the status
+    of the process for the others.
 
     Attributes:
         before_exit: called before the process is ended, to restore the terminal.
@@ -65,7 +66,6 @@ class Pulse:
         if self.watchdog is not None:
             self._backstop.__enter__()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        self.peers.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -82,11 +82,11 @@ class Pulse:
         if self._writing.acquire(timeout=STUCK_SECONDS):
             self._writing.release()
 
-    def last_beat(self, failure: str, code: int, stacks: str | None = None) -> None:
-        """Write why this process is about to end, as its last beat."""
+    def last_beat(self, failure: str, code: int, stacks: str | None = None, cause: int | None = None) -> None:
+        """Write why this process is about to end, as its last beat. cause: the process that it waited for."""
         self.stop()
         if (folder := self._folder) is not None:
-            beat = replace(self._current_beat(), failure=failure, code=code, stacks=stacks)
+            beat = replace(self._current_beat(), failure=failure, code=code, stacks=stacks, cause=cause)
             with_time_limit(lambda: beat.write(folder), DISK_SECONDS)
 
     def failed(self, error: BaseException) -> LostPeer | None:
@@ -134,7 +134,7 @@ class Pulse:
 
     def _handle_hang(self, watchdog: Watchdog, hang: Hang) -> None:
         """End the process, unless it waits for another process that is still within its own limit."""
-        verdict, deadline = self.peers.verdict(), time.monotonic()
+        verdict, deadline = self.peers.verdict(background=hang.background), time.monotonic()
         waited = verdict.patience > TICK_SECONDS
         while verdict.patience > TICK_SECONDS and time.monotonic() < deadline + verdict.patience:
             if self._stopped.wait(TICK_SECONDS):
@@ -145,7 +145,7 @@ class Pulse:
         now = watchdog.check(TICK_SECONDS)
         if now is not None and not self._stopped.is_set():
             # After a wait the first verdict is old, and the slow process may have reported its failure.
-            self._end(now, self.peers.verdict() if waited else verdict)
+            self._end(now, self.peers.verdict(background=now.background) if waited else verdict)
 
     def _end(self, hang: Hang, verdict: Verdict) -> None:
         """Report where the process hangs, and end it with code 124.
@@ -157,11 +157,11 @@ class Pulse:
         timer.start()
         cause = f"; {verdict.explanation}" * bool(verdict.explanation)
         why, text = f"process {self.process} hangs, {hang.sentence()}{cause}", stacks(self.activity)
-        self.last_beat(why, HANG)
+        self.last_beat(why, HANG, cause=verdict.process)
         file = with_time_limit(lambda: write_stacks(self.run_dir, self.process, why, text), DISK_SECONDS)
-        self.last_beat(why, HANG, None if file is None else str(file))
+        self.last_beat(why, HANG, None if file is None else str(file), verdict.process)
         with_time_limit(lambda: self._log_hang(hang, verdict, file), DISK_SECONDS)
-        self.peers.publish_failure(why)
+        self.peers.publish_failure(why, verdict.process)
         with_time_limit(self.before_exit, OUTPUT_SECONDS)
         with_time_limit(lambda: to_stderr(f"{text}\nmegajax: {why}; exit code {HANG}\n"), OUTPUT_SECONDS)
         self.peers.ask_for_stacks()
@@ -175,6 +175,7 @@ class Pulse:
                 "hang",
                 process=self.process,
                 phase=hang.phase,
+                stage=hang.stage,
                 step=hang.step,
                 seconds=round(hang.seconds, 1),
                 limit=round(hang.limit, 1),
@@ -185,12 +186,24 @@ class Pulse:
             )
 
     def _status(self, beat: int) -> Status:
-        doing = self.activity.of_main_thread()
-        if doing is None:
-            return Status(beat)
+        main = self.activity.of_main_thread()
+        others = [doing for doing in self.activity.now() if main is None or doing.thread != main.thread]
+        background = min(others, key=lambda doing: doing.last_progress, default=None)
+        status = Status(beat) if main is None else self._status_of(beat, main)
+        return status if background is None else status._replace(background=self._status_of(beat, background))
+
+    def _status_of(self, beat: int, doing: ActivePhase) -> Status:
         seconds = time.monotonic() - doing.last_progress
         remaining = 0.0 if self.watchdog is None else self.watchdog.limit(doing)[1] - seconds
-        return Status(beat, doing.phase, doing.step, round(seconds, 1), round(remaining, 1))
+        return Status(
+            beat,
+            doing.phase,
+            doing.step,
+            round(seconds, 1),
+            round(remaining, 1),
+            stage=doing.stage,
+            waits=waits_for_peers(doing.thread),
+        )
 
     def _current_beat(self) -> Beat:
         doing = self.activity.of_main_thread()
@@ -205,6 +218,8 @@ class Pulse:
             phase=None if doing is None else doing.phase,
             phase_step=None if doing is None else doing.step,
             phase_seconds=0.0 if doing is None else round(time.monotonic() - doing.since, 3),
+            stage=None if doing is None else doing.stage,
+            waits=doing is not None and waits_for_peers(doing.thread),
         )
 
     def _write_beat(self) -> None:

@@ -1,7 +1,7 @@
 """A training job from the run folder to the last line: what `python -m megajax.train` does."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import jax
 
 from megajax.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
+from megajax.job.compile_cache import use_cache
 from megajax.job.device_faults import device_fault
 from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.failure import FailureLog, report_lost_lines
@@ -20,8 +21,10 @@ from megajax.job.save import SavesFailed
 from megajax.job.setup import JobSetup, set_up_job
 from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
+from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
-from megajax.resilience.activity import FINISH, SETUP, Activity
+from megajax.resilience.activity import FINISH, SETUP, START, Activity, Stage
+from megajax.resilience.signals import agree
 from megajax.training.loop import Corruption, NumericFault
 from megajax.training.run_config import RunConfig
 
@@ -34,6 +37,8 @@ def train(
     sources: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
     reporter: Reporter | None = None,
+    connect: Callable[[], object] | None = None,
+    patience: float = 0.0,
     started: float | None = None,
 ) -> int:
     """Run the job; returns the exit code. Raises UserError for errors before the first step.
@@ -43,14 +48,19 @@ def train(
     sources: setting -> the source of its value, for config.yaml.
     sampler: returns a sample of the trained model, if logging.sample is on.
     reporter: writes a report of the run at its end, unless logging.report is off.
+    connect: connects this process with the others of its run; None: they are connected, and the caller has set up the
+        compile cache.
+    patience: seconds that `connect` waits for the other processes.
     started: monotonic time at which this process began; None: now.
     """
     started = time.monotonic() if started is None else started
     failures, job, code = FailureLog(), None, 0
-    find_devices()
     with report_lost_lines(lambda: code), ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity(), cfg.resilience.watchdog))
+        if not skip_train:
+            pulse.events = RunFolder(Path(cfg.run_dir).expanduser()).events
         try:
+            begin(cfg, pulse, connect, patience)
             with pulse.activity.phase(SETUP):
                 job = set_up_job(
                     cfg, stack, pulse, failures, started=started, skip_train=skip_train, verify_data=verify_data
@@ -68,29 +78,54 @@ def train(
     return code
 
 
+def begin(cfg: RunConfig, pulse: Pulse, connect: Callable[[], object] | None, patience: float) -> None:
+    """Connect the processes, then their devices, in stages with their own limits. See `train`."""
+    activity = pulse.activity
+    with activity.phase(START):
+        if connect is not None:
+            activity.stage(Stage.CONNECT, allowance=patience)
+            connect()
+        pulse.peers.join()
+        activity.stage(Stage.DEVICES)
+        find_devices()
+        activity.stage(Stage.FIRST_COLLECTIVE)
+        # The communicator of all devices is created here, so that a network that does not connect is known at once.
+        agree(False)
+        if connect is not None:
+            activity.stage(Stage.COMPILE_CACHE)
+            use_cache(cfg.xla)
+
+
 def run_job(job: JobSetup, sources: Mapping[str, str], sampler: Sampler | None, reporter: Reporter | None) -> int:
     """Train to the end -> exit code."""
     replan = job.run.parts.replan
     yaml = to_yaml(job.cfg, {**sources, **dict.fromkeys(replan.changes if replan else (), "parallel.elastic")})
-    steps = Steps(job, open_log(job, yaml), yaml)
+    with job.activity.phase(SETUP):
+        job.activity.stage(Stage.LOGS)
+        steps = Steps(job, open_log(job, yaml), yaml)
     ending, last = Ending(job, steps, sampler, reporter), None
     if job.first >= job.cfg.steps:
-        ending.nothing_to_train()
+        with job.activity.phase(FINISH):
+            ending.nothing_to_train()
         return 0
-    if job.first:
-        job.manager.go_back(job.first)
-    job.local.begin(job.run, job.first)
+    with job.activity.phase(SETUP):
+        job.activity.stage(Stage.LOGS)
+        if job.first:
+            job.manager.go_back(job.first)
+        job.local.begin(job.run, job.first)
     try:
         for info in steps:
             last = info
         job.console.steps_over()
-        steps.integrity.at_end()
         with job.activity.phase(FINISH):
+            steps.integrity.at_end()
             ending.finish(last)
     except (Corruption, NumericFault) as fault:
-        return ending.numeric_fault(fault)
+        with job.activity.phase(FINISH):
+            return ending.numeric_fault(fault)
     except SavesFailed:
-        ending.failed()
+        with job.activity.phase(FINISH):
+            ending.failed()
         raise
     return job.stop.code() if job.run.step < job.cfg.steps else 0
 

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 
-from megajax.resilience.activity import describe_phase
+from megajax.resilience.activity import FINISH, START, Stage, describe_phase
 from megajax.time_limit import with_time_limit
+from megajax.training.timing import SAVE
 
 PERIOD_SECONDS = 1.0
 """Period at which a process publishes its status."""
@@ -34,6 +36,11 @@ SILENT_PERIODS = 2.5
 
 _KEY, _HANGS, _STOPS = "megajax/status", "megajax/asked/stacks", "megajax/asked/stop"
 _REQUESTS = "megajax/asked"
+type Position = tuple[float, int, bool]
+"""Step, place in the step, and whether it waits for others: of two processes at one place, one that waits is ahead."""
+
+_SAVES = (SAVE, FINISH)
+"""Phases of the main thread that wait for background saves."""
 _ORDER = {"data_wait": 0, "step": 1, "compile": 1}
 """Phases of a step in their order; others follow."""
 
@@ -51,16 +58,30 @@ class Status(NamedTuple):
     """Seconds until the limit of the phase; 0: the watchdog is off."""
     failure: str | None = None
     """Why the process ends; None: it runs."""
+    stage: str | None = None
+    waits: bool = False
+    """Whether it waits for other processes."""
+    cause: int | None = None
+    """The process that it waited for, if it ends because of a hang."""
+    background: "Status | None" = None
+    """The phase of another thread, such as a background save; None: there is none."""
 
-    def position(self) -> tuple[float, int]:
-        """Progress of the process: the step, and the phase of the step."""
+    def position(self) -> Position:
+        """Progress of the process: the step, and the phase of the step or the stage of the set-up."""
         if self.step is None:
-            return (float("inf") if self.phase == "finish" else -1.0), 0
-        return self.step, _ORDER.get(self.phase or "", 2)
+            place = {START: -2.0, FINISH: inf}.get(self.phase or "", -1.0)
+            return place, list(Stage).index(Stage(self.stage)) if self.stage else 0, self.waits
+        return self.step, _ORDER.get(self.phase or "", 2), self.waits
 
     def description(self) -> str:
         """The phase in words: waiting for the rows of step 7."""
-        return "between phases" if self.phase is None else describe_phase(self.phase, self.step)
+        return "between phases" if self.phase is None else describe_phase(self.phase, self.step, self.stage)
+
+    @classmethod
+    def parse(cls, text: str) -> "Status":
+        """The status whose JSON is `text`."""
+        *fields, background = json.loads(text)
+        return cls(*fields, None if background is None else cls(*background))
 
 
 class Verdict(NamedTuple):
@@ -76,36 +97,63 @@ class Verdict(NamedTuple):
     """Whether the process reported its failure itself."""
 
 
-def find_cause(local_process: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
+def find_cause(
+    local_process: int,
+    before: Mapping[int, Status],
+    after: Mapping[int, Status],
+    count: int,
+    *,
+    background: bool = False,
+) -> Verdict:
     """The process that keeps `local_process` waiting, from two readings some periods apart: one that failed, does not
-    run, or is behind the others."""
+    run, or is behind the others.
+
+    background: a background thread waits, not the main thread.
+    """
     if (failed := first_failure(local_process, after)) is not None:
         return failed
     peers = [process for process in range(count) if process != local_process]
     beats = {index: status.beat for index, status in before.items()}
-    silent = [index for index in peers if index not in after or after[index].beat == beats.get(index)]
+    silent = [index for index in peers if index not in after or _is_silent(after[index], beats.get(index))]
     if silent:
-        first = min(silent, key=lambda index: after[index].position() if index in after else (-2.0, 0))
+        first = min(silent, key=lambda index: after[index].position() if index in after else (-inf, 0, False))
         more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
         last = f"; it was {after[first].description()}" if first in after else ""
         return Verdict(first, f"process {first} no longer runs{more}{last}")
-    position = after.get(local_process, Status(0)).position()
-    first = min(peers, key=lambda index: after[index].position())
-    if after[first].position() < position:
-        status = after[first]
-        step = after[local_process].step if local_process in after else None
-        entered = "" if step is None else f" has not entered step {step}: it"
+    main = {local_process: Status(0), **after}
+    verdict = None if background else _last(local_process, main)
+    if verdict is None and (background or main[local_process].phase in _SAVES):
+        # A process without a background save has finished it.
+        threads = {index: status.background or Status(0, FINISH) for index, status in main.items()}
+        verdict = _last(local_process, threads)
+    return verdict or Verdict(None, "all processes are equally far: a collective or a device does not answer")
+
+
+def _is_silent(status: Status, beat: int | None) -> bool:
+    """Whether a process publishes nothing; one that has waited in vain ends, and its last status counts."""
+    return status.beat == beat and not (status.failure is not None and status.cause is not None)
+
+
+def _last(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
+    """The process that is behind the others; None if several are."""
+    local = states[local_process]
+    first = min((index for index in states if index != local_process), key=lambda index: states[index].position())
+    status = states[first]
+    if status.position() < local.position():
+        ahead = local.step is not None and (status.step, status.phase) != (local.step, local.phase)
+        entered = f" has not entered step {local.step}: it" * ahead
         text = f"process {first}{entered} has been {status.description()} for {status.seconds:.0f} s"
         return Verdict(first, text, max(status.seconds_left, 0.0))
-    if position < min(after[index].position() for index in peers):
+    if local.position() < status.position():
         return Verdict(local_process, "the other processes wait for this one")
-    return Verdict(None, "all processes are equally far: a collective or a device does not answer")
+    return None
 
 
 def first_failure(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
-    """The first other process that reported a failure of its own, not of a lost process; None if none did."""
+    """The first other process that reported a failure of its own, not of a lost or late process; None if none did."""
     for process, status in sorted(states.items()):
-        if process != local_process and status.failure is not None and not secondary(status.failure):
+        follows = status.cause not in (None, process) or secondary(status.failure or "")
+        if process != local_process and status.failure is not None and not follows:
             return Verdict(process, f"process {process} failed: {status.failure}", reported=True)
     return None
 
@@ -130,10 +178,8 @@ class PeerStatus:
     def __init__(self, status: Callable[[int], Status], dump: Callable[[str], None]):
         """status: returns the status of this process with the given beat. dump: writes the stacks of this process;
         called with the reason if another process hangs."""
-        state = distributed.global_state
-        self.index, self.count = state.process_id, state.num_processes
-        self.period = max(PERIOD_SECONDS, self.count / PROCESSES_A_SECOND)
-        self._client: Any = state.client
+        self.index, self.count, self.period = 0, 1, PERIOD_SECONDS
+        self._client: Any = None
         self._status, self._dump, self._beat = status, dump, 0
         self._stopped = threading.Event()
         self.on_stop_request: Callable[[str], None] = lambda name: None
@@ -142,6 +188,13 @@ class PeerStatus:
     def single_process(self) -> bool:
         """Whether this is the only process."""
         return self._client is None or self.count < 2
+
+    def join(self) -> None:
+        """Start to publish, if there are other processes; they are connected now."""
+        state = distributed.global_state
+        self.index, self.count, self._client = state.process_id, state.num_processes, state.client
+        self.period = max(PERIOD_SECONDS, self.count / PROCESSES_A_SECOND)
+        self.start()
 
     def start(self) -> None:
         """Start to publish."""
@@ -152,11 +205,11 @@ class PeerStatus:
         """Stop publishing."""
         self._stopped.set()
 
-    def publish_failure(self, failure: str) -> None:
-        """Publish why this process ends, within LAST_CALL_SECONDS."""
+    def publish_failure(self, failure: str, cause: int | None = None) -> None:
+        """Publish why this process ends, within LAST_CALL_SECONDS. cause: the process that it waited for."""
         self.stop()
         if not self.single_process:
-            with_time_limit(lambda: self._publish(failure), LAST_CALL_SECONDS)
+            with_time_limit(lambda: self._publish(failure, cause), LAST_CALL_SECONDS)
 
     def ask_for_stacks(self) -> None:
         """Make the others write their stacks, because this process hangs, and give them time to."""
@@ -187,8 +240,11 @@ class PeerStatus:
         meeting = partial(self._client.wait_at_barrier, f"megajax/{name}", max(int(1000 * seconds), 1))
         return with_time_limit(lambda: self._succeeds(meeting), seconds + SERVICE_SECONDS) is True
 
-    def verdict(self) -> Verdict:
-        """The process that caused a failure or a hang of this one. Takes several periods."""
+    def verdict(self, *, background: bool = False) -> Verdict:
+        """The process that caused a failure or a hang of this one. Takes several periods.
+
+        background: a background thread hangs, not the main thread.
+        """
         if self.single_process:
             return Verdict(None, "")
         before = with_time_limit(self._read, SERVICE_SECONDS)
@@ -199,7 +255,7 @@ class PeerStatus:
             if self.index == 0:
                 return Verdict(None, "the coordination service does not answer")
             return Verdict(0, "process 0, which holds the coordination service, does not answer")
-        return find_cause(self.index, before, after, self.count)
+        return find_cause(self.index, before, after, self.count, background=background)
 
     def failed(self) -> Verdict | None:
         """The process that reported a failure; None if no process has. Returns without waiting."""
@@ -229,9 +285,9 @@ class PeerStatus:
             return False
         return True
 
-    def _publish(self, failure: str | None) -> bool | None:
+    def _publish(self, failure: str | None, cause: int | None = None) -> bool | None:
         self._beat += 1
-        text = json.dumps(self._status(self._beat)._replace(failure=failure))
+        text = json.dumps(self._status(self._beat)._replace(failure=failure, cause=cause))
         try:
             self._client.key_value_set(f"{_KEY}/{self.index}", text, allow_overwrite=True)
         except Exception:  # the service is gone: jax ends this process
@@ -243,4 +299,4 @@ class PeerStatus:
             pairs = self._client.key_value_dir_get(_KEY)
         except Exception:
             return None
-        return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in pairs}
+        return {int(key.rpartition("/")[2]): Status.parse(text) for key, text in pairs}

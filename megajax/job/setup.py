@@ -24,7 +24,7 @@ from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
 from megajax.metrics.runfolder import RunFolder
 from megajax.models.protocol import position_unit
-from megajax.resilience.activity import BACKGROUND_SAVE, Activity
+from megajax.resilience.activity import BACKGROUND_SAVE, Activity, Stage
 from megajax.resilience.drills import with_process_faults
 from megajax.resilience.signals import Signals
 from megajax.training.run_config import RunConfig
@@ -83,15 +83,17 @@ def set_up_job(
     Raises UserError for settings, data or checkpoints that don't fit together.
     """
     activity, events = pulse.activity, EventLog()
+    activity.stage(Stage.RUN_FOLDER)
     folder = RunFolder.create(cfg.run_dir)
+    activity.stage(Stage.CHECKPOINTS)
     background = partial(activity.phase, BACKGROUND_SAVE)
     manager: CheckpointManager = stack.enter_context(
         cfg.checkpoint.build(folder.checkpoints, event=events.event, background=background)
     )
     if not skip_train:
-        pulse.events = folder.events
         failures.open(folder.events, activity, events, jax.process_index())
     local = stack.enter_context(LocalSaves(cfg, manager, activity, events.event, skip_train=skip_train))
+    activity.stage(Stage.CHECKPOINT)
     start = local.start()
     if skip_train and start is None:
         raise UserError(
@@ -104,10 +106,11 @@ def set_up_job(
     compiles = stack.enter_context(CompileLog(console.say, events.event))
     data = DataFiles(verify=verify_data, say=console.say, progress=activity.progress)
     if cfg.resilience.health.before_run:
+        activity.stage(Stage.HEALTH)
         demand_health(folder.path, console.say, events.event)
     with console.ticker("setting up data, model and state"):
         state, origin = _initial_state(cfg, start, local.belongs_to_run(start), console, events, data)
-        run = setup(cfg, start=state)
+        run = setup(cfg, start=state, activity=activity)
         data.read_sums(run.parts.splits)
     run.batches = with_process_faults(run.batches, cfg.resilience.process_drills(), run.step)
     stack.callback(stop.close, run.close)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 
 from megajax.job.hang import Pulse
 from megajax.metrics.event_log import append_event
-from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP, describe_phase
+from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP
 from megajax.resilience.output import to_stderr
 from megajax.resilience.signals import Signals, StopRequest, StopWaiting, agree
 from megajax.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
@@ -126,7 +126,7 @@ class Stopping:
             if self._peers.single_process or now - request.at > BARRIER_SECONDS:
                 self._end("a program is compiling, and there is nothing new to save", saved=True)
         elif since > max(grace, 2.0 * (self._activity.median_seconds(doing.phase) or 0.0)):
-            delay = f"still {describe_phase(doing.phase, doing.step)} {since:.0f} s after the request"
+            delay = f"still {doing.description()} {since:.0f} s after the request"
             self._end(f"{delay} (resilience.stop_grace={grace:g})", saved=not unsaved)
         elif doing.phase == DATA_WAIT and since > min(DATA_SECONDS, grace / 2) and not self._peers.single_process:
             self._signals.wake(doing.step)

@@ -6,17 +6,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import NamedTuple
 
-SETUP, COMPILE, STEP, BACKGROUND_SAVE, FINISH = "setup", "compile", "step", "background_save", "finish"
-LOGGING = "logging"
+START, SETUP, COMPILE, STEP = "start", "setup", "compile", "step"
+BACKGROUND_SAVE, FINISH, LOGGING = "background_save", "finish", "logging"
 """Phases in addition to the timed ones of `megajax.training.timing`: data_wait, evaluation, save."""
+
+
+class Stage(StrEnum):
+    """A stage of the start or of the set-up, with its description, in the order in which processes reach them."""
+
+    CONNECT = "connecting the processes"
+    DEVICES = "finding the devices"
+    FIRST_COLLECTIVE = "connecting the devices of all processes"
+    COMPILE_CACHE = "opening the compile cache"
+    RUN_FOLDER = "opening the run folder"
+    CHECKPOINTS = "opening the checkpoints"
+    CHECKPOINT = "choosing the checkpoint to start from"
+    HEALTH = "testing devices and hosts"
+    DATA = "opening the data"
+    STATE = "setting up the state"
+    LOGS = "opening the files of the run"
+
 
 WINDOW = 64
 """Number of recorded durations of each phase."""
 
 
 _DESCRIPTIONS = {
+    START: ("starting", ""),
     SETUP: ("setting up", ""),
     COMPILE: ("compiling", " for step {}"),
     STEP: ("in step", " {}"),
@@ -30,8 +49,10 @@ _DESCRIPTIONS = {
 """Phase -> its description, and what is appended for a step."""
 
 
-def describe_phase(phase: str, step: int | None) -> str:
-    """A phase as part of a sentence: "waiting for the rows of step 7"."""
+def describe_phase(phase: str, step: int | None, stage: str | None = None) -> str:
+    """A phase, or its stage, as part of a sentence: "waiting for the rows of step 7", "opening the data"."""
+    if stage is not None:
+        return stage
     text, of_step = _DESCRIPTIONS.get(phase, (f"in {phase}", " of step {}"))
     return text if step is None else text + of_step.format(step)
 
@@ -50,6 +71,13 @@ class ActivePhase(NamedTuple):
     """When it last made progress: at `since`, or at the end of its last part."""
     first: bool = False
     """Whether this process or another may compile a program in it."""
+    allowance: float = 0.0
+    """Seconds that it may take in addition to its limit."""
+    stage: Stage | None = None
+
+    def description(self) -> str:
+        """Part of a sentence."""
+        return describe_phase(self.phase, self.step, self.stage)
 
 
 class Activity:
@@ -73,12 +101,11 @@ class Activity:
         """
         thread, now = threading.get_ident(), self._clock()
         before = self._threads.get(thread, ())
-        doing = ActivePhase(name, step, now, thread, now, first)
-        self._set(thread, (*before, doing))
+        self._set(thread, (*before, ActivePhase(name, step, now, thread, now, first)))
         try:
             yield
         except BaseException as error:
-            error.__dict__.setdefault("doing", doing)  # the innermost phase comes first
+            error.__dict__.setdefault("doing", self._threads[thread][-1])  # the innermost phase comes first
             raise
         finally:
             finished = self._threads[thread][-1]
@@ -91,6 +118,18 @@ class Activity:
         if phases := self._threads.get(thread, ()):
             self._record_duration(phases[-1], part=True)
             self._set(thread, (*phases[:-1], phases[-1]._replace(last_progress=self._clock())))
+
+    def stage(self, stage: Stage, *, allowance: float = 0.0) -> None:
+        """The phase of this thread goes on with a stage of it, which has the limit of the phase.
+
+        allowance: seconds that the stage may take in addition, because it waits with a limit of its own.
+        """
+        self.progress()
+        thread = threading.get_ident()
+        if phases := self._threads.get(thread, ()):
+            self._set(
+                thread, (*phases[:-1], phases[-1]._replace(stage=stage, since=self._clock(), allowance=allowance))
+            )
 
     def now(self) -> tuple[ActivePhase, ...]:
         """The innermost phase of each thread that is in one."""

@@ -43,11 +43,17 @@ class Beat:
     phase_step: int | None = None
     """The step that the phase belongs to."""
     phase_seconds: float = 0.0
-    """Time since the phase began."""
+    """Time since the phase, or its stage, began."""
+    stage: str | None = None
+    """The stage of the phase; see `megajax.resilience.activity.Stage`."""
+    waits: bool = False
+    """Whether it waits for other processes."""
     failure: str | None = None
     """Why the process is about to end, in one line; None if it is not."""
     code: int | None = None
     """The exit code it is about to end with."""
+    cause: int | None = None
+    """The process that it waited for, written before it ends because of a hang."""
     stacks: str | None = None
     """File with the stacks of its threads, written before it ends because of a hang."""
 

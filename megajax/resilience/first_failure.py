@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megajax.resilience.activity import COMPILE, SETUP, STEP, describe_phase
+from megajax.resilience.activity import COMPILE, SETUP, START, STEP, Stage, describe_phase
 from megajax.resilience.beats import Beat
 from megajax.resilience.exit_codes import CRASH, HANG, INTERRUPTED, TERMINATED
 
@@ -31,7 +31,7 @@ _PEER_LOST = re.compile(
 """Words in errors of processes that have lost another one."""
 
 _BEFORE_STEP, _IN_STEP, _AFTER_STEP = 0, 2, 3
-_ORDER = {SETUP: -1, DATA_WAIT: _BEFORE_STEP, COMPILE: 1, STEP: _IN_STEP}
+_ORDER = {START: -2, SETUP: -1, DATA_WAIT: _BEFORE_STEP, COMPILE: 1, STEP: _IN_STEP}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +144,7 @@ def _holding_up(members: Sequence[MemberState]) -> Cause | None:
         place = (
             ""
             if worst.beat is None or worst.beat.phase is None
-            else describe_phase(worst.beat.phase, worst.beat.phase_step)
+            else describe_phase(worst.beat.phase, worst.beat.phase_step, worst.beat.stage)
         )
         text = f"does not answer, its last beat is {worst.silent:.0f} s old ({place or 'between phases'})"
         return Cause(worst.process, HANG, text, step=_step(worst), unrecorded=True)
@@ -159,19 +159,32 @@ def _behind(members: Sequence[MemberState]) -> Cause | None:
     last = min(place for place, _ in places)
     behind = [state for place, state in places if place == last]
     if len(behind) == len(places):
-        return None
+        return _by_verdict(running)
     worst = max(behind, key=lambda state: state.beat.phase_seconds if state.beat else 0.0)
-    ahead = min(places, key=lambda pair: (-pair[0][0], -pair[0][1], pair[1].process))[1]
+    ahead = max(places, key=lambda pair: (pair[0], -pair[1].process))[1]
     text = f"holds up the others: it {_doing(worst)}, process {ahead.process} {_doing(ahead)}"
     return Cause(worst.process, HANG, text, step=_step(worst), unrecorded=worst.code is None)
 
 
-def position(beat: Beat) -> tuple[int, int]:
-    """The position of a process: its step, and the place in the step (rows, the step itself, evaluation and saving)."""
+def _by_verdict(members: Sequence[MemberState]) -> Cause | None:
+    """The process that one of equally far members waited for, in a background save for example."""
+    for state in members:
+        process = None if state.beat is None else state.beat.cause
+        worst = next((other for other in members if other.process == process), None)
+        if worst is not None and state.beat is not None and state.beat.failure is not None:
+            message = state.beat.failure if worst.beat is None else worst.beat.failure or state.beat.failure
+            return Cause(worst.process, HANG, "holds up the others", message, _step(worst), worst.code is None)
+    return None
+
+
+def position(beat: Beat) -> tuple[int, int, int, bool]:
+    """The position of a process: its step, and the place in the step (rows, the step itself, evaluation and saving) or
+    in the set-up. Of two processes at one place, one that waits for others is ahead."""
     if beat.phase is None or beat.phase_step is None:
         # Somewhere in the step after the last one that has arrived.
-        return beat.step + 1, _ORDER.get(beat.phase or "", _IN_STEP)
-    return beat.phase_step, _ORDER.get(beat.phase, _AFTER_STEP)
+        stage = list(Stage).index(Stage(beat.stage)) if beat.stage else 0
+        return beat.step + 1, _ORDER.get(beat.phase or "", _IN_STEP), stage, beat.waits
+    return beat.phase_step, _ORDER.get(beat.phase, _AFTER_STEP), 0, beat.waits
 
 
 def _step(state: MemberState) -> int | None:
@@ -185,7 +198,8 @@ def _doing(state: MemberState) -> str:
     """has been waiting for the rows of step 7 for 24 s."""
     if state.beat is None or state.beat.phase is None:
         return "was between phases"
-    return f"has been {describe_phase(state.beat.phase, state.beat.phase_step)} for {state.beat.phase_seconds:.0f} s"
+    place = describe_phase(state.beat.phase, state.beat.phase_step, state.beat.stage)
+    return f"has been {place} for {state.beat.phase_seconds:.0f} s"
 
 
 def signal_name(number: int) -> str:

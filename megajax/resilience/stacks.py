@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from megajax.resilience.activity import Activity, describe_phase
+from megajax.resilience.activity import Activity
 
 STACKS_FOLDER = "hangs"
 """Folder in the run folder where processes write their stacks."""
@@ -26,7 +26,7 @@ def stacks(activity: Activity) -> str:
             continue
         head = f"thread {names.get(thread, 'without a name')} ({thread})"
         if (phase := doing.get(thread)) is not None:
-            head += f", {describe_phase(phase.phase, phase.step)} for {now - phase.since:.1f} s"
+            head += f", {phase.description()} for {now - phase.since:.1f} s"
         lines += [f"{head}:\n", *traceback.format_stack(frames[thread]), "\n"]
     return "".join(lines)
 
@@ -36,7 +36,8 @@ def write_stacks(run_dir: Path, process: int, why: str, text: str) -> Path | Non
     path = run_dir / STACKS_FOLDER / f"process_{process}.txt"
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {process}, pid {os.getpid()}: {why}\n\n"
     with contextlib.suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
+        # A process that hangs in the start has no run folder yet.
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(head + text)
         return path

@@ -1,6 +1,7 @@
 """Detects a hanging process, by comparing the current phases of its threads with limits."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -8,11 +9,13 @@ from types import FrameType
 from typing import NamedTuple
 
 from megajax.config.errors import Problem
-from megajax.resilience.activity import COMPILE, ActivePhase, Activity, describe_phase
+from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, SETUP, START, ActivePhase, Activity, describe_phase
 
 ASLEEP_SECONDS = 5.0
 """If checks are this much further apart than intended, the process itself was stopped or not scheduled."""
 
+_BARRIERS = ("megajax/mesh/peers.py",)
+_COLLECTIVES = ("jax/experimental/multihost_utils.py",)
 _COMPILING = tuple(f"jax/_src/{name}.py" for name in ("compiler", "interpreters/partial_eval", "interpreters/mlir"))
 
 
@@ -38,9 +41,13 @@ class WatchdogConfig:
     background_save: float = 7200.0
     """Writing and committing a checkpoint while training goes on."""
     compile: float = 7200.0
-    """Compiling a program. Also the minimum for the first of each phase, because another process may compile then."""
+    """Compiling a program. Also the minimum for the first of each phase but start, setup and background_save, because
+    another process may compile then."""
+    start: float = 900.0
+    """Each stage of the start: connecting the processes (--init-timeout is added), finding devices, the first
+    collective of all devices, and opening the compile cache."""
     setup: float = 7200.0
-    """Everything before the first step: index files, weights, reading a checkpoint."""
+    """Each stage between the start and the first step: index files, weights, reading a checkpoint."""
     finish: float = 7200.0
     """After the last step: the last save, evaluations, report."""
     other: float = 1800.0
@@ -77,11 +84,15 @@ class Hang(NamedTuple):
     limit: float
     setting: str
     """The setting of `WatchdogConfig` that the limit comes from."""
+    stage: str | None = None
+    background: bool = False
+    """Whether another thread than the main thread is in it."""
 
     def sentence(self) -> str:
         """waiting for the rows of step 7 for 21 s, limit 20 s (resilience.watchdog.data_wait)."""
         setting = f"resilience.watchdog.{self.setting}"
-        return f"{describe_phase(self.phase, self.step)} for {self.seconds:.0f} s, limit {self.limit:.0f} s ({setting})"
+        doing = describe_phase(self.phase, self.step, self.stage)
+        return f"{doing} for {self.seconds:.0f} s, limit {self.limit:.0f} s ({setting})"
 
 
 class Watchdog:
@@ -120,7 +131,10 @@ class Watchdog:
     def limit(self, doing: ActivePhase) -> tuple[str, float]:
         """The setting that limits a phase, and the limit in seconds."""
         (name, floor), typical = self._cfg.floor(doing.phase), self._activity.median_seconds(doing.phase)
-        if (doing.first or typical is None) and floor < self._cfg.compile:
+        if doing.phase in (START, SETUP):
+            return name, floor + doing.allowance
+        waits_for_compiler = doing.first or (typical is None and doing.phase != BACKGROUND_SAVE)
+        if waits_for_compiler and floor < self._cfg.compile:
             return COMPILE, self._cfg.compile
         return name, max(floor, self._cfg.factor * (typical or 0.0))
 
@@ -134,14 +148,26 @@ class Watchdog:
         if seconds <= limit:
             return None
         if name != COMPILE and self._compiles(doing.thread):
-            doing = doing._replace(phase=COMPILE)
+            doing = doing._replace(phase=COMPILE, stage=None)
             name, limit = self.limit(doing)
-        return Hang(doing.phase, doing.step, seconds, limit, name) if seconds > limit else None
+        background = doing.thread != threading.main_thread().ident
+        return Hang(doing.phase, doing.step, seconds, limit, name, doing.stage, background) if seconds > limit else None
 
 
 def is_compiling(thread: int) -> bool:
     """Whether a thread is tracing, lowering or compiling a program, by its stack."""
     return any(frame.f_code.co_filename.endswith(_COMPILING) for frame in _frames(sys._current_frames().get(thread)))
+
+
+def waits_for_peers(thread: int) -> bool:
+    """Whether a thread waits for other processes, by its stack: in a barrier or a collective of the host."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False
+    # Work that all processes do together is called from the same file, so there the innermost frame decides.
+    return frame.f_code.co_filename.endswith(_BARRIERS) or any(
+        outer.f_code.co_filename.endswith(_COLLECTIVES) for outer in _frames(frame)
+    )
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

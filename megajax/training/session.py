@@ -23,6 +23,7 @@ from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
+from megajax.resilience.activity import Activity, Stage
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
 from megajax.training.batch_sizes import BatchSizes
@@ -252,16 +253,25 @@ def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     return rows.astype(leaf.dtype)
 
 
-def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
-    """A run with fresh weights or the state of `start`; writes only data caches.
+def setup(
+    cfg: RunConfig,
+    *,
+    devices: list[jax.Device] | None = None,
+    start: Start | None = None,
+    activity: Activity | None = None,
+) -> Run:
+    """A run with fresh weights or the state of `start`; writes only data caches. activity: records the stages.
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
     can't be loaded.
     """
     if not isinstance(cfg, RunConfig):
         raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
+    activity = activity or Activity()
+    activity.stage(Stage.DATA)
     parts = prepare(cfg, devices)
     program = parts.program
+    activity.stage(Stage.STATE)
     with jax.set_mesh(program.mesh):
         state = None if start is None else start(parts, program.state_like())
         state = program.fresh_state()() if state is None else own_buffers(state)

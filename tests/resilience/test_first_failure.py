@@ -49,6 +49,19 @@ CASES = {
     "a process that still waits for rows": (
         [ended(0, 124, 1.0, "hang in step 7"), alive(1, phase="data_wait", seconds=24.0), alive(2)], 1, 124,
         BEHIND + "for 24 s, process 0 has been in step 7 for 30 s"),
+    "a disk that does not answer in the setup": (
+        [ended(0, 124, 1.0, "hang", phase="setup", step=None, stage="opening the checkpoints", waits=True),
+         alive(1, phase="setup", step=None, stage="opening the checkpoints")], 1, 124,
+        "holds up the others: it has been opening the checkpoints for 30 s, "
+        "process 0 has been opening the checkpoints for 30 s"),
+    "one that is late at the start": (
+        [ended(0, 124, 1.0, "hang", phase="start", step=None, stage="connecting the devices of all processes"),
+         alive(1, phase="start", step=None, stage="finding the devices")], 1, 124,
+        "holds up the others: it has been finding the devices for 30 s, "
+        "process 0 has been connecting the devices of all processes for 30 s"),
+    "a background save that others wait for": (
+        [ended(0, 124, 1.0, "hang; process 1 saves", phase="save", cause=1), alive(1, phase="save")], 1, 124,
+        "holds up the others"),
     "one that is a step behind": (
         [ended(0, 124, 1.0, "hang in step 8", step=8), alive(1, step=7), alive(2, step=8)], 1, 124,
         "holds up the others: it has been in step 7 for 30 s, process 0 has been in step 8 for 30 s"),

@@ -1,10 +1,13 @@
 """Who is the first cause of a hang or of a lost connection, from what processes published."""
 
+import json
+
 import pytest
 
 from megajax.job import peer_status
 from megajax.job.lost_peer import CONNECTION
 from megajax.job.peer_status import LOST, PeerStatus, Status, find_cause, secondary
+from megajax.resilience.activity import Stage
 
 
 def moved(states: dict[int, Status]) -> dict[int, Status]:
@@ -55,6 +58,58 @@ def test_the_first_failure_is_the_cause_and_not_what_follows_from_it():
     verdict = find_cause(0, {}, after, 3)
     assert (verdict.process, verdict.explanation, verdict.reported) == (2, "process 2 failed: ValueError: odd", True)
     assert secondary(str(after[1].failure)) and not secondary(str(after[2].failure))
+
+
+def test_a_process_that_waited_for_another_one_is_not_the_cause():
+    """Process 0 has waited for process 1 and ended first: it is silent, and neither of the others blames it."""
+    ended = STEP._replace(failure="process 0 hangs; process 1 has not entered step 7", cause=1)
+    before = {0: ended, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
+    after = moved(before) | {0: ended}
+    assert find_cause(1, before, after, 3) == (1, "the other processes wait for this one", 0.0, False)
+    assert find_cause(2, before, after, 3).process == 1
+
+
+@pytest.mark.parametrize(
+    ("late", "waiting"),
+    [
+        (Status(5, "start", stage=Stage.DEVICES), Status(5, "start", stage=Stage.FIRST_COLLECTIVE)),
+        (Status(5, "start", stage=Stage.COMPILE_CACHE), Status(5, "setup", stage=Stage.RUN_FOLDER)),
+        (Status(5, "setup", stage=Stage.CHECKPOINTS), Status(5, "setup", stage=Stage.CHECKPOINTS, waits=True)),
+        (Status(5, "setup", stage=Stage.CHECKPOINTS, waits=True), Status(5, "setup", stage=Stage.DATA)),
+    ],
+)
+def test_stages_of_the_start_and_the_setup_say_who_is_late(late, waiting):
+    for behind in (0, 1):
+        before = {behind: late, 1 - behind: waiting}
+        assert find_cause(1 - behind, before, moved(before), 2).process == behind
+        assert find_cause(behind, before, moved(before), 2).process == behind
+        assert late.stage and late.stage in find_cause(1 - behind, before, moved(before), 2).explanation
+
+
+@pytest.mark.parametrize("phase", ["save", "finish"])
+def test_a_background_save_that_others_wait_for(phase):
+    """The main threads wait for the save before, and a step that is late has nothing to do with it."""
+    saving = Status(5, "background_save", 6, 20.0, -1.0)
+    before = {
+        0: Status(5, phase, 9, background=saving._replace(waits=True)),
+        1: Status(5, phase, 9, background=saving),
+    }
+    for local in (0, 1):
+        assert find_cause(local, before, moved(before), 2).process == 1
+    late = before | {0: Status(5, "data_wait", 7, background=before[0].background)}
+    assert find_cause(0, late, moved(late), 2, background=True).process == 1
+    text = find_cause(0, late, moved(late), 2, background=True).explanation
+    assert text == "process 1 has been writing the checkpoint of step 6 for 20 s"
+
+
+def test_a_background_save_is_not_blamed_for_a_step():
+    before = {0: STEP, 1: STEP._replace(background=Status(5, "background_save", 6))}
+    assert find_cause(0, before, moved(before), 2).process is None
+
+
+def test_a_status_is_read_as_it_was_published():
+    status = Status(5, "save", 9, stage=Stage.DATA, cause=1, background=Status(5, "background_save", 6, waits=True))
+    assert Status.parse(json.dumps(status)) == status
 
 
 def test_nobody_is_blamed_where_all_are_equally_far():

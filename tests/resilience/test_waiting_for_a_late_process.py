@@ -24,7 +24,7 @@ class Waiting(Pulse):
         super().__init__(run_dir, activity, cfg)
         self.held: list[float] = []
         self.ended: list[tuple[float, Verdict]] = []
-        monkeypatch.setattr(self.peers, "verdict", lambda: verdicts.pop(0))
+        monkeypatch.setattr(self.peers, "verdict", lambda **_: verdicts.pop(0))
         monkeypatch.setattr(self._backstop, "reset", self.held.append)
         monkeypatch.setattr(self, "_end", lambda hang, verdict: self.ended.append((hang.seconds, verdict)))
 

@@ -1,17 +1,21 @@
 """The watchdog, by a clock that is set by hand: what is a hang, and what is not."""
 
+import queue
 import threading
+import time
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.resilience.activity import Activity
+from megajax.mesh.peers import Peers
+from megajax.resilience.activity import Activity, Stage
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.stacks import stacks
-from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling
+from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling, waits_for_peers
 
 
 class Hands:
@@ -131,6 +135,57 @@ def test_a_phase_after_the_stop_has_its_whole_limit_and_no_more():
     with hands.activity.phase("step", 7):
         assert hands.wait(20.0) is None
         assert hands.wait(1.0) is not None
+
+
+def test_stages_of_the_start_have_its_limit_each_and_not_that_of_a_compilation():
+    hands = Hands(start=10.0, setup=15.0)
+    with hands.activity.phase("start"):
+        hands.activity.stage(Stage.CONNECT, allowance=30.0)
+        assert hands.wait(39.0) is None
+        hands.activity.stage(Stage.DEVICES)
+        assert hands.wait(9.0) is None
+        hands.activity.stage(Stage.FIRST_COLLECTIVE)
+        hang = hands.wait(100.0)
+    assert hang == Hang("start", None, 11.0, 10.0, "start", Stage.FIRST_COLLECTIVE)
+    sentence = "connecting the devices of all processes for 11 s, limit 10 s (resilience.watchdog.start)"
+    assert hang.sentence() == sentence
+    with hands.activity.phase("setup"):
+        hands.activity.stage(Stage.DATA)
+        hang = hands.wait(100.0)
+    assert hang is not None and (hang.limit, hang.setting) == (15.0, "setup")
+
+
+def test_an_error_knows_the_stage_that_it_left():
+    activity = Activity()
+    with pytest.raises(ValueError, match="odd") as caught, activity.phase("setup"):
+        activity.stage(Stage.DATA)
+        raise ValueError("odd")
+    assert caught.value.doing.stage is Stage.DATA  # ty: ignore[unresolved-attribute]
+
+
+def test_who_waits_for_other_processes_is_known_by_the_stack():
+    """Not a process in its own part of common work, which is called from the same file."""
+    barrier, disk = queue.SimpleQueue(), queue.SimpleQueue()
+    peers = Peers("test")
+    peers.count, peers._client = 2, SimpleNamespace(wait_at_barrier=barrier.get)
+
+    def write() -> None:
+        disk.get()
+
+    waiting, writing = (
+        threading.Thread(target=work, args=arguments, daemon=True)
+        for work, arguments in ((peers.agree, ()), (peers.on_all, (write, str)))
+    )
+    for thread in (waiting, writing):
+        thread.start()
+    deadline = time.monotonic() + 30
+    while not waits_for_peers(waiting.ident or 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not waits_for_peers(writing.ident or 0) and not waits_for_peers(threading.get_ident())
+    barrier.put(None)
+    waiting.join()
+    assert not waits_for_peers(waiting.ident or 0)
 
 
 def test_other_threads_are_watched_too():

@@ -1,0 +1,86 @@
+"""Processes that hang before the first step, or whose disk does not answer: which is blamed, and what is left."""
+
+import json
+import sys
+from pathlib import Path
+
+import gangs
+import pytest
+
+from megajax.resilience.beats import BEATS, Beat
+
+TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))
+
+
+def hangs(run_dir: Path, process: int) -> dict:
+    """The event of a process that has ended because of a hang; its stacks exist."""
+    lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    (event,) = (line for line in lines if line["event"] == "hang" and line["process"] == process)
+    assert "thread MainThread" in Path(event["stacks"]).read_text()
+    return event
+
+
+def in_a_gang(tmp_path: Path, place: str, process: int, *settings: str) -> gangs.Started:
+    """A gang of two whose process `process` hangs, after its end with 124."""
+    common = (*gangs.TINY, *settings, f"--run_dir={tmp_path / 'run'}")
+    with gangs.started(tmp_path) as start:
+        fault = {"HANGING_PLACE": place, "HANGING_PROCESS": str(process)}
+        gang = start(*gangs.launcher("--log-dir", tmp_path / "logs"), *TRAIN, *common, **fault)
+        assert gang.wait() == 124, gang.text
+    return gang
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "stage"),
+    [
+        ("megajax.job.job:find_devices", "start", "finding the devices"),  # there is no run folder yet
+        ("fsync:/checkpoints/", "setup", "opening the checkpoints"),
+    ],
+)
+def test_one_process(tmp_path, place, phase, stage):
+    limit = f"--resilience.watchdog.{phase}=2"
+    settings = (*gangs.TINY[:-2], "--devices=cpu:1", limit, f"--run_dir={tmp_path / 'run'}")
+    fault = {"HANGING_PLACE": place, "HANGING_PROCESS": "0", BEATS: str(tmp_path)}
+    with gangs.started(tmp_path) as start:
+        process = start(*TRAIN, *settings, **fault)
+        assert process.wait() == 124, process.text
+    message = process.text.splitlines()[-1]
+    assert f"process 0 hangs, {stage} for" in message
+    assert f"limit 2 s (resilience.watchdog.{phase})" in message
+    event = hangs(tmp_path / "run", 0)
+    assert (event["phase"], event["stage"], event["limit"]) == (phase, stage, 2.0)
+    beat = Beat.read(tmp_path, 0)
+    assert beat is not None and (beat.code, beat.stacks) == (124, event["stacks"])
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_reach_the_first_collective(tmp_path):
+    gang = in_a_gang(tmp_path, "megajax.job.job:agree", 1, "--resilience.watchdog.start=12")
+    assert "process 1 holds up the others: it has been connecting the devices of all processes for" in gang.text
+    event = hangs(tmp_path / "run", 1)
+    assert (event["phase"], event["cause_process"]) == ("start", 1)
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_connect(tmp_path):
+    """While process 0 waits for the others, its limit is longer by --init-timeout."""
+    gang = in_a_gang(tmp_path, "jax.distributed:initialize", 1, "--resilience.watchdog.start=1", "--init-timeout=20")
+    assert "connecting the processes for" in gang.text
+    event = hangs(tmp_path / "run", 1)
+    assert (event["stage"], event["limit"]) == ("connecting the processes", 21.0)
+
+
+@pytest.mark.slow
+def test_a_disk_of_process_0_that_does_not_answer_in_the_setup(tmp_path):
+    gang = in_a_gang(tmp_path, r"fsync:/checkpoints/", 0, "--resilience.watchdog.setup=12")
+    assert "process 0 holds up the others: it has been opening the checkpoints for" in gang.text
+    assert hangs(tmp_path / "run", 0)["stage"] == "opening the checkpoints"
+
+
+@pytest.mark.slow
+def test_a_disk_of_process_1_that_does_not_answer_in_a_background_save(tmp_path):
+    limit = "--resilience.watchdog.background_save=12"
+    gang = in_a_gang(tmp_path, r"fsync:/manifest\.1\.json", 1, limit, "--checkpoint.every=3")
+    assert "process 1 holds up the others" in gang.text
+    event = hangs(tmp_path / "run", 1)
+    assert (event["phase"], event["step"], event["cause_process"]) == ("background_save", 3, 1)
