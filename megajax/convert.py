@@ -7,6 +7,7 @@ from pathlib import Path
 from megajax.command_line import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
+from megajax.job.origin import TRUST_FLAG
 from megajax.tools.conversion_flags import flag_problems
 from megajax.tools.conversion_progress import Progress
 
@@ -29,6 +30,7 @@ FLAGS = (
     Flag("verify", help="read the result back and compare all of it"),
     Flag("base", str | None, help="model of --from=peft:DIR: hf:DIR or a run; default: the folder the adapter names"),
     Flag("merge", help="add low-rank adapters to the weights"),
+    TRUST_FLAG,
     Flag("average", tuple[str, ...], (), help="average the weights of these steps of runs, instead of --from"),
     Flag("average-last", int | None, help="average this number of the newest steps of --from"),
     Flag("family", str | None, help="model family to write: llama, …; local for megatron:; default: a lossless one"),
@@ -59,8 +61,9 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verify")
     )
     options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
-    model_flags = (flags["average"], flags["average_last"], flags["base"])
-    stored = open_source(flags["from"], *model_flags, merge=flags["merge"], vocabulary=flags["vocabulary"])
+    arguments = (flags["from"], flags["average"], flags["average_last"], flags["base"])
+    choices = {"merge": flags["merge"], "vocabulary": flags["vocabulary"], "trusted": flags["trust_code"]}
+    stored = open_source(*arguments, **choices)
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
     before, calibration, text = stored, None, None
     if flags["quantize"]:

@@ -11,7 +11,7 @@ from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.data.config import MockConfig
-from megajax.job.origin import MODEL_FLAGS, run_config, run_folder
+from megajax.job.origin import MODEL_FLAGS, TRUST_FLAG, run_config, run_folder
 from megajax.mesh.identity import find_identity
 from megajax.mesh.xla import set_process
 from megajax.models.protocol import demand_causal
@@ -30,6 +30,7 @@ lm-eval:NAME; for runs fine-tuned on these benchmarks, glue:SPLIT, race:SPLIT, s
 docs/evaluation.md and docs/tasks.md describe the file formats."""
 FLAGS = (
     *MODEL_FLAGS[:2],
+    TRUST_FLAG,
     Flag("tasks", str | None, help="tasks; default: the run's evaluation.tasks"),
     Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
     Flag("output", Path | None, help="folder of results.json and cached answers; default: the run's folder"),
@@ -74,7 +75,7 @@ def base(flags: Mapping[str, Any]) -> Source:
         )
     if folder is not None:
         return Source(f"hf:{folder}", folder_config(folder))
-    return run_config(run, EvaluatedConfig)
+    return run_config(run, EvaluatedConfig, trusted=flags["trust_code"])
 
 
 def folder_config(folder: Path) -> EvaluatedConfig:

@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megajax.checkpoint import folder, integrity
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.integrity import MANIFEST, Damaged
 from megajax.checkpoint.stored_arrays import StoredArray, StoredArrays
 from megajax.config.errors import UserError
+from megajax.config.markup import read_yaml
 
 WHOLE, DAMAGED = "whole", "damaged"
 ASIDE = {
@@ -104,14 +103,14 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
         integrity.verify(home, entries, [META])
         meta = json.loads((home / META).read_text(encoding="utf-8"))["meta"]
         source = StoredArrays(home / ARRAYS)
-        config = yaml.safe_load(meta.get("config", "")) or {}
+        config = read_yaml(str(meta.get("config", ""))) or {}
         if not isinstance(config, dict):
             raise ValueError("its config is not a mapping")
         scalars = [name for name, array in source.arrays.items() if array.shape == () and "." not in name]
         counters = {name: source.value(name) for name in scalars}
     except (Damaged, OSError) as error:
         raise UserError(f"checkpoint step {step} in {path} is damaged: {error}") from error
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{META} of checkpoint step {step} in {path} can't be read: {error!r}") from error
     length, consumed = config.get("model", {}).get("sequence_length"), counters.get("consumed_samples")
     axes = _axes(source.arrays, meta.get("axes", {}))

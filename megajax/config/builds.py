@@ -1,6 +1,7 @@
 """References to classes and functions, "package.module:Name" or "folder/file.py:Name", and configs that use one."""
 
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Generator
@@ -24,6 +25,17 @@ def resolve(reference: str) -> Any:
     module, _, name = reference.rpartition(":")
     owner = _loaded(Path(module).expanduser().resolve()) if module.endswith(".py") else importlib.import_module(module)
     return reduce(getattr, name.split("."), owner)
+
+
+def own_class(reference: str) -> Any | None:
+    """The class of MegaJAX that a reference names; None for one of another package or a file, which is not imported."""
+    if not re.fullmatch(r"megajax(\.[a-z]\w*)+:[A-Z]\w*", reference):
+        return None
+    try:
+        cls = resolve(reference)
+    except (ImportError, AttributeError):
+        return None
+    return cls if isinstance(cls, type) and cls.__module__.startswith("megajax.") else None
 
 
 def reference(cls: type) -> str:

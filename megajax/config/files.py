@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.config.patch import Over, patch_of, setting
 from megajax.config.python_file import display_path, run
-from megajax.config.tree import assemble
+from megajax.config.tree import TRUST, assemble
 
 ROOT = "megajax.training.run_config:RunConfig"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -54,9 +54,28 @@ def load(source: str | Path, *settings: str, devices: int | None = None, root: s
     return config
 
 
-def assembled(file: Source, root: str | type, settings: Any, devices: int | None = None) -> tuple[Any, list[Problem]]:
+def assembled(
+    file: Source, root: str | type, settings: Any, devices: int | None = None, *, trusted: bool = True
+) -> tuple[Any, list[Problem]]:
     """The config of a file with settings over it, and all its problems; see `assemble`."""
-    return assemble(root_type(root), file.base, file.over(settings), devices)
+    return assemble(root_type(root), file.base, file.over(settings), devices, trusted=trusted)
+
+
+def stored(path: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
+    """The config that a run wrote to a file. It may be a stranger's: unless trusted, only classes of MegaJAX are used.
+
+    Raises UserError for a config that needs other code, or that can't be read by this version.
+    """
+    label = display_path(path)
+    settings = dict(resolve("megajax.config.markup:parse")(path, label))
+    if not trusted and (below := settings.pop("config", None)) is not None:
+        problem = Problem("config", f"is based on {below}, and reading a run reads no other file", f"or add {TRUST}")
+        raise ConfigError([problem], label)
+    source = read(str(path), root) if trusted else Source(label, None, settings, ((label, settings),))
+    config, problems = assembled(source, root, {}, trusted=trusted)
+    if config is None:
+        raise ConfigError(problems, label)
+    return replace(source, base=config, settings=None)
 
 
 def root_type(root: str | type) -> type:

@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from typing import Any, get_args, get_origin
 
 import megajax.config.schema as schema
-from megajax.config.builds import error_text, reference, resolve
+from megajax.config.builds import error_text, own_class, reference, resolve
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
@@ -37,14 +37,21 @@ def check(config: Any, devices: int | None = None) -> None:
     override(config, devices=devices, place=type(config).__name__)
 
 
-def assemble(cls: type, base: Any, settings: Any, devices: int | None = None) -> tuple[Any, list[Problem]]:
+TRUST = "--trust-code"
+"""The flag of verbs that read runs. Without it, the settings of a run import nothing but classes of MegaJAX."""
+
+
+def assemble(
+    cls: type, base: Any, settings: Any, devices: int | None = None, *, trusted: bool = True
+) -> tuple[Any, list[Problem]]:
     """The config of type cls from `base` (None: the defaults) and settings over it, and all its problems.
 
     The config is None if it could not be built. Cross-field checks (`problems`) run on every part that was built; the
     root's gets `devices`, the total number of devices, or None if it is unknown. Placeholders replace wrong and missing
-    values, so that parts with such values are checked too.
+    values, so that parts with such values are checked too. trusted: whether the settings may name code that is not of
+    MegaJAX; otherwise that is a problem, and nothing is imported.
     """
-    builder = _Builder(cls)
+    builder = _Builder(cls, trusted=trusted)
     config = builder.value(settings, cls, "", base)
     problems, failures = list(builder.problems), []
     for where, node in builder.nodes.items():
@@ -114,8 +121,8 @@ def _python_hint(where: str, annotation: Any, raw: Any) -> str:
 class _Builder:
     """One pass over a tree that collects problems and continues."""
 
-    def __init__(self, root: type):
-        self.root = root
+    def __init__(self, root: type, *, trusted: bool = True):
+        self.root, self.trusted = root, trusted
         self.problems: list[Problem] = []
         self.nodes: dict[str, Any] = {}
 
@@ -300,6 +307,8 @@ class _Builder:
         if schema.is_config(current) and name == reference(type(current)):
             return type(current)
         if ":" in name:
+            if not self.trusted and own_class(name) is None:
+                return self._class_refused(join(where, "type"), name)
             try:
                 cls = resolve(name)
             except Exception as error:  # of a file of the user's
@@ -339,7 +348,16 @@ class _Builder:
             if self.problems:
                 return Mark.INVALID
             return self.fault(where, f"{cls.__name__} refuses these settings: {error}")
+        if not self.trusted and not self.problems and (names_code := getattr(cls, "code", None)):
+            for name, value in names_code(self.nodes[where]).items():
+                message = f"{value} may run code that is not of MegaJAX, and reading a run runs none"
+                self.fault(join(where, name), message, f"if you trust it, add {TRUST} (in Python: trusted=True)")
         return self.nodes[where]
+
+    def _class_refused(self, where: str, name: str) -> Mark:
+        module, _, cls = name.rpartition(":")
+        hint = f"if you trust it, add {TRUST} (in Python: trusted=True): it imports {module} and uses its {cls}"
+        return self.fault(where, f"{name} is no class of MegaJAX, and reading a run imports no other code", hint)
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
         owners = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]

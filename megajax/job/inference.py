@@ -79,7 +79,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
 def quantized_weights(origin: Origin, model: Any) -> WeightSource:
     """`weights_of`, quantized while they are read if the model's config is quantized and the stored weights are not."""
     quantization = getattr(model, "quantization", None)
-    stored = None if origin.run is None else open_step(origin.run).config.model
+    stored = None if origin.run is None else open_step(origin.run, trusted=origin.trusted).config.model
     if quantization is None or getattr(stored, "quantization", None) is not None:
         return weights_of(origin, model)
     weights = weights_of(origin, replace(model, quantization=None))
@@ -93,7 +93,7 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
     """
     adapter, family = origin.adapter, ""
     if origin.run is not None:
-        step = open_step(origin.run)
+        step = open_step(origin.run, trusted=origin.trusted)
         weights, family = run_weights(step, model), step.meta.get("source", {}).get("family", "")
     else:
         opened = open_model(Path(str(origin.hf)))
@@ -103,7 +103,7 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
     if (adapter / PEFT_CONFIG).is_file():
         peft = read_adapter(adapter, model, family_for(model, recorded=family).rows(model))
         return merged(JoinedWeights(weights, peft), peft.model)
-    step = open_step(adapter)
+    step = open_step(adapter, trusted=origin.trusted)
     adapted = step.config.model
     if getattr(adapted, "lora", None) is None:
         raise UserError(f"--adapter={adapter}: its run has no adapters (model.lora)")

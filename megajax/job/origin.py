@@ -10,13 +10,18 @@ from megajax.checkpoint.folder import locate
 from megajax.command_line import Flag
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.files import ROOT, Source, assembled, read
+from megajax.config.files import ROOT, Source, assembled, stored
+from megajax.config.tree import TRUST
 from megajax.inference.config import GenerationConfig, InferenceConfig
 
+TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name classes, files and programs that are not of "
+                  "MegaJAX, and run them")  # fmt: skip
+"""For verbs that read runs, whose folders may come from strangers."""
 MODEL_FLAGS = (
     Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
     Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
     Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
+    TRUST_FLAG,
 )
 """The flags that `origin_of` reads."""
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
@@ -33,15 +38,18 @@ class Origin(NamedTuple):
     """A Hugging Face model folder."""
     adapter: Path | None = None
     """A PEFT folder, or a run with `model.lora`."""
+    trusted: bool = False
+    """Whether the configs of runs may name code that is not of MegaJAX."""
 
 
 def origin_of(flags: Mapping[str, Any]) -> Origin:
     """The origin by --run, --hf and --adapter. Raises ConfigError unless they name one model."""
     run, hf, adapter = (flags[name] and flags[name].expanduser() for name in ("run", "hf", "adapter"))
+    trusted = flags["trust_code"]
     if run is not None and hf is not None:
         raise ConfigError([Problem("--run", f"is given, and --hf={hf} as well", "name one model")], "command line")
     if adapter is not None and not (adapter / "adapter_config.json").is_file() and run is None and hf is None:
-        return Origin(run=adapter)  # checkpoints of a run with adapters contain all weights
+        return Origin(run=adapter, trusted=trusted)  # checkpoints of a run with adapters contain all weights
     if run is None and hf is None and adapter is not None:
         base = resolve("megajax.checkpoint.huggingface.peft:base_of")(adapter)
         if base is None or not Path(base).is_dir():
@@ -50,7 +58,7 @@ def origin_of(flags: Mapping[str, Any]) -> Origin:
         hf = Path(base)
     if run is None and hf is None:
         raise ConfigError([Problem("--run", "must be given, or --hf=DIR", "name one model")], "command line")
-    return Origin(run, hf, adapter)
+    return Origin(run, hf, adapter, trusted)
 
 
 def run_folder(path: Path) -> Path:
@@ -59,8 +67,11 @@ def run_folder(path: Path) -> Path:
     return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
 
 
-def run_config(run: Path, root: str | type = ROOT) -> Source:
-    """The settings of a run. Raises UserError for a folder without config.yaml."""
+def run_config(run: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
+    """The settings of a run. Raises UserError for a folder without config.yaml.
+
+    trusted: whether it may name code that is not of MegaJAX, and the folder of compiled programs.
+    """
     config = run_folder(run) / "config.yaml"
     if not config.is_file() and (run / "config.json").is_file():
         raise UserError(
@@ -70,7 +81,10 @@ def run_config(run: Path, root: str | type = ROOT) -> Source:
         raise UserError(
             f"--run={run}: no {config}\nGive the folder of a run, or of one step in its checkpoints folder."
         )
-    return read(str(config), root)
+    source = stored(config, root, trusted=trusted)
+    if trusted:
+        return source
+    return replace(source, base=replace(source.base, xla=replace(source.base.xla, compile_cache_dir=None)))
 
 
 def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Source:
@@ -82,7 +96,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
         return Source(f"hf:{origin.hf}", folder_config(origin.hf, root))
     if origin.run is None:
         raise ValueError("an origin has a run or a folder")
-    source = run_config(origin.run)
+    source = run_config(origin.run, trusted=origin.trusted)
     cfg, problems = assembled(source, ROOT, {})
     parts = ("model", "tokenizer", "xla")
     relevant = [problem for problem in problems if problem.setting.partition(".")[0] in parts]

@@ -159,9 +159,16 @@ class XlaConfig:
     compile_cache: bool = True
     """Keep compiled programs on disk for the next start."""
     compile_cache_dir: str | None = None
-    """Folder of the compile cache; none: compile/ in the user's cache folder. Several machines need a shared one."""
+    """Folder of the compile cache; none: compile/ in the user's cache folder. Several machines need a shared one. Verbs
+    that read a run ignore the run's without --trust-code: compiled programs are machine code."""
     compile_cache_gib: float = 2.0
     """Size limit of the compile cache in GiB; the least recently used programs are removed first."""
+
+    def code(self) -> dict[str, str]:
+        """Options with a text: some name files to write, or folders of programs that XLA runs."""
+        plain = r"(?i)(true|false|[-+]?\d+(\.\d*)?(e[-+]?\d+)?)?"
+        texts = {name: str(value) for name, value in self.options.items() if not re.fullmatch(plain, str(value))}
+        return {f"options.{name}": f"{name}={text}" for name, text in texts.items()}
 
     def problems(self) -> list[Problem]:
         problems = []

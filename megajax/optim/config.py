@@ -1,5 +1,6 @@
 """Settings of the optimizers and of the schedule that drives them, without importing jax."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -247,6 +248,10 @@ class OptaxConfig(UpdateConfig):
 
     def name(self) -> str:
         return self.make
+
+    def code(self) -> dict[str, str]:
+        """The setting that names code, unless it is a function of optax itself."""
+        return {} if re.fullmatch(r"optax:[a-z]\w*", self.make) else {"make": self.make}
 
     def problems(self) -> list[Problem]:
         problems = self.shared_problems()

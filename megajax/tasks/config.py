@@ -143,6 +143,10 @@ class HarnessConfig(LanguageTask):
     name: str = "lm_eval"
     """Under which the figures are reported."""
 
+    def code(self) -> dict[str, str]:
+        """YAML files of tasks name functions of Python files beside them."""
+        return {} if self.include_path is None else {"include_path": self.include_path}
+
     def problems(self) -> list[Problem]:
         problems = [] if self.tasks else [Problem("tasks", "is empty", "name a task of lm-eval")]
         for name, least in (("fewshot", 0), ("limit", 1), ("generated", 1)):

@@ -36,6 +36,7 @@ def open_source(
     *,
     merge: bool,
     vocabulary: int | None = None,
+    trusted: bool = False,
 ) -> StoredModel:
     """Like `conversion.open_source`; also opens peft:DIR with the weights of `base`, by default the base that it names.
 
@@ -44,11 +45,11 @@ def open_source(
     if name is not None and name.startswith(PEFT):
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps to average")
-        stored = _with_adapter(Path(name.removeprefix(PEFT)), base)
+        stored = _with_adapter(Path(name.removeprefix(PEFT)), base, trusted=trusted)
     elif base is not None:
         raise UserError(f"--base={base}: only an adapter has a base model, and --from={name} is not peft:DIR")
     else:
-        stored = conversion.open_source(name, average, last, vocabulary)
+        stored = conversion.open_source(name, average, last, vocabulary, trusted=trusted)
     if not merge:
         return stored
     if (lora := getattr(stored.model, "lora", None)) is None:
@@ -120,12 +121,12 @@ def _demand_adapters_alone(stored: StoredModel, target: str) -> None:
         )
 
 
-def _with_adapter(folder: Path, base: str | None) -> StoredModel:
+def _with_adapter(folder: Path, base: str | None, *, trusted: bool) -> StoredModel:
     recorded_base = base_of(folder)
     if base is None and (recorded_base is None or not Path(recorded_base).is_dir()):
         problem = "names no base model" if recorded_base is None else f"names {recorded_base}, which is not a folder"
         raise UserError(f"{folder} {problem}: give --base=hf:DIR or --base=RUN")
-    stored = conversion.open_source(base or f"hf:{recorded_base}")
+    stored = conversion.open_source(base or f"hf:{recorded_base}", trusted=trusted)
     if getattr(stored.model, "lora", None) is not None:
         raise UserError(f"--base={base} already has adapters; convert it with --merge first")
     adapter = read_adapter(folder, stored.model, _rows(stored))

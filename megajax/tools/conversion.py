@@ -98,6 +98,8 @@ class StoredModel:
     """The checkpoint of Megatron-LM with the optimizer's moments."""
     trained: bool = False
     """Whether the weights are those of a training run, unchanged."""
+    trusted: bool = False
+    """Whether the configs of runs may name code that is not of MegaJAX."""
 
     @cached_property
     def declared(self) -> Mapping[str, ParamSpec]:
@@ -199,6 +201,7 @@ def _run(steps: Sequence[RunModel]) -> StoredModel:
         config=lambda run, files: continued_config(last.config, run),
         origin=Origin(**last.meta.get("source", {})),
         trained=True,
+        trusted=last.trusted,
     )
 
 
@@ -208,26 +211,32 @@ def format_of(name: str) -> str | None:
 
 
 def open_source(
-    name: str | None, average: Sequence[str] = (), last: int | None = None, vocabulary: int | None = None
+    name: str | None,
+    average: Sequence[str] = (),
+    last: int | None = None,
+    vocabulary: int | None = None,
+    *,
+    trusted: bool = False,
 ) -> StoredModel:
     """FORMAT:DIR, a run or one of its steps; or the mean of the steps `average`, or of the `last` newest of a run.
 
-    vocabulary: number of tokens, for a Megatron-LM checkpoint that does not record it. Raises UserError if the source
+    vocabulary: number of tokens, for a Megatron-LM checkpoint that does not record it. trusted: whether the config of a
+    run may name code that is not of MegaJAX. Raises UserError if the source
     does not exist or its tensors do not fit the model.
     """
     if average:
-        return _run([open_step(Path(path)) for path in average])
+        return _run([open_step(Path(path), trusted=trusted) for path in average])
     if name is not None and format_of(name) is not None:
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps to average")
         return _megatron(name, vocabulary) if format_of(name) == MEGATRON else _foreign(name, read_foreign(name))
     if last is None:
-        return _run([open_step(Path(name or ""))])
+        return _run([open_step(Path(name or ""), trusted=trusted)])
     steps = open_checkpoints(name or "")[0].steps()
     if len(steps) < last:
         count = f"{len(steps)} step{'s' * (len(steps) != 1)}"
         raise UserError(f"--average-last={last}: {name} has {count}: {', '.join(map(str, steps))}")
-    return _run([open_step(Path(name or ""), step) for step in steps[-last:]])
+    return _run([open_step(Path(name or ""), step, trusted=trusted) for step in steps[-last:]])
 
 
 def options(dtype: str | None, family: str = "", shard_gigabytes: float = SHARD_BYTES / 1e9) -> Options:
@@ -389,7 +398,7 @@ def _write_megatron(stored: StoredModel, target: Path, options: Options, advance
 
 def verify(stored: StoredModel, target: str, advance: Advance) -> str:
     """Reads the target back and compares it. Returns a summary; raises UserError if they differ."""
-    result = stored.verify(open_source(target), advance)
+    result = stored.verify(open_source(target, trusted=stored.trusted), advance)
     return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
 
 

@@ -65,7 +65,7 @@ def report(
 
     text: file and rows to compare outputs on.
     """
-    run, quantized = Path(target), open_source(target)
+    run, quantized = Path(target), open_source(target, trusted=before.trusted)
     sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(quantized.weights)}
     content: dict[str, Any] = {"quantization": asdict(quantized.model.quantization), **sizes}
     small, large = sizes["bytes_after"] / 1e6, sizes["bytes_before"] / 1e6

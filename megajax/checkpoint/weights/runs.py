@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.folder import ARRAYS
@@ -18,6 +17,7 @@ from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS, StoredArrays
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.config.errors import UserError
 from megajax.config.files import ROOT, Source, assembled
+from megajax.config.markup import read_yaml
 from megajax.layers.param import ParamSpec
 from megajax.pipeline.partition import row_order
 
@@ -110,15 +110,21 @@ class RunModel:
     path: Path
     """Folder of the step."""
     meta: Meta
+    trusted: bool = False
+    """Whether its config may name code that is not of MegaJAX."""
 
     @cached_property
     def config(self) -> Any:
-        """The run's config when the step was saved."""
-        document = yaml.safe_load(self.meta.get("config", "")) or {}
-        config, problems = assembled(Source(f"the config of {self.path}", None, document), ROOT, {})
+        """The run's config when the step was saved. Raises UserError if it can't be read or names other code."""
+        try:
+            document = read_yaml(str(self.meta.get("config", ""))) or {}
+        except ValueError as error:
+            raise UserError(f"the config of {self.path} is damaged: {error}") from error
+        source = Source(f"the config of {self.path}", None, document)
+        config, problems = assembled(source, ROOT, {}, trusted=self.trusted)
         if config is None or any(problem.setting.startswith("model") for problem in problems):
-            lines = "\n".join(f"  {problem}" for problem in problems)
-            raise UserError(f"the config of {self.path} can't be read by this version of MegaJAX:\n{lines}")
+            lines = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
+            raise UserError(f"the config of {self.path} can't be used:\n{lines}")
         return config
 
     def weights(self) -> StepWeights:
@@ -126,10 +132,11 @@ class RunModel:
         return StepWeights(self.path, declared_by(self.config.model), chunks)
 
 
-def open_step(path: Path, step: int | None = None) -> RunModel:
+def open_step(path: Path, step: int | None = None, *, trusted: bool = False) -> RunModel:
     """A step of a run, by default the newest intact one. path: a run folder, a checkpoints folder or one step in it.
 
-    Raises UserError if the step does not exist or is damaged.
+    trusted: whether its config may name code that is not of MegaJAX, which is imported then. Raises UserError if the
+    step does not exist or is damaged.
     """
     if not path.exists() and path.name.isdigit() and step is None:  # RUN/100: short for RUN/checkpoints/00000100
         path, step = path.parent, int(path.name)
@@ -140,4 +147,4 @@ def open_step(path: Path, step: int | None = None) -> RunModel:
         raise UserError(f"there are no checkpoints in {path}")
     folder = reader.folder
     run = folder.parent if folder.name == "checkpoints" else folder
-    return RunModel(run, step, reader.demand(step), reader.meta(step))
+    return RunModel(run, step, reader.demand(step), reader.meta(step), trusted)
