@@ -7,6 +7,7 @@ from pathlib import Path
 from megajax.command_line import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
+from megajax.config.paths import PathText
 from megajax.job.origin import TRUST_FLAG
 from megajax.tools.conversion_flags import flag_problems
 from megajax.tools.conversion_progress import Progress
@@ -24,14 +25,14 @@ DESCRIPTION = """Convert weights between formats. They are streamed: memory need
 
 A folder is written under a temporary name and renamed when it is complete. Nothing is downloaded."""
 FLAGS = (
-    Flag("from", str | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
-    Flag("to", str, required=True, help="a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
+    Flag("from", PathText | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
+    Flag("to", PathText, required=True, help="a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
     Flag("dtype", str | None, help="float32, bfloat16 or float16; default: float32 for runs, otherwise unchanged"),
     Flag("verify", help="read the result back and compare all of it"),
-    Flag("base", str | None, help="model of --from=peft:DIR: hf:DIR or a run; default: the folder the adapter names"),
+    Flag("base", PathText | None, help="model of --from=peft:DIR: hf:DIR or a run; default: the one the adapter names"),
     Flag("merge", help="add low-rank adapters to the weights"),
     TRUST_FLAG,
-    Flag("average", tuple[str, ...], (), help="average the weights of these steps of runs, instead of --from"),
+    Flag("average", tuple[PathText, ...], (), help="average the weights of these steps of runs, instead of --from"),
     Flag("average-last", int | None, help="average this number of the newest steps of --from"),
     Flag("family", str | None, help="model family to write: llama, …; local for megatron:; default: a lossless one"),
     Flag("shard-size", float, 5.0, help="maximum GB of a safetensors file"),

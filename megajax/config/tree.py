@@ -14,6 +14,7 @@ from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
 from megajax.config.patch import Additions, Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
+from megajax.config.paths import holds_path, url_problem
 from megajax.config.placeholder import Placeholder, UnknownValue
 
 
@@ -182,6 +183,8 @@ class _Builder:
 
     def _scalar(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
         options = schema.kinds(annotation)
+        if holds_path(annotation) and (problem := url_problem(raw)) is not None:
+            return self.fault(where, *problem)
         if type(raw) in options and raw == raw:
             return raw
         is_text = type(raw) is str and any(kind in options for kind in schema.TEXT_KINDS)

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from megajax.config.builds import Builds
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
+from megajax.config.paths import path_argument
 from megajax.data.document_rules import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.tokenizer_options import SETTINGS, tokenizer_config
 from megajax.tokenizers.config import TokenizerConfig
@@ -95,11 +96,13 @@ def command_line() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl, .txt, also "
-        ".gz and .zst, or .parquet; their order is the order of the documents")  # fmt: skip
-    add("--target", nargs="+", default=[], metavar="PATH", help="files of plain text whose lines correspond to "
-        "those of --input, as translations; writes PREFIX_source_document and PREFIX_target_document")  # fmt: skip
-    add("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without _KEY_document and suffix")
+    add("--input", nargs="+", type=path_argument, required=True, metavar="PATH", help="files, patterns or "
+        "folders of .jsonl, .txt, also .gz and .zst, or .parquet, in the order of the documents")  # fmt: skip
+    add("--target", nargs="+", type=path_argument, default=[], metavar="PATH", help="files of plain text whose "
+        "lines correspond to those of --input, as translations; writes PREFIX_source_document and "
+        "PREFIX_target_document")  # fmt: skip
+    add("--output-prefix", type=path_argument, required=True, metavar="PREFIX", help="path of the output, without "
+        "_KEY_document and suffix")  # fmt: skip
     add("--tokenizer", metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text is numbers, "
         "needs --vocab-size); wordpiece, wordpiece-cased, sentencepiece or tiktoken (need --vocab-file); or the path "
         "of a Hugging Face tokenizer.json or a SentencePiece .model")  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.kernels.paged_capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
@@ -44,7 +45,7 @@ class InferenceConfig:
     with few requests then take as long as full ones."""
     warm_up: bool = True
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
-    template: str | None = None
+    template: PathText | None = None
     """Chat template: Jinja2 text, a file with a template, or a name such as chatml (see data.template). None: the
     template of the run's data or of the tokenizer's files."""
 

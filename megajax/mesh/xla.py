@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 
 type Value = bool | int | float | str
 """Value of an option; enumerations are strings."""
@@ -158,7 +159,7 @@ class XlaConfig:
     """Share of GPU memory reserved for arrays at start-up. NCCL, cuDNN and kernels use the rest."""
     compile_cache: bool = True
     """Keep compiled programs on disk for the next start."""
-    compile_cache_dir: str | None = None
+    compile_cache_dir: PathText | None = None
     """Folder of the compile cache; none: compile/ in the user's cache folder. Several machines need a shared one. Verbs
     that read a run ignore the run's without --trust-code: compiled programs are machine code."""
     compile_cache_gib: float = 2.0

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.training.run_config import RunConfig
 
 
@@ -26,7 +27,7 @@ class PerplexityConfig(LanguageTask):
     """Loss and perplexity of token files, read as one stream of tokens."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:TokenFiles"
-    paths: tuple[str, ...]
+    paths: tuple[PathText, ...]
     """Prefixes of .bin and .idx files."""
     stride: int | None = None
     """Tokens between the starts of windows. Each token is scored once, given the tokens before it in the window that
@@ -44,7 +45,7 @@ class TextConfig(LanguageTask):
     an end-of-document token if the vocabulary has no such token."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Text"
-    path: str
+    path: PathText
     """A text file (one document), or a .jsonl file with one document in `key` of each line."""
     key: str = "text"
     """Key of a document in a .jsonl file."""
@@ -69,7 +70,7 @@ class WikitextConfig(LanguageTask):
     """Perplexity of a word-tokenised text per original word: the task WIKITEXT103 of Megatron-LM."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
-    path: str
+    path: PathText
     """The text, such as wiki.test.tokens."""
     stride: int | None = 32
     """Tokens between the starts of windows, Megatron-LM's --overlapping-eval. None: the length of a row."""
@@ -87,7 +88,7 @@ class LambadaConfig(LanguageTask):
     """Prediction of the last word of a text: the task LAMBADA of Megatron-LM."""
 
     target: ClassVar[str] = "megajax.tasks.lambada:Lambada"
-    path: str
+    path: PathText
     """A .jsonl file with `text` in each line."""
     strict: bool = False
     """Whether to score the whole last word, with all its tokens, instead of the last token of the text."""
@@ -103,7 +104,7 @@ class ChoicesConfig(LanguageTask):
     """Multiple choice by log-likelihood."""
 
     target: ClassVar[str] = "megajax.tasks.choices:Choices"
-    path: str
+    path: PathText
     """A .jsonl file with `context`, `choices` and `answer`, the index of the correct choice from 0, in each line."""
     delimiter: str = " "
     """Text between the context and a choice."""
@@ -132,7 +133,7 @@ class HarnessConfig(LanguageTask):
     target: ClassVar[str] = "megajax.tasks.harness:Harness"
     tasks: tuple[str, ...]
     """Names of tasks, groups or tags."""
-    include_path: str | None = None
+    include_path: PathText | None = None
     """A folder with YAML files of tasks, which take precedence over those of lm-eval."""
     fewshot: int | None = None
     """Examples before each question. None: the task's default."""

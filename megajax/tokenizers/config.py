@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 
 
 class TokenizerBuilder(Protocol):
@@ -29,9 +30,9 @@ class GPT2TokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.gpt2:GPT2Tokenizer"
 
-    vocabulary: str
+    vocabulary: PathText
     """Path of vocab.json, which maps tokens to ids."""
-    merges: str
+    merges: PathText
     """Path of merges.txt, with one merge per line in order of rank."""
     eod: str = "<|endoftext|>"
     """Token that ends a document."""
@@ -43,7 +44,7 @@ class HuggingFaceTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.huggingface:HuggingFaceTokenizer"
 
-    path: str
+    path: PathText
     """Path of tokenizer.json or of its folder."""
     eod: str | None = None
     """Token that ends a document; none: the first of the usual names in the vocabulary."""
@@ -71,7 +72,7 @@ class SentencePieceTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.sentencepiece:SentencePieceTokenizer"
 
-    path: str
+    path: PathText
     """Path of the .model file."""
     eod: str | None = None
     """Token that ends a document; none: the model's end of a sentence."""
@@ -92,7 +93,7 @@ class TiktokenTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.tiktoken:TiktokenTokenizer"
 
-    path: str
+    path: PathText
     """Path of a JSON list of rank and token_bytes, or of lines with a token in base64 and its rank."""
     pattern: str = "v2"
     """Pattern that splits the text before pairs are merged: v1 or v2 (Megatron-LM's), or a regular expression."""
@@ -124,7 +125,7 @@ class WordPieceTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.wordpiece:WordPieceTokenizer"
 
-    vocabulary: str
+    vocabulary: PathText
     """Path of vocab.txt, with one token in each line."""
     lower: bool = True
     """Lower-case the text and strip accents; false for a cased vocabulary."""

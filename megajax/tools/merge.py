@@ -4,6 +4,7 @@ import argparse
 
 from megajax.command_line import front_door
 from megajax.config.builds import resolve
+from megajax.config.paths import path_argument
 
 
 def main(argv: list[str]) -> int:
@@ -18,9 +19,10 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of token files, or folders: all files of "
-        "a folder, sorted by name")  # fmt: skip
-    add("--output-prefix", required=True, metavar="PREFIX", help="path of the result, without .bin and .idx")
+    add("--input", nargs="+", type=path_argument, required=True, metavar="PATH", help="prefixes of token files, or "
+        "folders: all files of a folder, sorted by name")  # fmt: skip
+    add("--output-prefix", type=path_argument, required=True, metavar="PREFIX", help="path of the result, without "
+        ".bin and .idx")  # fmt: skip
     add("--overwrite", action="store_true", help="replace existing files")
     options = parser.parse_args(argv)
     # By name, so that the front door can report a package that is not installed.

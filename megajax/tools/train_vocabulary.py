@@ -7,6 +7,7 @@ from typing import Any
 from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
+from megajax.config.paths import PathText
 
 USAGE = """python -m megajax.tools.train_vocabulary --input=PATH[,PATH…] --output=FILE [--size=8000] [--cased]
 
@@ -20,7 +21,7 @@ same text gives the same file. Needs the extra `tokenizers`, and memory for the 
   --json-key=text   the key of the text in JSON lines
 """
 FLAGS = (
-    Flag("input", tuple[str, ...], required=True),
+    Flag("input", tuple[PathText, ...], required=True),
     Flag("output", Path, required=True),
     Flag("size", int, 8000),
     Flag("cased"),

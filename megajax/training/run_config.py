@@ -10,6 +10,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of, either
+from megajax.config.paths import PathText
 from megajax.config.placeholder import UnknownValue
 from megajax.data.config import DataConfig, RowsConfig
 from megajax.layers.facts import Side
@@ -64,7 +65,7 @@ class RunConfig:
     """Training steps."""
     seed: int = 1234
     """Everything random derives from it: weights, data order, dropout."""
-    run_dir: str = "runs/run"
+    run_dir: PathText = "runs/run"
     """The run's folder; a run that finds a checkpoint in it goes on from there."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from megajax.batch import Schema
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
+from megajax.config.paths import PathText
 from megajax.data.splits import NAMES, Rows, Splits, parse_paths, parse_split
 
 
@@ -99,18 +100,18 @@ class LoaderConfig:
 class TokenFilesConfig(Builds):
     """A token file or a weighted blend of several, and their splits."""
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
     """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b"."""
-    train_paths: tuple[str, ...] = ()
+    train_paths: tuple[PathText, ...] = ()
     """Prefixes, with or without weights, of training data only, instead of `paths`."""
-    valid_paths: tuple[str, ...] = ()
+    valid_paths: tuple[PathText, ...] = ()
     """Prefixes, with or without weights, of validation data only."""
-    test_paths: tuple[str, ...] = ()
+    test_paths: tuple[PathText, ...] = ()
     """Prefixes, with or without weights, of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in each of `paths`, by number of sequences, or by number of documents for
     masked data; scaled to a sum of 1."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for index files; none: the user's cache folder. It need not be shared between hosts."""
     surplus: float = 0.005
     """Additional share of rows built for each dataset of a blend, beyond what its weight needs."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.data.config.base import LoaderConfig, at_least
 
 VALIDATION, TEST = "validation", "test"
@@ -58,7 +59,7 @@ GLUE: Mapping[str, GlueFormat] = {
 class BenchmarkConfig(Builds):
     """The common settings of benchmark data. A pass reads every example once, in a different random order."""
 
-    path: str
+    path: PathText
     """The folder of the benchmark, with its files as they are published."""
     seed: int | None = None
     """Seed for the order of the examples; none: the run's seed."""
@@ -142,7 +143,7 @@ class MockGlueConfig(GlueConfig):
 
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = "mnli"
     """Which one."""
-    path: str = "data/mock_benchmarks"
+    path: PathText = "data/mock_benchmarks"
     """The folder for the folder of the files."""
 
     def folder(self) -> Path:
@@ -154,7 +155,7 @@ class MockGlueConfig(GlueConfig):
 class MockRaceConfig(RaceConfig):
     """Synthetic files of RACE; the right options begin with the same letter. Written unless they exist."""
 
-    path: str = "data/mock_benchmarks"
+    path: PathText = "data/mock_benchmarks"
     """The folder for the folder of the files."""
 
     def folder(self) -> Path:
@@ -166,7 +167,7 @@ class MockRaceConfig(RaceConfig):
 class MockSquadConfig(SquadConfig):
     """Synthetic files of SQuAD; the answers follow the same sign. Written unless they exist."""
 
-    path: str = "data/mock_benchmarks"
+    path: PathText = "data/mock_benchmarks"
     """The folder for the folder of the files."""
 
     def folder(self) -> Path:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.data.config.base import LoaderConfig, at_least, paths_problems, split_problems
 from megajax.data.config.text import text_leaves
 
@@ -19,17 +20,17 @@ class ChatConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.chat:build_splits"
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
     """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
-    train_paths: tuple[str, ...] = ()
+    train_paths: tuple[PathText, ...] = ()
     """Files of training data only, instead of `paths`."""
-    valid_paths: tuple[str, ...] = ()
+    valid_paths: tuple[PathText, ...] = ()
     """Files of validation data only."""
-    test_paths: tuple[str, ...] = ()
+    test_paths: tuple[PathText, ...] = ()
     """Files of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
-    template: str = "plain"
+    template: PathText = "plain"
     """Renders conversations as text: a Jinja2 template, a file with one (also a tokenizer_config.json), or a name:
     plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
     loss: Literal["answers", "all"] = "answers"
@@ -50,7 +51,7 @@ class ChatConfig(Builds):
     model does not learn to end them."""
     on_error: Literal["stop", "skip"] = "stop"
     """What to do with an invalid line: stop, or skip and count it."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for tokenized conversations; none: the user's cache folder."""
     seed: int | None = None
     """Seed for the order of rows; none: the run's seed."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.data.config.base import LoaderConfig, between, paths_problems, split_problems
 from megajax.data.config.images import PATHS_HINT, CropConfig, ImagesConfig
 
@@ -41,23 +42,23 @@ class ImageTextConfig(ImageTextRowsConfig):
 
     target: ClassVar[str] = "megajax.data.image_text_files:build_splits"
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
     """Files of JSON lines, which are split."""
-    train_paths: tuple[str, ...] = ()
+    train_paths: tuple[PathText, ...] = ()
     """Files of training data only, instead of `paths`."""
-    valid_paths: tuple[str, ...] = ()
+    valid_paths: tuple[PathText, ...] = ()
     """Files of validation data only."""
-    test_paths: tuple[str, ...] = ()
+    test_paths: tuple[PathText, ...] = ()
     """Files of test data only."""
     split: str = "98,2,0"
     """Shares of training, validation and test, by number of lines of `paths`."""
-    image_folder: str | None = None
+    image_folder: PathText | None = None
     """Folder of relative image paths; none: the folder of the file with the lines."""
     marker: str = "<image>"
     """Placeholder of an image in messages; without any, the images precede the first message of the user."""
-    template: str = "plain"
+    template: PathText = "plain"
     """Renders conversations as text, as in ChatConfig."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:

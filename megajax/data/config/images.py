@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.data.config.base import LoaderConfig, between, paths_problems, split_problems
 
 MOST_PIXELS = 178_956_970
@@ -104,7 +105,7 @@ class ClassFoldersConfig(ClassImagesConfig):
 
     target: ClassVar[str] = "megajax.data.image_folders:build_classes"
 
-    path: str
+    path: PathText
     """Folder with train/, val/ and optionally test/, each with a folder for each class; or the folder of the classes
     itself, which is then split."""
     split: str = "90,10,0"
@@ -120,19 +121,19 @@ class ImageShardsConfig(ClassImagesConfig):
 
     target: ClassVar[str] = "megajax.data.image_shards:build_splits"
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
     """Tar files, which are split: paths or patterns such as "data/train-*.tar" and "data/train-{000..127}.tar"."""
-    train_paths: tuple[str, ...] = ()
+    train_paths: tuple[PathText, ...] = ()
     """Tar files of training data only, instead of `paths`."""
-    valid_paths: tuple[str, ...] = ()
+    valid_paths: tuple[PathText, ...] = ()
     """Tar files of validation data."""
-    test_paths: tuple[str, ...] = ()
+    test_paths: tuple[PathText, ...] = ()
     """Tar files of test data."""
     split: str = "90,10,0"
     """Shares of training, validation and test in each class of `paths`."""
     label: str = "label"
     """Key of the class in .json files."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for the index of the tar files; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
@@ -145,7 +146,7 @@ class MaskFoldersConfig(ImagesConfig):
 
     target: ClassVar[str] = "megajax.data.image_folders:build_masks"
 
-    path: str
+    path: PathText
     """Folder with train/, val/ and optionally test/, each with images/ and masks/; or the folder of images/ and masks/
     itself, which is then split."""
     split: str = "90,10,0"

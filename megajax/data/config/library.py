@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.data.config.base import LoaderConfig, at_least, between, split_problems
 from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
 
@@ -19,7 +20,7 @@ class LibraryTextConfig(Builds):
     """Size of the source files, in 10^6 bytes; each file is a document. About 4 % of it is English text."""
     split: str = "90,9,1"
     """Shares of training, validation and test, by number of files."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for the token file and its index; none: the user's cache folder."""
     seed: int | None = None
     """Seed for the choice of files and the order of rows; none: the run's seed."""
@@ -76,7 +77,7 @@ class LibraryWordPieceConfig(Builds):
     """Sentinels <extra_id_0>, …: T5 needs one for each masked span."""
     megabytes: float = 16.0
     """Size of the source files, in 10^6 bytes."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for the vocabulary; none: the user's cache folder."""
 
     def problems(self) -> list[Problem]:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.paths import PathText
 from megajax.data.config.base import LoaderConfig, TokenFilesConfig, between, split_problems
 
 
@@ -67,7 +68,7 @@ class StandardLibraryConfig(Builds):
     """Size of the text in 10^6 bytes: whole files, one document each, up to this limit."""
     split: str = "90,9,1"
     """Shares of training, validation and test, by number of files."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder for the token file and its index; none: the user's cache folder."""
     isolate_documents: bool = False
     """Mask attention between files of one row and restart positions at each."""

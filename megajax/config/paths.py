@@ -1,0 +1,50 @@
+"""Settings that are paths of a file system. URLs are refused: as a path, s3://bucket/run would be a local folder."""
+
+import argparse
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+type PathText = str
+"""The annotation of text settings and flags that are paths, as `Path` is of others."""
+
+URL = re.compile(
+    r"(?:(?:hf|megatron|peft):)?"  # formats of other libraries, before a path
+    # Path("s3://bucket") has lost a slash. Other schemes need both, because a folder may be called a:.
+    r"(?P<scheme>[A-Za-z][\w+.-]+(?=://)|(?:s3a?|gc?s|az|abfss?|wasbs?|hdfs|https?|ftp|file)(?=:/)):/+(?P<rest>.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def holds_path(annotation: Any) -> bool:
+    """Whether a value with this annotation is a path."""
+    if annotation in (PathText, Path):
+        return True
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return any(map(holds_path, get_args(annotation)))
+    return isinstance(annotation, typing.TypeAliasType) and holds_path(annotation.__value__)
+
+
+def url_problem(value: Any) -> tuple[str, str] | None:
+    """Message and hint for a URL given as a path; None for others."""
+    match = URL.match(str(value)) if isinstance(value, str | Path) else None
+    if match is None:
+        return None
+    scheme = match["scheme"].lower()
+    if scheme == "file":
+        return f"{value} is a URL, not a path", f"write /{match['rest']}"
+    hint = (
+        "download it and give the path"
+        if scheme in ("http", "https", "ftp")
+        else "mount the bucket and give the path there"
+    )
+    return f"{value} is a URL, but only files and folders of a file system can be read and written", hint
+
+
+def path_argument(text: str) -> str:
+    """A path, as the `type` of an option of argparse, which refuses URLs."""
+    if (problem := url_problem(text)) is not None:
+        raise argparse.ArgumentTypeError("; ".join(problem))
+    return text
