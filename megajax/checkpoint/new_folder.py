@@ -60,6 +60,8 @@ def _delete_abandoned(target: Path) -> None:
     A folder is deleted only if its lock can be acquired, so never on file systems without locks.
     """
     for folder in sorted(target.parent.glob(f"{glob.escape(target.name)}.*{SUFFIX}")):
+        if folder.is_symlink():
+            continue
         try:
             lock = os.open(folder / LOCK, os.O_RDWR)
         except OSError:

@@ -11,8 +11,8 @@ from typing import Any
 
 from megajax.command_line import front_door
 from megajax.config.budget import read_file
+from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.markup import parse
 from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
 from megajax.tools.flags import UNKNOWN, Word, spellings
@@ -174,7 +174,7 @@ def as_training(argv: Sequence[Word]) -> Training | None:
 
 def _file_words(path: Path) -> Iterator[Word]:
     """{"--num-layers": 24, "--swiglu": true} as words. If the file has a key MODEL_ARGS, only the flags under it."""
-    content = parse(path, str(path))
+    content = resolve("megajax.config.markup:parse")(path, str(path))  # by name: yaml may not be installed
     flags = content.get("MODEL_ARGS", content)
     if not isinstance(flags, Mapping):
         raise UserError(f"{path}: expected flags and values, such as num-layers: 24")
