@@ -29,8 +29,10 @@ class FakeMachine(Machine):
     def __init__(self, run: Output | None = None, gpu_files: int = 0, **variables: str):
         super().__init__(None, variables)
         self.gpu_files, self._output = gpu_files, run or Output(0)
+        self.variables: dict[str, str] = {}
 
     def run(self, *command: str, seconds: float = 10.0, **variables: str) -> Output:
+        self.variables = variables
         return self._output
 
 
@@ -241,3 +243,10 @@ def test_exit_codes(capsys: pytest.CaptureFixture) -> None:
     assert examine(None, as_json=True, checks=[passing, failing]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["exit_code"] == 1 and [result["status"] for result in values["checks"]] == ["ok", "fail"]
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(8, "GROUP"), (1, None), (0, None)])
+def test_the_devices_are_tried_with_the_variables_of_a_run(gpus, expected):
+    fake = FakeMachine(gpu_files=gpus)
+    trial.run_trial(fake)
+    assert fake.variables.get("NCCL_LAUNCH_MODE") == expected

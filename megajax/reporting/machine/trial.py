@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
+from megajax.mesh.nccl import set_variables
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, warn
 
 STAGES = ("devices", "matmul", "attention", "all-reduce")
@@ -21,7 +22,11 @@ def run_trial(machine: Machine) -> tuple[Mapping[str, Finding], str, str]:
     The process ends itself when a stage takes too long. The limit here applies if a driver keeps it from doing so.
     """
     command = (sys.executable, "-u", "-m", "megajax.reporting.machine.devices", str(STAGE_SECONDS))
-    output = machine.run(*command, seconds=STAGE_SECONDS * (len(STAGES) + 1))
+    # As in a run of one process that drives all of them.
+    environment = dict(machine.environment)
+    set_variables(len(machine.visible_gpus), processes=1, environment=environment)
+    nccl = {name: value for name, value in environment.items() if name not in machine.environment}
+    output = machine.run(*command, seconds=STAGE_SECONDS * (len(STAGES) + 1), **nccl)
     findings, stage = {}, "import"
     for line in output.out.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # jax may print other lines
