@@ -72,6 +72,10 @@ class Group:
     files: tuple[str, ...]
     blocks: int
     """Blocks of the sample of a file; a function of the total number of files."""
+    block: int = BLOCK
+    """Bytes of a block."""
+    sampled: int = SAMPLED_FILES
+    """Maximum number of files to sample."""
 
     def names(self) -> str:
         """Name of the file, or a hash of all paths in the folder."""
@@ -80,13 +84,17 @@ class Group:
         inside = (file[len(self.path) :] for file in self.files)
         return hashlib.sha256(os.fsencode("\0".join(inside))).hexdigest()
 
+    def sampled_files(self) -> Sequence[str]:
+        """The files to sample: all, or an evenly spread subset."""
+        return self.files[:: max(1, -(-len(self.files) // self.sampled))]
+
 
 def group_files(files: Sequence[str]) -> list[Group]:
     """A group for each file, or a single group if there are more than `SAMPLED_FILES`."""
     blocks = max(LEAST_BLOCKS, min(BLOCKS, BLOCKS_OF_ALL // max(1, len(files))))
     if len(files) <= SAMPLED_FILES:
         return [Group(file, (file,), blocks) for file in files]
-    return [Group(os.path.commonpath(files), tuple(files), blocks)]
+    return [Group(os.path.commonpath(files), tuple(files), blocks, sampled=SAMPLED_FILES)]
 
 
 def sample_checksums(groups: Sequence[Group], numbers: Iterable[int] | None = None) -> dict[int, FileSum]:
@@ -96,10 +104,10 @@ def sample_checksums(groups: Sequence[Group], numbers: Iterable[int] | None = No
         UserError: a file is missing or cannot be read.
     """
     numbers = list(range(len(groups)) if numbers is None else numbers)
-    files = [(number, file) for number in numbers for file in _sampled_files(groups[number].files)]
+    files = [(number, file) for number in numbers for file in groups[number].sampled_files()]
     digests, sizes = {number: hashlib.sha256() for number in numbers}, dict.fromkeys(numbers, 0)
     with ThreadPoolExecutor(THREADS) as pool:
-        samples = pool.map(lambda file: _sample(file[1], groups[file[0]].blocks), files)
+        samples = pool.map(lambda file: _sample(file[1], groups[file[0]]), files)
         for (number, _), (size, content) in zip(files, samples, strict=True):
             digests[number].update(content)
             sizes[number] += size
@@ -111,24 +119,21 @@ def sample_checksums(groups: Sequence[Group], numbers: Iterable[int] | None = No
     return {number: checksum(number) for number in numbers}
 
 
-def _sampled_files(files: Sequence[str]) -> Sequence[str]:
-    return files[:: -(-len(files) // SAMPLED_FILES)]
-
-
-def _sample(path: str, blocks: int) -> tuple[int, bytes]:
-    """(size, SHA-256 of size and blocks) of a file."""
+def _sample(path: str, group: Group) -> tuple[int, bytes]:
+    """(size, SHA-256 of size and blocks) of a file of a group."""
+    blocks, length = group.blocks, group.block
 
     def read() -> tuple[int, bytes]:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             digest = hashlib.sha256(size.to_bytes(8, "little"))
-            last = max(0, size - BLOCK)
-            if size <= blocks * BLOCK:
-                offsets = range(0, size, BLOCK)
+            last = max(0, size - length)
+            if size <= blocks * length:
+                offsets = range(0, size, length)
             else:
                 offsets = [last * block // (blocks - 1) for block in range(blocks)]
             for offset in offsets:
-                digest.update(os.pread(file.fileno(), BLOCK, offset))
+                digest.update(os.pread(file.fileno(), length, offset))
             return size, digest.digest()
 
     return with_retries(read, path)

@@ -12,6 +12,7 @@ from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group
 from megajax.data.progress import Progress
 from megajax.data.row_source import files_of
 from megajax.data.splits import Splits
+from megajax.job.equal_files import demand_equal_files
 from megajax.mesh.peers import Peers
 
 MOVABLE = re.compile(r"data\.(?:(train|valid|test)_)?paths?$")
@@ -33,19 +34,32 @@ class DataFiles:
         sums: split -> the checksum of each of its files; empty before `read_sums`.
     """
 
-    def __init__(self, *, verify: bool = False, say: Say = _quiet, progress: Callable[[], None] = _quiet):
-        """say: prints a line. progress: called regularly while files are read."""
+    def __init__(
+        self,
+        *,
+        verify: bool = False,
+        inputs: Sequence[Group] = (),
+        say: Say = _quiet,
+        progress: Callable[[], None] = _quiet,
+    ):
+        """inputs: other files that must be equal on all processes. say: prints a line. progress: called regularly while
+        files are read."""
         self.verify, self.sums = verify, dict[str, list[FileSum]]()
+        self._inputs = inputs
         self._say, self._progress = say, progress
         self._has_sums = False
 
     def read_sums(self, splits: Splits) -> Sums:
-        """The checksums of the files that the splits read. A collective. Raises UserError."""
+        """The checksums of the files that the splits read. A collective.
+
+        Raises UserError, also if processes read different files.
+        """
         if self._has_sums:
             return self.sums
         files = {name: files_of(source) for name, source in splits._asdict().items()}
         groups = {name: group_files(split_files) for name, split_files in files.items() if split_files}
         unique = list(dict.fromkeys(group for split_groups in groups.values() for group in split_groups))
+        demand_equal_files(Peers("inputs"), [*unique, *self._inputs])
         if unique:
             by_group = dict(zip(unique, self._sums(unique), strict=True))
             self.sums = {name: [by_group[group] for group in split_groups] for name, split_groups in groups.items()}

@@ -12,6 +12,7 @@ from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
 from megajax.job.data_files import DataFiles
+from megajax.job.equal_files import input_groups
 from megajax.job.failure import FailureLog
 from megajax.job.hang import Pulse
 from megajax.job.local_saves import LocalSaves, Start
@@ -104,7 +105,8 @@ def set_up_job(
     console, signals = _open_console_and_signals(cfg, stack, pulse, failures, first)
     stop = Stopping(cfg, pulse, signals, first=first, started=started)
     compiles = stack.enter_context(CompileLog(console.say, events.event))
-    data = DataFiles(verify=verify_data, say=console.say, progress=activity.progress)
+    inputs = input_groups(cfg, fresh=start is None)
+    data = DataFiles(verify=verify_data, inputs=inputs, say=console.say, progress=activity.progress)
     if cfg.resilience.health.before_run:
         activity.stage(Stage.HEALTH)
         demand_health(folder.path, console.say, events.event)

@@ -323,11 +323,11 @@ def parse_hello(line: bytes) -> Hello | None:
     gpus = GpuClaim.read(hello.get("gpus"))
     if gpus is None or hello["index"] < 1 or hello["count"] < 2:
         return None
-    if not all(isinstance(part.values, dict) for part in identity.values()):
+    if not all(isinstance(part.values, dict | None) for part in identity.values()):
         return None
     # Texts may be printed on a terminal.
     texts = [hello["at"], hello["token"], *[part.digest for part in identity.values()]]
-    texts += [text for part in identity.values() for pair in part.values.items() for text in pair]
+    texts += [text for part in identity.values() for pair in (part.values or {}).items() for text in pair]
     if not all(isinstance(text, str) and len(text) <= TEXT_LENGTH and text.isprintable() for text in texts):
         return None
     return hello | {"identity": identity, "gpus": gpus}

@@ -40,8 +40,8 @@ class Section(NamedTuple):
 
     digest: str
     """Of all values that must be equal."""
-    values: Mapping[str, str]
-    """Name -> value, for messages; {} if they are too long."""
+    values: Mapping[str, str] | None
+    """Name -> value, for messages; None if they are too long."""
 
 
 type Identity = Mapping[str, Section]
@@ -84,13 +84,14 @@ def difference(actual: Identity, root: Identity) -> str | None:
     """How a process differs from process 0, and what to change; None if it does not. root: that of process 0."""
     texts = []
     for name, kind in SECTIONS.items():
-        parts = [identity.get(name, Section("unknown", {})) for identity in (actual, root)]
+        parts = [identity.get(name, Section("unknown", None)) for identity in (actual, root)]
         if parts[0].digest == parts[1].digest:
             continue
-        names = sorted({key for key, _ in parts[0].values.items() ^ parts[1].values.items()})
-        pairs = [(key, *(part.values.get(key, kind.absent) for part in parts)) for key in names]
-        if not all(part.values for part in parts) or not pairs:
-            pairs = [("digest", parts[0].digest, parts[1].digest)]
+        pairs = [("digest", parts[0].digest, parts[1].digest)]
+        values, root_values = (part.values for part in parts)
+        if values is not None and root_values is not None:
+            names = sorted({key for key, _ in values.items() ^ root_values.items()})
+            pairs = [(key, values.get(key, kind.absent), root_values.get(key, kind.absent)) for key in names] or pairs
         entries = [f"{key} {value} (process 0: {root_value})" for key, value, root_value in pairs[:MAX_DIFFERENCES]]
         more = f" and {len(pairs) - len(entries)} more" * (len(pairs) > len(entries))
         texts.append(f"{name}: {', '.join(entries)}{more}; {kind.remedy}")
@@ -160,10 +161,10 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _for_messages(values: Mapping[str, str], most: int) -> dict[str, str]:
-    """The values for messages; {} if they need more than `most` bytes."""
+def _for_messages(values: Mapping[str, str], most: int) -> dict[str, str] | None:
+    """The values for messages; None if they need more than `most` bytes."""
     texts = {name: _shortened(value) for name, value in values.items()}
-    return texts if len(json.dumps(texts)) <= most else {}
+    return texts if len(json.dumps(texts)) <= most else None
 
 
 def _shortened(value: str) -> str:

@@ -1,9 +1,14 @@
 """Two real processes that differ in code, environment or data: both end with 2 and say in what."""
 
+import os
 import shutil
 from pathlib import Path
 
+import numpy as np
+import pytest
 from gangs import REPOSITORY, TINY, TRAIN, free_port
+
+from megajax.data.indexed import IndexedWriter
 
 RULE = "p - lr * direction"
 
@@ -24,24 +29,54 @@ def other_package(folder: Path) -> Path:
     return folder
 
 
-def two_processes(start, tmp_path, *settings: str, folder: Path = REPOSITORY, **environment: str):
-    """Processes 0 and 1 of one run. folder, environment: what process 1 has of its own."""
+def two_processes(start, tmp_path, *settings: str, places: tuple[Path, Path], package: Path = REPOSITORY, **own: str):
+    """Processes 0 and 1 of one run. places: their working folders. package, own: what process 1 has of its own."""
     port, members = free_port(), []
-    for index in (0, 1):
+    for index, place in enumerate(places):
         flags = [f"--coordinator=127.0.0.1:{port}", "--num-processes=2", f"--process-id={index}"]
         command = [*TRAIN, *TINY, "--logging.report=false", f"--run_dir={tmp_path / 'run'}", *flags, *settings]
-        own = environment | {"PYTHONPATH": str(folder)} if index else {}
-        place = folder if index else REPOSITORY
-        members.append(start("sh", "-c", f'cd {place} && exec "$@"', "sh", *command, name=f"output{index}", **own))
+        environment = own | {"PYTHONPATH": str(package)} if index else {}
+        shell = ("sh", "-c", f'cd {place} && exec "$@"', "sh")
+        members.append(start(*shell, *command, name=f"output{index}", **environment))
     return members
 
 
 def test_other_code_in_one_process(start, tmp_path):
     folder = other_package(tmp_path / "copy")
-    members = two_processes(start, tmp_path, folder=folder)
+    members = two_processes(start, tmp_path, places=(REPOSITORY, folder), package=folder)
     assert [member.wait() for member in members] == [2, 2], [member.text for member in members]
     message = members[0].text
     assert "megajax: process 1 (" in message and "differs from process 0 (" in message
     assert "in code: folder " in message and f"{folder}/megajax (process 0: {REPOSITORY}/megajax), optim " in message
     assert "start all processes from the same files" in message and "Traceback" not in message + members[1].text
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_other_flags_of_xla_in_one_process(start, tmp_path):
+    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true"}
+    members = two_processes(start, tmp_path, places=(REPOSITORY, REPOSITORY), **flags)
+    assert [member.wait() for member in members] == [2, 2], [member.text for member in members]
+    text = "in environment: XLA_FLAGS --xla_cpu_enable_fast_math true (process 0: not set)"
+    assert text in members[0].text and "XLA_FLAGS" not in members[1].text  # said once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", [False, True])
+def test_other_data_in_one_process(start, tmp_path, differs):
+    """Of the same size, at the same path from the working folders of the processes."""
+    places = (tmp_path / "first", tmp_path / "second")
+    for number, place in enumerate(places):
+        place.mkdir()
+        with IndexedWriter(place / "text", np.dtype(np.uint16)) as writer:
+            for document in range(200):
+                writer.add_document([(np.arange(document, document + 100) + 7 * number * differs) % 60])
+    data = ("--data.type=BlendConfig", "--data.paths=text", "--data.split=1", f"--data.cache_dir={tmp_path / 'cache'}")
+    short = ("--evaluation.every=none", "--evaluation.at_end=false", "--steps=3", "--schedule.decay_steps=3")
+    members = two_processes(start, tmp_path, *data, *short, places=places)
+    codes = [member.wait() for member in members]
+    texts = [member.text for member in members]
+    assert codes == ([2, 2] if differs else [0, 0]), texts
+    for text in texts:
+        message = "process 1 reads other files than process 0. From process 0 to process 1: "
+        assert (message in text and "text.bin: checksum of a sample of its content" in text) == differs

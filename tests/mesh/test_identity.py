@@ -46,7 +46,7 @@ def test_many_differences_are_counted_and_long_values_shortened():
     # Values that do not fit are compared all the same.
     longer = {"settings": section({f"name{number}": "x" * 70 for number in range(90)})}
     text = difference(longer, many)
-    assert text is not None and text.startswith("settings: digest ") and longer["settings"].values == {}
+    assert text is not None and text.startswith("settings: digest ") and longer["settings"].values is None
 
 
 def test_versions_are_named(monkeypatch):
@@ -112,6 +112,10 @@ def test_variables_that_decide_programs():
     assert text == (
         "environment: XLA_FLAGS --xla_cpu_enable_fast_math false (process 0: true), XLA_FLAGS --xla_gpu_autotune_level "
         "not set (process 0: 0); set these variables alike for all processes"
+    )
+
+    assert difference({"environment": section({"JAX_ENABLE_X64": "1"})}, {"environment": section({})}) == (
+        "environment: JAX_ENABLE_X64 1 (process 0: not set); set these variables alike for all processes"
     )
 
 

@@ -1,0 +1,101 @@
+"""All processes of a run must see the same files: processes in threads, each with a folder of its own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from peer_threads import ThreadPeers, together
+from small_jobs import run_config
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.config.errors import UserError
+from megajax.data import checksum
+from megajax.data.checksum import group_files
+from megajax.job.equal_files import BLOCK, BLOCKS, demand_equal_files, input_groups
+from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+
+PROCESSES = 4
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """One for each process, with the same files."""
+    folders = [tmp_path / f"machine{index}" for index in range(PROCESSES)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "text.bin").write_bytes(bytes(range(256)) * 400)
+        (folder / "text.idx").write_bytes(b"index")
+    return folders
+
+
+def outcomes(folders: list[Path], names: tuple[str, ...] = ("text.bin", "text.idx")) -> list[str]:
+    """The error of each process, "" without one."""
+
+    def work(peers: ThreadPeers) -> str:
+        try:
+            demand_equal_files(peers, group_files([str(folders[peers.index] / name) for name in names]))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    return together(PROCESSES, work)
+
+
+def test_equal_files_at_other_places(folders):
+    assert outcomes(folders) == [""] * PROCESSES
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "other bytes": (
+        lambda folder: (folder / "text.bin").write_bytes(bytes(range(255, -1, -1)) * 400),
+        "text.bin: in place of {first}/text.bin, checksum of a sample of its content: ",
+    ),
+    "another size": (lambda folder: (folder / "text.idx").write_bytes(b"indices"), "bytes: 5 -> 7"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_processes_with_other_files_are_named(folders, case):
+    change, text = CHANGES[case]
+    for process in (1, 3):
+        change(folders[process])
+    errors = outcomes(folders)
+    assert len(set(errors)) == 1, errors
+    assert errors[0].startswith("processes 1 and 3 read other files than process 0. From process 0 to process 1: ")
+    assert text.format(first=folders[0]) in errors[0]
+    assert errors[0].endswith("All processes need the same data, tokenizer and initial weights")
+
+
+def test_a_file_that_one_process_does_not_see(folders):
+    (folders[2] / "text.idx").unlink()
+    errors = outcomes(folders)
+    assert len(set(errors)) == 1 and errors[0].startswith("process 2: ") and "text.idx" in errors[0]
+
+
+def test_a_process_reads_little(folders, monkeypatch):
+    """Whatever the size of a file and the number of processes."""
+    (folders[0] / "large").write_bytes(b"x" * (1 << 24))
+    reads: list[int] = []
+    pread = checksum.os.pread
+    monkeypatch.setattr(checksum.os, "pread", lambda *given: reads.append(given[1]) or pread(*given))
+    assert outcomes([folders[0]] * PROCESSES, ("large",)) == [""] * PROCESSES
+    assert reads == [BLOCK] * BLOCKS * PROCESSES
+
+
+def test_files_of_the_tokenizer_and_of_initial_weights(tmp_path):
+    (tmp_path / "weights").mkdir()
+    for name in ("vocab.json", "merges.txt", "weights/tokenizer.json", "weights/model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "weights/subfolder").mkdir()
+    tokenizer = GPT2TokenizerConfig(vocabulary=str(tmp_path / "vocab.json"), merges=str(tmp_path / "merges.txt"))
+    load = CheckpointConfig(weights=(WeightsConfig(run=Path(f"hf:{tmp_path / 'weights'}")),))
+    cfg = replace(run_config(tmp_path), tokenizer=tokenizer, checkpoint=load)
+    names = [[Path(file).name for file in group.files] for group in input_groups(cfg, fresh=True)]
+    assert names == [["vocab.json"], ["merges.txt"], ["model.safetensors", "tokenizer.json"]]
+    # A run that resumes does not read them.
+    assert len(input_groups(cfg, fresh=False)) == 2
+    folder = replace(cfg, tokenizer=HuggingFaceTokenizerConfig(path=str(tmp_path / "weights")))
+    assert [len(group.files) for group in input_groups(folder, fresh=False)] == [2]
+    missing = replace(cfg, tokenizer=HuggingFaceTokenizerConfig(path=str(tmp_path / "absent.json")))
+    assert [group.files for group in input_groups(missing, fresh=False)] == [()]
