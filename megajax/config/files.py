@@ -61,7 +61,7 @@ def assembled(
     return assemble(root_type(root), file.base, file.over(settings), devices, trusted=trusted)
 
 
-def stored(path: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
+def read_stored(path: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
     """The config that a run wrote to a file. It may be a stranger's: unless trusted, only classes of MegaJAX are used.
 
     Raises UserError for a config that needs other code, or that can't be read by this version.

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -134,6 +135,8 @@ def _prepare(base: Path, folder: Path) -> str | None:
     """Create and check the folder. Returns why it can't be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_mode & stat.S_IWOTH:  # the programs are machine code
+            return f"anyone may write to the compile cache {folder}: run chmod o-w on it, or name another folder"
         (folder / LAST_START).write_text("")
         delete_unused(base, now=time.time())
         if damaged := delete_damaged(folder):

@@ -10,7 +10,7 @@ from megajax.checkpoint.folder import locate
 from megajax.command_line import Flag
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.files import ROOT, Source, assembled, stored
+from megajax.config.files import ROOT, Source, assembled, read_stored
 from megajax.config.tree import TRUST
 from megajax.inference.config import GenerationConfig, InferenceConfig
 
@@ -81,7 +81,7 @@ def run_config(run: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
         raise UserError(
             f"--run={run}: no {config}\nGive the folder of a run, or of one step in its checkpoints folder."
         )
-    source = stored(config, root, trusted=trusted)
+    source = read_stored(config, root, trusted=trusted)
     if trusted:
         return source
     return replace(source, base=replace(source.base, xla=replace(source.base.xla, compile_cache_dir=None)))
@@ -97,7 +97,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     if origin.run is None:
         raise ValueError("an origin has a run or a folder")
     source = run_config(origin.run, trusted=origin.trusted)
-    cfg, problems = assembled(source, ROOT, {})
+    cfg, problems = assembled(source, ROOT, {}, trusted=origin.trusted)
     parts = ("model", "tokenizer", "xla")
     relevant = [problem for problem in problems if problem.setting.partition(".")[0] in parts]
     if cfg is None or relevant:

@@ -15,6 +15,7 @@ from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.folder import base_fault, folder_fault
 from megajax.checkpoint.local.history import FILE, RunHistory
 from megajax.checkpoint.local.sets import LocalSet, SetIndex
+from megajax.checkpoint.new_folder import LOCK, SUFFIX, new_folder
 from megajax.config.errors import UserError
 
 
@@ -167,3 +168,13 @@ def test_deleting_a_step_that_is_a_link_deletes_the_link(tmp_path: Path) -> None
     folder.delete_step(tmp_path, 1)
     folder.remove_unfinished(tmp_path)
     assert thesis.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["victim"]
+
+
+def test_a_link_that_looks_like_an_abandoned_conversion_is_left_alone(tmp_path: Path) -> None:
+    thesis = victim_in(tmp_path)
+    (thesis.parent / LOCK).write_text("")
+    link = tmp_path / f"out.0a0b0c0d{SUFFIX}"
+    link.symlink_to(thesis.parent)
+    with new_folder(tmp_path / "out"):
+        pass
+    assert thesis.exists() and link.is_symlink()

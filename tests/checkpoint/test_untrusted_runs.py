@@ -1,6 +1,8 @@
 """Runs of strangers: reading one imports nothing but classes of MegaJAX, unless --trust-code is given."""
 
+import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from gangs import REPOSITORY
 from hugging_face_folders import write_llama
 
 from megajax import convert, evaluate, generate, serve
@@ -17,7 +20,7 @@ from megajax.checkpoint import integrity
 from megajax.checkpoint.weights.runs import open_step
 from megajax.command_line import parse
 from megajax.config.errors import UserError
-from megajax.config.files import ROOT, load, stored
+from megajax.config.files import ROOT, load, read_stored
 from megajax.inference.config import GenerationConfig
 from megajax.inference.server.config import ServingConfig
 from megajax.job.stored_weights import open_weights
@@ -164,7 +167,7 @@ def test_no_module_of_another_package_is_imported(stranger: Stranger, monkeypatc
     monkeypatch.syspath_prepend(str(stranger.run.parent))
     stranger.change(model={"type": name})
     with pytest.raises(UserError, match="is no class of MegaJAX"):
-        stored(stranger.run / "config.yaml", ROOT, trusted=False)
+        read_stored(stranger.run / "config.yaml", ROOT, trusted=False)
     with pytest.raises(UserError, match="is no class of MegaJAX"):
         assert open_step(stranger.run).config
     assert not stranger.marker.exists() and "this" not in sys.modules
@@ -205,3 +208,33 @@ def test_generate_exits_with_code_2(stranger: Stranger) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and f"it imports {stranger.file} and uses its Foo" in ended.stderr
     assert not stranger.marker.exists()
+
+
+def test_code_of_a_hugging_face_folder_is_not_imported(stranger: Stranger, tmp_path: Path) -> None:
+    shutil.copy(stranger.file, tmp_path / "modeling_evil.py")
+    auto_map = {"AutoModelForCausalLM": "modeling_evil.Foo", "AutoConfig": "modeling_evil.Foo"}
+    write_llama(tmp_path / "hf", auto_map=auto_map)
+    shutil.copy(stranger.file, tmp_path / "hf" / "modeling_evil.py")
+    assert read_by("generate", f"--hf={tmp_path / 'hf'}").model
+    assert not stranger.marker.exists()
+
+
+USERS_CONFIGS = ("command_line.py", "planning/command.py")
+"""Files that read what --config names, which is a program."""
+READERS_OF_CONFIGS = ("assembled", "read_stored", "open_step")
+
+
+def test_every_reader_of_stored_configs_says_whether_it_trusts_them() -> None:
+    silent, pattern = [], rf"\b({'|'.join(READERS_OF_CONFIGS)})\("
+    for path in sorted((REPOSITORY / "megajax").rglob("*.py")):
+        place, text = str(path.relative_to(REPOSITORY / "megajax")), path.read_text()
+        if place.startswith("config/") or place in USERS_CONFIGS or not re.search(pattern, text):
+            continue
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        silent += [
+            f"{place}, line {call.lineno}: {ast.unparse(call)}"
+            for call in calls
+            if ast.unparse(call.func) in READERS_OF_CONFIGS
+            and "trusted" not in {keyword.arg for keyword in call.keywords}
+        ]
+    assert not silent

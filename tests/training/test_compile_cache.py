@@ -284,6 +284,16 @@ def test_a_cache_that_one_process_cannot_write_is_used_by_none(index, tmp_path):
     assert reasons[0] == reasons[1] and "can't be written" in reasons[index]
 
 
+def test_a_cache_that_anyone_may_write_is_not_used(tmp_path):
+    """Its programs are machine code."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert "anyone may write" in str(together(1, lambda peers: unusable(peers, tmp_path, folder))[0])
+    folder.chmod(0o775)
+    assert together(1, lambda peers: unusable(peers, tmp_path, folder)) == [None]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["folder of /proc", "read-only home", "variable of one process"])
 def test_processes_start_without_a_cache_that_one_of_them_cannot_use(case, tmp_path):
