@@ -29,9 +29,9 @@ def start(
     what must be equal in all processes. devices: folder of device files. Raises StartError, which names missing
     processes, and those that differ.
     """
-    world, installed = find_world(), installed_gpus(devices)
-    on_cpu = jax.config.jax_platforms == "cpu" or not (jax.config.jax_platforms or installed)
-    visible = () if on_cpu else visible_gpus(os.environ, installed)
+    world, visible = find_world(), visible_gpus(os.environ, installed_gpus(devices))
+    on_cpu = jax.config.jax_platforms == "cpu" or not (jax.config.jax_platforms or visible)
+    visible = () if on_cpu else visible
     if world is None:
         set_variables(len(visible), processes=1)
         return None

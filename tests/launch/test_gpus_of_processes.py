@@ -60,6 +60,11 @@ def test_gpus_that_cannot_be_divided(start, tmp_path):
     assert "--devices-per-process=3 does not divide 4 visible GPUs" in gang.text
 
 
+def test_a_launcher_on_the_cpu_asks_for_a_number(start, tmp_path):
+    gang = launch(start, tmp_path, 4, JAX_PLATFORMS="cpu")
+    assert gang.wait() == 2 and "--processes: must be given where no GPU is visible" in gang.text
+
+
 def test_two_launchers_start_one_run(start, tmp_path):
     """As in two pods; here both are on one machine, which they do not know of each other."""
     common = ("--machines=2", f"--coordinator=127.0.0.1:{free_port()}", "--processes=1")
