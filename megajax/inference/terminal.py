@@ -10,6 +10,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TextIO
 
+from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
 from megajax.inference.completions import complete
 from megajax.inference.engine import Engine
@@ -211,7 +212,7 @@ class Chat:
         try:
             prompt = tuple(self._conversation.encode(messages))
             answer = self._answer(prompt, lambda piece: self._screen.write(piece.text))
-        except (TemplateMisfit, Refused) as error:
+        except (TemplateMisfit, OverBudget, Refused) as error:
             self._screen.write(f"({error})\n")
             return
         self._screen.write(NOTES.get(answer.finish or "", "") + "\n")

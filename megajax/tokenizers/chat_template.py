@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from megajax.config.budget import Budget, OverBudget, parse_json, read_file, read_json
 from megajax.config.errors import UserError
 from megajax.config.missing import require
 
@@ -28,9 +28,6 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}<SPECIAL_11>Assistant\n{% endif %}",
 }
 """Templates by name."""
-
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Delimit the text in {% generation %} blocks; Unicode reserves these characters for internal use."""
 
 type Messages = Sequence[Mapping[str, Any]]
 
@@ -84,30 +81,39 @@ class ChatTemplate:
         require("jinja2", "A chat template")
         from jinja2 import TemplateError
 
+        from megajax.tokenizers import template_sandbox as sandbox
+
+        self._begin, self._end = sandbox.BEGIN, sandbox.END
+        self._where, self._rendering, self._key = f"{setting}={_excerpt(source)}", sandbox.RENDERING, sandbox.BUDGET
         text, names = _read(source, setting)
         self.identity = json.dumps([text, names], sort_keys=True)
         self._marked = "endgeneration" in text
+        Budget(self._where, sandbox.SOURCE).spend(bytes=len(text))
         try:
-            self._template = _environment().from_string(text, names)
-        except TemplateError as error:
+            self._template = sandbox.environment().from_string(text, names)
+        except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
             line = getattr(error, "lineno", None)
             location = f"line {line}: " if line else ""
-            raise UserError(f"{setting}={_excerpt(source)}: not a Jinja2 template: {location}{error}.") from error
+            raise UserError(f"{self._where}: not a Jinja2 template: {location}{error}.") from error
 
     def render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
         """The text of messages. prompt: append the header of an answer, if the template has one.
 
         Raises:
             TemplateMisfit: the template rejects the messages.
+            OverBudget: the template takes too long, or makes too long a text.
         """
-        return self._render_marked(messages, prompt, more).replace(BEGIN, "").replace(END, "")
+        return self._render_marked(messages, prompt, more).replace(self._begin, "").replace(self._end, "")
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
-        """The text of messages, with BEGIN and END around {% generation %} blocks; see `render`."""
+        """The text of messages, with marks around {% generation %} blocks; see `render`."""
         from jinja2 import TemplateError
 
+        budget = {self._key: Budget(self._where, self._rendering)}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **more)
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **more, **budget)
+        except OverBudget:
+            raise
         except (
             TemplateError,
             TypeError,
@@ -128,9 +134,9 @@ class ChatTemplate:
         """
         text = self._render_marked(messages, False, more)
         if self._marked:
-            if any(mark in str(message["content"]) for message in messages for mark in (BEGIN, END)):
+            if any(mark in str(message["content"]) for message in messages for mark in (self._begin, self._end)):
                 raise TemplateMisfit("it contains U+FDD0 or U+FDD1, which mark answers within a template")
-            first, *rest_pieces = [piece.partition(END) for piece in text.split(BEGIN)]
+            first, *rest_pieces = [piece.partition(self._end) for piece in text.split(self._begin)]
             marked = zip(rest_pieces, _weights_of_marks(messages, len(rest_pieces)), strict=True)
             pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
             return [Part(first[0], 0), *(part for pair in pairs for part in pair)]
@@ -167,14 +173,14 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     if source in TEMPLATES:
         return TEMPLATES[source], {}
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = read_file(source).decode("utf-8")
     except (OSError, UnicodeError) as error:
         choices = f"neither {', '.join(TEMPLATES)}, nor a template with braces, nor a file that can be read"
         raise UserError(f"{setting}={source!r} is {choices} ({error}).") from error
     if not source.endswith(".json"):
         return text, _named_tokens(Path(source).with_name("tokenizer_config.json"))
     try:
-        settings = json.loads(text)
+        settings = parse_json(text)
         template = settings["chat_template"]
         if not isinstance(template, str):
             template = {entry["name"]: entry["template"] for entry in template}["default"]
@@ -189,7 +195,7 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
 def _named_tokens(path: Path) -> dict[str, str]:
     """Special tokens in the tokenizer_config.json beside a template, if there is such a file."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
     except (OSError, ValueError):
         return {}
     return _names(settings) if isinstance(settings, dict) else {}
@@ -203,36 +209,3 @@ def _names(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _excerpt(source: str) -> str:
     return repr(source if len(source) <= 60 else f"{source[:60]}…")
-
-
-def _environment() -> Any:
-    """Jinja2 with the extensions of Hugging Face's templates, in a sandbox since templates are third-party code."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} … {% endgeneration %} around the text of the assistant."""
-
-        tags = {"generation"}  # noqa: RUF012 as the base class has it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
-
-        def _between(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **more)
-
-    environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
-    return environment

@@ -1,13 +1,17 @@
 """Text of conversations and which of it the assistant wrote."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
 from megajax.data.chat_files import tokenize_parts
+from megajax.tokenizers import template_sandbox
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 
@@ -149,3 +153,119 @@ def test_messages_may_have_weights() -> None:
         assert [part.weight for part in ChatTemplate(source).parts(talk) if part.weight] == [0.5]
     with pytest.raises(TemplateMisfit, match="marks 1 answers of 2 messages of the assistant, which have weights"):
         ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}").parts(talk)
+
+
+BIG = "{% set ns = namespace(a='aaaaaaaa') %}{% for _ in range(60) %}{% set ns.a = FORM %}{% endfor %}"
+BOMBS = {
+    "a product": "{{ 'a' * 10**10 }}",
+    "a product of lists": "{{ [1] * 10**10 }}",
+    "a product from the left": "{{ 10**10 * 'a' }}",
+    "doubling by +": BIG.replace("FORM", "ns.a + ns.a"),
+    "doubling by ~": BIG.replace("FORM", "ns.a ~ ns.a"),
+    "doubling by join": BIG.replace("FORM", "[ns.a, ns.a]|join"),
+    "doubling by a method": BIG.replace("FORM", "''.join([ns.a, ns.a])"),
+    "doubling by a generator": BIG.replace("FORM", "''.join([ns.a, ns.a]|map('string'))"),
+    "doubling by replace": BIG.replace("FORM", "ns.a.replace('a', 'aa')"),
+    "doubling by the filter replace": BIG.replace("FORM", "ns.a|replace('a', 'aa')"),
+    "doubling by format": BIG.replace("FORM", "'{0}{0}'.format(ns.a)"),
+    "doubling by %": BIG.replace("FORM", "'%(a)s%(a)s' % {'a': ns.a}"),
+    "doubling by the filter format": BIG.replace("FORM", "'%s%s'|format(ns.a, ns.a)"),
+    "doubling by a macro": "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + BIG.replace("FORM", "m(ns.a)"),
+    "doubling by a macro of constants": "{% macro m() %}" + "a" * 1000 + "{% endmacro %}"
+    "{% for i in range(1000) %}{% for j in range(1000) %}{{ m() }}{% endfor %}{% endfor %}",
+    "nested lists": BIG.replace("FORM", "[ns.a, ns.a]") + "{{ ns.a }}",
+    "nested lists that are compared": BIG.replace("FORM", "[ns.a, ns.a]") + "{{ ns.a == ns.a }}",
+    "nested tuples as a key": BIG.replace("FORM", "(ns.a, ns.a)") + "{{ {ns.a: 1} }}",
+    "nested mappings": BIG.replace("FORM", "dict(a=ns.a, b=ns.a)"),
+    "nested views": BIG.replace("FORM", "{1: ns.a, 2: ns.a}.items()"),
+    "tojson of nested lists": BIG.replace("FORM", "[ns.a, ns.a]") + "{{ ns.a|tojson }}",
+    "tojson with an indent": "{{ messages|tojson(indent=10**9) }}",
+    "tojson with separators": BIG.replace("FORM", "messages|tojson(separators=(ns.a, ns.a))"),
+    "center": "{{ 'a'.center(10**10) }}",
+    "zfill": "{{ 'a'.zfill(10**10) }}",
+    "the filter center": "{{ 'a'|center(10**10) }}",
+    "indent": "{{ 'a'|indent(10**10, true) }}",
+    "indent by a text": "{{ ('a\n' * 10**5)|indent('a' * 10**5) }}",
+    "expandtabs": "{{ ('\t' * 10**4).expandtabs(tabsize=10**6) }}",
+    "a width": "{{ '{:10000000000}'.format(1) }}",
+    "a width from a value": "{{ '{:{w}}'.format(1, w=10**10) }}",
+    "a width of %": "{{ '%10000000000d' % 1 }}",
+    "a width of % from a value": "{{ '%*d' % (10**10, 1) }}",
+    "format_map": "{{ '{a:10000000000}'.format_map({'a': 1}) }}",
+    "a power": "{{ 10 ** (10 ** 7) }}",
+    "a power of powers": "{% set ns = namespace(a=10) %}{% for _ in range(60) %}"
+    "{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    "digits": "{{ 5|round(-10**9) }}",
+    "bytes of a number": "{{ (5).to_bytes(10**10) }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "a recursive loop": "{% for a in [1, 1] recursive %}"
+    "{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+    "slices": "{% set a = 'a' * 10**7 %}{% for _ in range(10**5) %}{% set b = a[1:] %}{% endfor %}",
+    "a split": "{% for _ in range(10) %}{% set b = ('a ' * 10**7).split() %}{% endfor %}",
+    "a search from the end": "{{ ('a' * 10**6).rfind('b' + 'a' * 10**5) }}",
+    "strip": "{{ ('a' * 10**6).strip('b' * 10**6 + 'a') }}",
+    "the filter trim": "{{ ('a' * 10**6)|trim('b' * 10**6 + 'a') }}",
+    "translate": "{{ ('a' * 10**5).translate({97: 'a' * 10**5}) }}",
+    "batch": "{{ [1]|batch(10**10, 'a')|list }}",
+    "slice": "{{ [1]|slice(10**10, 'a')|list }}",
+    "the text of a filter": "{% filter replace('a', 'a' * 10**6) %}" + "a" * 1000 + "{% endfilter %}",
+    "lists of lists in a sum": "{{ ([[1]] * 10**3)|sum(start=[])|length }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_template_that_takes_too_long_or_makes_too_long_a_text_is_refused(kind, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "RENDERING", Limits(entries=5_000, bytes=2**24, depth=100))
+    tracemalloc.start()
+    try:
+        with pytest.raises((OverBudget, TemplateMisfit), match=r"refused|refuses|supported|bits|digits|width"):
+            ChatTemplate(BOMBS[kind]).render([{"role": "user", "content": "text"}])
+        assert tracemalloc.get_traced_memory()[1] < 2**28
+    finally:
+        tracemalloc.stop()
+
+
+def test_templates_beyond_a_limit_name_themselves_and_the_remedy(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "RENDERING", Limits(entries=1000))
+    with pytest.raises(
+        OverBudget, match=r"data\.template='.*': refused: 1,001 entries, at most .* MEGAJAX_READ_LIMITS"
+    ):
+        ChatTemplate(BOMBS["loops"]).render([])
+    with pytest.raises(OverBudget, match="refused: 300,002 bytes"):
+        ChatTemplate("{}" + "a" * 300_000)
+    for text in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30):
+        with pytest.raises(UserError, match="not a Jinja2 template"):
+            ChatTemplate(text)
+    for name in ("lipsum()", "'a'|urlize", "'a'|striptags", "'a'|pprint"):
+        with pytest.raises((UserError, TemplateMisfit), match=r"undefined|No filter"):
+            ChatTemplate("{{ " + name + " }}").render([])
+
+
+def test_a_bounded_rendering_is_that_of_jinja():
+    """Of the constructs in templates of published models."""
+    source = """{%- set ns = namespace(last=0, text='') -%}
+{%- for m in messages[1:] -%}{%- set ns.last = loop.index0 -%}{%- endfor -%}
+{%- macro item(name, value=none) %}<{{ name }}{{ '=' ~ value if value is not none else '' }}>{% endmacro -%}
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(' | ') }}
+{%- for role, group in messages | groupby('role') %}[{{ role }}: {{ group | length }}]{% endfor %}
+{%- for m in messages if m.role != 'system' %}
+{%- set content = m.content.split('</t>')[-1].lstrip('\\n') %}
+{{- loop.index ~ '/' ~ loop.length }} {{ item(m.role, loop.first) }}{{ content | trim | upper }}
+{%- if loop.previtem is defined and not loop.last %},{% endif %}
+{%- set ns.text = ns.text + content %}
+{%- endfor %}
+{{ messages | tojson }} {{ messages[0] | tojson(indent=2) }} {{ '%s-%05.2f' % ('a', 1.5) }} {{ '{:>5}'.format('b') }}
+{%- for key, value in {'b': [1, (2, 3)], 'a': none}.items() | sort %}{{ key }}{{ value }}{% endfor %}
+{{ ns.text[::-1] }}{{ ns.last }}{{ ['x'] + ['y'] }}{{ 2 ** 10 + 7 % 4 }}{{ {'a': 1} | dictsort }}{{ undefined_name }}
+{%- for a in [[1, [2]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}
+{{- "a\\nb" | indent(2) }}{{ 'x' in messages[0].content }}{{ -1 | abs }}{{ 'a,b'.split(',') | list | length }}"""
+    messages = [
+        {"role": role, "content": content}
+        for role, content in (("system", "be x"), ("user", "<t>a</t>\nb"), ("assistant", "c d"), ("user", "e"))
+    ]
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    assert ChatTemplate(source).render(messages) == plain.from_string(source).render(messages=messages)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
 from megajax.inference.request import abbreviated
 from megajax.inference.server.errors import RequestError, invalid
@@ -67,7 +68,7 @@ class ServedModel:
         text = "".join(str(message["content"]) for message in checked)
         try:
             return await _tokens(text, lambda: conversation.encode(checked), "messages")
-        except TemplateMisfit as error:
+        except (TemplateMisfit, OverBudget) as error:
             raise invalid("messages", str(error)) from None
 
     def decode(self, tokens: Sequence[int]) -> str:

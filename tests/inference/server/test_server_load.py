@@ -175,6 +175,17 @@ def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
     stop(running)
 
 
+def test_a_template_beyond_its_limits_is_refused_and_the_server_goes_on() -> None:
+    template = "{% for m in messages %}{{ m.content * (10**10 if m.content == 'b' else 1) }}{% endfor %}"
+    running = start(ServerConfig(), template=template)
+    for text, status in (("a", 200), ("b", 400), ("a", 200)):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        answer = running.ask("/v1/chat/completions", body)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "refused: 10,000,000,0" in answer.json()["error"]["message"]
+    stop(running)
+
+
 @pytest.mark.parametrize("method, path", [("GET", "/"), ("GET", "/metrics"), ("PUT", "/api"), ("GET", "/missing")])
 def test_a_server_without_keys_refuses_other_host_names(small: Running, method: str, path: str) -> None:
     """After DNS rebinding a browser sends the requests of a web page here, with the name of the page's server."""
