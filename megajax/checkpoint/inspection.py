@@ -4,7 +4,6 @@ Nothing here changes the folder, takes its lock or needs JAX. The lock file is n
 release the lock of a run in the same process.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from megajax.checkpoint import folder, integrity
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.integrity import MANIFEST, Damaged
 from megajax.checkpoint.stored_arrays import StoredArray, StoredArrays
+from megajax.config.budget import read_json
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
 
@@ -100,8 +100,7 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
     home = path / folder.step_name(step)
     try:
         entries = integrity.read_manifest(home)
-        integrity.verify(home, entries, [META])
-        meta = json.loads((home / META).read_text(encoding="utf-8"))["meta"]
+        meta = integrity.read_meta(home)
         source = StoredArrays(home / ARRAYS)
         config = read_yaml(str(meta.get("config", ""))) or {}
         if not isinstance(config, dict):
@@ -166,12 +165,18 @@ def _committed(path: Path, step: int, verify: bool) -> Step:
         wrong_names = {fault.name for fault in faults}
         faults += integrity.wrong_contents(path, entries, [name for name in sorted(entries) if name not in wrong_names])
     try:
-        time = json.loads((path / COMMITTED_AT).read_text(encoding="utf-8"))["commit_timestamp_nsecs"] / 1e9
+        time = read_json(path / COMMITTED_AT)["commit_timestamp_nsecs"] / 1e9
     except (OSError, ValueError, KeyError, TypeError):
         time = (path / MANIFEST).stat().st_mtime
     size = sum(entry["bytes"] for entry in entries.values())
-    state = DAMAGED if faults else WHOLE
-    return Step(step, path.name, state, time, size, len(entries), verify, tuple(map(str, faults)))
+    reasons = [*map(str, faults)]
+    if verify and not reasons:
+        try:
+            integrity.read_meta(path)
+        except Damaged as error:
+            reasons = [str(error)]
+    state = DAMAGED if reasons else WHOLE
+    return Step(step, path.name, state, time, size, len(entries), verify, tuple(reasons))
 
 
 def _axes(arrays: Mapping[str, StoredArray], declared: Mapping[str, list]) -> dict[str, list[str | None]]:

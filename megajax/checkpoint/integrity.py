@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint import disk
+from megajax.checkpoint.folder import META
 from megajax.checkpoint.named_files import is_below
+from megajax.config.budget import DOCUMENT, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -79,7 +81,7 @@ def read_manifest(folder: Path) -> Entries:
     """The manifest's entries. Raises Damaged if it is missing, unreadable or altered."""
     path = folder / MANIFEST
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, DOCUMENT)
         version, entries, sealed = document["format"], document["files"], document["seal"]
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
@@ -96,6 +98,26 @@ def read_manifest(folder: Path) -> Entries:
     if not all(is_below(name) for name in entries):
         raise Damaged(f"{MANIFEST} names files outside the step")
     return entries
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The metadata given to `save`, verified. Raises Damaged, also for the metadata of another step.
+
+    The number of a step is also the name of its folder, by which runs find it. A folder that was copied or renamed
+    would continue the run at another step than that of its arrays.
+    """
+    entries = read_manifest(folder)
+    if META not in entries:
+        raise Damaged(f"{META} is not in the manifest")
+    verify(folder, entries, [META])
+    try:
+        document = read_json(folder / META, DOCUMENT)
+        step, meta = document["step"], document["meta"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{META} can't be read ({error!r})") from None
+    if step != int(folder.name):
+        raise Damaged(f"it is step {step} in a folder with the name {folder.name}: the folder was copied or renamed")
+    return meta
 
 
 class Fault(NamedTuple):

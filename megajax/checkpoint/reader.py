@@ -1,13 +1,12 @@
 """Finding, verifying and restoring checkpoints: read-only operations."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint import arrays, folder, integrity
-from megajax.checkpoint.folder import ARRAYS, META
+from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
 from megajax.config.errors import UserError
 from megajax.mesh.peers import Peers
@@ -77,8 +76,7 @@ class CheckpointReader:
         """
         path = self._existing(step)
         try:
-            integrity.verify(path, integrity.read_manifest(path), [META])
-            return json.loads((path / META).read_text(encoding="utf-8"))["meta"]
+            return integrity.read_meta(path)
         except Damaged as error:
             raise UserError(f"checkpoint step {step} in {self.folder} is damaged: {error}") from error
 
@@ -126,9 +124,8 @@ class CheckpointReader:
             return None
         path, reason = self.folder / folder.step_name(step), None
         try:
+            integrity.read_meta(path)
             entries = integrity.read_manifest(path)
-            if META not in entries:
-                raise Damaged(f"{META} is not in the manifest")
             integrity.verify(path, entries, sorted(entries)[self._peers.index :: self._peers.count])
         except Damaged as error:
             reason = str(error)

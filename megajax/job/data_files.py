@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
+from megajax.config.markup import read_yaml
 from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group_files, sample_checksums
 from megajax.data.progress import Progress
 from megajax.data.row_source import files_of
@@ -126,7 +125,7 @@ class DataFiles:
 
 def _weights(fact: Any) -> list[float]:
     """The numbers in a list of weights and paths, as a checkpoint stores it."""
-    items, weights = yaml.safe_load(str(fact)), []
+    items, weights = read_yaml(str(fact)), []
     for item in items if isinstance(items, list) else []:
         try:
             weights.append(float(item))

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.config.budget import Budget, OverBudget, parse_json, read_file, read_json
+from megajax.config.budget import OverBudget, parse_json, read_file, read_json
+from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.missing import require
 
@@ -81,20 +82,19 @@ class ChatTemplate:
         require("jinja2", "A chat template")
         from jinja2 import TemplateError
 
-        from megajax.tokenizers import template_sandbox as sandbox
-
-        self._begin, self._end = sandbox.BEGIN, sandbox.END
-        self._where, self._rendering, self._key = f"{setting}={_excerpt(source)}", sandbox.RENDERING, sandbox.BUDGET
+        where = f"{setting}={_excerpt(source)}"
         text, names = _read(source, setting)
         self.identity = json.dumps([text, names], sort_keys=True)
         self._marked = "endgeneration" in text
-        Budget(self._where, sandbox.SOURCE).spend(bytes=len(text))
         try:
-            self._template = sandbox.environment().from_string(text, names)
+            # By name: only chat templates need Jinja2.
+            self._template = resolve("megajax.tokenizers.template_sandbox:BoundedTemplate")(text, names, where)
+        except OverBudget:
+            raise
         except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
             line = getattr(error, "lineno", None)
             location = f"line {line}: " if line else ""
-            raise UserError(f"{self._where}: not a Jinja2 template: {location}{error}.") from error
+            raise UserError(f"{where}: not a Jinja2 template: {location}{error}.") from error
 
     def render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
         """The text of messages. prompt: append the header of an answer, if the template has one.
@@ -103,15 +103,18 @@ class ChatTemplate:
             TemplateMisfit: the template rejects the messages.
             OverBudget: the template takes too long, or makes too long a text.
         """
-        return self._render_marked(messages, prompt, more).replace(self._begin, "").replace(self._end, "")
+        return (
+            self._render_marked(messages, prompt, more)
+            .replace(self._template.begin, "")
+            .replace(self._template.end, "")
+        )
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         """The text of messages, with marks around {% generation %} blocks; see `render`."""
         from jinja2 import TemplateError
 
-        budget = {self._key: Budget(self._where, self._rendering)}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **more, **budget)
+            return self._template.render({"messages": messages, "add_generation_prompt": prompt, **more})
         except OverBudget:
             raise
         except (
@@ -134,9 +137,10 @@ class ChatTemplate:
         """
         text = self._render_marked(messages, False, more)
         if self._marked:
-            if any(mark in str(message["content"]) for message in messages for mark in (self._begin, self._end)):
+            begin, end = self._template.begin, self._template.end
+            if any(mark in str(message["content"]) for message in messages for mark in (begin, end)):
                 raise TemplateMisfit("it contains U+FDD0 or U+FDD1, which mark answers within a template")
-            first, *rest_pieces = [piece.partition(self._end) for piece in text.split(self._begin)]
+            first, *rest_pieces = [piece.partition(end) for piece in text.split(begin)]
             marked = zip(rest_pieces, _weights_of_marks(messages, len(rest_pieces)), strict=True)
             pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
             return [Part(first[0], 0), *(part for pair in pairs for part in pair)]

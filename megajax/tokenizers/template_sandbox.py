@@ -47,7 +47,22 @@ GROWTH: Mapping[str, int] = {"tojson": 6, "e": 5, "escape": 5, "urlencode": 12}
 SPECIFICATION = re.compile(r"\*|\d+")
 
 
-def environment() -> "BoundedEnvironment":
+class BoundedTemplate:
+    """A template with limits. Its methods raise OverBudget and the exceptions of Jinja2."""
+
+    begin, end = BEGIN, END
+
+    def __init__(self, source: str, names: Mapping[str, str], where: str):
+        """names: variables; where: the template, for messages."""
+        Budget(where, SOURCE).spend(bytes=len(source))
+        self._where, self._template = where, _environment().from_string(source, dict(names))
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text for these variables."""
+        return self._template.render({**variables, BUDGET: Budget(self._where, RENDERING)})
+
+
+def _environment() -> "BoundedEnvironment":
     """Jinja2 with the extensions of Hugging Face's templates."""
 
     def refuse(message: str) -> NoReturn:
@@ -101,7 +116,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.spend(bytes=_size(result, budget))
         return result
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self: Any, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
         if owner is __self:
             return __obj(__context, *args)  # without the variables of loops, which Jinja2 adds

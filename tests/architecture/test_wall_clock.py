@@ -23,7 +23,7 @@ ALLOWED = {
     "megajax.reporting.write": "when a page was written",
     "megajax.reporting.machine.examine": "when a machine was examined",
     "megajax.tasks.command": "when a task was measured",
-    "megajax.tokenizers.chat_template": "the date that templates ask for",
+    "megajax.tokenizers.template_sandbox": "the date that templates ask for",
     "megajax.inference.server.openai": "`created` in answers",
     "megajax.inference.server.models": "the same",
 }

@@ -1,6 +1,7 @@
 """Damage of any kind is found before anything is loaded; the newest whole step is used; nothing starts silently."""
 
 import json
+import shutil
 import threading
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ import pytest
 
 from megajax.checkpoint import disk, integrity
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.inspection import DAMAGED, survey
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
 
@@ -149,6 +151,21 @@ def test_a_reader_skips_damaged_steps_without_changing_them(folder, capfd):
     assert reader.newest_intact() == 1 and reader.steps() == [1]
     assert sorted(path.name for path in folder.iterdir()) == before
     assert "step 2" in capfd.readouterr().err
+
+
+def test_a_step_that_was_copied_to_another_number_is_set_aside(folder, capfd):
+    shutil.copytree(folder / "00000002", folder / "00000040")
+    reason = "it is step 2 in a folder with the name 00000040: the folder was copied or renamed"
+    with pytest.raises(UserError, match=f"step 40 .* is damaged: {reason}"):
+        CheckpointReader(folder).meta(40)
+    with CheckpointConfig(step=40).build(folder) as manager, pytest.raises(UserError, match=reason):
+        manager.start()
+    (committed,) = (step for step in survey(folder, lambda step: True) if step.step == 40)
+    assert committed.state == DAMAGED and committed.faults == (reason,)
+    with CheckpointConfig().build(folder) as manager:
+        assert manager.start() == (manager, 2)
+    assert (folder / "00000040.damaged").is_dir()
+    assert f"checkpoint step 40 in {folder} is damaged and was skipped: {reason}" in capfd.readouterr().err
 
 
 def test_a_manifest_that_names_files_outside_the_step_is_refused(folder):
