@@ -152,6 +152,7 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
             real=("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.recompute=full"),
             tiny=("--config=mixtral.py:debug", "--model.stack.repeats=1", "--devices=cpu:2"),
         ),
+        _kernels("faults", 120),
         _kernels("grouped", 120),
         _kernels("state_space", 60),
     ),

@@ -1,7 +1,7 @@
 """The cases of `kernels.py`: the function to call, its expected result, and the minimum cost."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class Case:
     """Multiplied in 8 bits: another peak, another tolerance."""
     slices: int | None = None
     """Key-value heads, of attention: the reference then works on one row and one of them at a time."""
+    report: str | None = None
+    """Where others reported that it is wrong: it may be, since the capability table or another rule refuses it."""
 
     def expected(self) -> Callable:
         """(cotangent, *arguments) -> (result, gradients) of the reference."""
@@ -113,12 +115,22 @@ class AttentionCase(NamedTuple):
     """The last quarter of each row is padding."""
     keys: int | None = None
     """Positions of the other sequence, which keys and values are of."""
+    value_dim: int | None = None
+    """Size of a value head; None: that of a key head."""
+    far: bool = False
+    """All scores are about -120, so their log-sum-exp is far below 0."""
+    sink: bool = False
+    """A score of 0 without a value beside the keys."""
+    report: str | None = None
+    """Where others reported a fault."""
 
     def request(self) -> Request:
         """What the backend is asked for."""
         return Request(
             dtype="bfloat16",
             key_dim=self.head_dim,
+            value_dim=self.value_dim,
+            sink=self.sink,
             length=self.length,
             key_length=self.keys,
             causal=self.causal,
@@ -149,6 +161,7 @@ class AttentionCase(NamedTuple):
         key_length = self.keys or length
         every, of_a_row = self.masks()
         queries, keys = (rows, length, heads, head), (rows, key_length, groups, head)
+        values = (*keys[:3], head if self.value_dim is None else self.value_dim)
         keys_per_query = key_length / self.documents / (1 + self.causal) if self.window is None else self.window
         forward = 4 * rows * heads * head * length * keys_per_query * (0.75 if self.padded else 1)
         io_bytes = 2 * 2 * rows * head * (length * heads + key_length * groups)
@@ -156,17 +169,71 @@ class AttentionCase(NamedTuple):
         kind += "" if self.window is None else f", window {self.window}"
         kind += ", full" * (not self.causal and not self.padded and self.keys is None)
         kind += f", across to {self.keys}" * (self.keys is not None) + ", padded" * self.padded
+        kind += f", values of {self.value_dim}" * (self.value_dim is not None)
+        kind += ", scores far below 0" * self.far + ", sink" * self.sink
         return Case(
             name=f"attention, {self.kernel}{kind}",
             sizes=dict(zip(("rows", "length", "heads", "kv_heads", "head_dim"), self[:5], strict=True)),
-            call=partial(attend, self.kernel, mask=every, scale=head**-0.5),
-            reference=partial(reference_attention, mask=of_a_row, scale=head**-0.5),
+            call=self.prepared(partial(attend, self.kernel, mask=every, scale=head**-0.5)),
+            reference=self.prepared(partial(reference_attention, mask=of_a_row, scale=head**-0.5)),
             slices=groups,
-            shapes=(queries, keys, keys),
+            shapes=(queries, keys, values),
+            report=self.report,
             flops=(forward, 3.5 * forward),
             # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
             moved=(io_bytes, 3 * io_bytes),
         )
+
+    def prepared(self, run: Callable[..., Array]) -> Callable[..., Array]:
+        """Attention of arrays drawn at random, with the scores and the sink of this case."""
+
+        def of_drawn(q: Array, k: Array, v: Array) -> Array:
+            if self.far:
+                q = (0.1 * q).at[..., 0].set(1)
+                k = (0.1 * k).at[..., 0].set(-120 * self.head_dim**0.5)
+            return run(q, k, v, sink=jnp.zeros(q.shape[2])) if self.sink else run(q, k, v)
+
+        return of_drawn
+
+
+MASK, HALF_TILE, ONE_QUERY, FEW_HEADS, SINK, WINDOW, UNEVEN = (
+    *("pytorch#196678", "cudnn-frontend#628", "cudnn-frontend#1072", "pytorch#193893", "TransformerEngine#3249"),
+    *("TransformerEngine#2344", "cudnn-frontend#166"),
+)
+
+
+def faults(on_gpu: bool, device: Device) -> list[Case]:
+    """What others reported to be wrong, and its neighbours: by every backend that would compute it without the report.
+
+    A backend that the table refuses for a report may be wrong. Without a GPU, the reference computes all of them.
+    """
+    rows, heads, head, unit = (2, 32, 128, 704) if on_gpu else (1, 8, 16, 64)
+    long = 2048 if on_gpu else 128
+    few = rows, long, heads, 4, head
+    kinds: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((rows, unit, heads, heads, head), {"documents": 2, "far": True, "report": MASK}),
+        ((rows, unit, heads, heads, head), {"causal": False, "far": True, "report": HALF_TILE}),
+        ((rows, unit, heads, heads, head), {"causal": False, "padded": True, "far": True}),
+        ((rows, unit, heads, heads, head), {"far": True}),
+        ((rows, 1, heads, heads, head), {"causal": False, "keys": 128, "far": True, "report": ONE_QUERY}),
+        ((rows, 1, heads, 4, head), {"causal": False, "keys": 128, "report": FEW_HEADS}),
+        (few, {}),
+        (few, {"far": True}),
+        (few, {"documents": 2, "far": True}),
+        (few, {"documents": 2, "window": long // 8, "report": WINDOW}),
+        ((rows, long, heads, 8, 3 * head // 2), {"sink": True, "documents": 2, "report": SINK}),
+        ((rows, long, heads, 8, 3 * head // 2), {"value_dim": 5 * head // 4, "report": UNEVEN}),
+    ]
+    cases = []
+    for sizes, kind in kinds:
+        for kernel in ("cudnn", "cudnn_mask", "pallas") if on_gpu else ("reference",):
+            candidate = AttentionCase(*sizes, kernel=kernel, **kind)
+            backend, request = BACKENDS[kernel], candidate.request()
+            if replace(backend, faults=(), even=False).refusal(request, device) is None:
+                refused = backend.refusal(request, device) is not None
+                report = (candidate.report or "the capability table") if refused else None
+                cases.append(candidate._replace(report=report).case())
+    return cases
 
 
 def sliced(run: Callable, groups: int) -> Callable:
@@ -361,13 +428,13 @@ def measure(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
             "share_of_floor": None if floor is None else floor / statistics.median,
             "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         }
-    return {
-        "name": case.name,
-        "sizes": case.sizes,
-        "errors": errors,
-        "right": all(error <= (TOLERANCE_FP8 if case.fp8 else TOLERANCE) for error in errors),
-        **passes,
-    }
+    right = all(error <= (TOLERANCE_FP8 if case.fp8 else TOLERANCE) for error in errors)
+    return {"name": case.name, "sizes": case.sizes, "errors": errors, **verdict(case, right=right), **passes}
+
+
+def verdict(case: Case, *, right: bool) -> dict[str, Any]:
+    """Whether a result is right or may be wrong; of what others reported also whether it is wrong here."""
+    return {"right": right} if case.report is None else {"right": True, "report": case.report, "fault_seen": not right}
 
 
 def attempt(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
@@ -376,13 +443,17 @@ def attempt(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
         return measure(case, roof, seconds)
     except Exception as error:  # of the compiler or the device: many kinds
         message = (str(error).strip().splitlines() or [""])[0]
-        return {"name": case.name, "sizes": case.sizes, "right": False, "fault": f"{type(error).__name__}: {message}"}
+        failed = {"name": case.name, "sizes": case.sizes, "fault": f"{type(error).__name__}: {message}"}
+        return failed | verdict(case, right=False)
 
 
 def line(record: dict[str, Any]) -> str:
     """One case as a line."""
+    reported = ""
+    if "report" in record:
+        reported = f"; the fault of {record['report']} is " + ("here" if record["fault_seen"] else "not seen here")
     if "fault" in record:
-        return f"{record['name']:<40} FAILED: {record['fault']}"
+        return f"{record['name']:<40} FAILED: {record['fault']}{reported}"
     sizes = " ".join(f"{name}={size}" for name, size in record["sizes"].items())
     error = f"error {max(record['errors']):.1e}" + ("" if record["right"] else " WRONG")
     parts = []
@@ -395,7 +466,7 @@ def line(record: dict[str, Any]) -> str:
             else f"{figures['gigabytes_per_second']:.3g} GB/s"
         )
         parts.append(f"{name} {1e3 * figures['seconds']['median']:.3f} ms {speed}{share}")
-    return f"{record['name']:<40} {sizes:<58} {'; '.join(parts)}; {error}"
+    return f"{record['name']:<40} {sizes:<58} {'; '.join(parts)}; {error}{reported}"
 
 
 def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -414,6 +485,7 @@ def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[t
 
 MAKERS: dict[str, Callable[[bool, Device], list[Case]]] = {
     "attention": attention,
+    "faults": faults,
     "norm": norm,
     "matmul": matmul,
     "grouped": grouped,

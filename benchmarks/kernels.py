@@ -2,7 +2,7 @@
 
 Run:  python benchmarks/kernels.py [--parts=attention,grouped] [--seconds=0.3] [--json[=FILE]]
 
-  --parts=LIST      of attention, loss, norm, matmul, grouped, state_space (default: all)
+  --parts=LIST      of attention, faults, loss, norm, matmul, grouped, state_space (default: all)
   --seconds=N       duration of the timed calls for each figure
   --json[=FILE]     also write JSON; the default file is benchmarks/results/kernels.json
   --peak-tflops=N   bfloat16 peak of a device that is not in the table
@@ -24,7 +24,7 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 
-PARTS = ("attention", "loss", "norm", "matmul", "grouped", "state_space")
+PARTS = ("attention", "faults", "loss", "norm", "matmul", "grouped", "state_space")
 FLAGS = (
     Flag("parts", tuple[str, ...], PARTS),
     Flag("seconds", float, 0.3),

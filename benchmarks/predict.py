@@ -29,7 +29,7 @@ from megajax.planning.cost.estimate import estimate
 from megajax.planning.program.devices import GPUS
 
 NAMES = ("h200", "h100")
-HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 10, 0))
+HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))
 CPU = Device(name="cpu")
 
 

@@ -88,6 +88,38 @@ class DeviceRange(NamedTuple):
         return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownFault:
+    """A fault of cuDNN that was reported: kernels are refused where it applies."""
+
+    kernels: tuple[Kernel, ...]
+    """The backends that call what is at fault."""
+    effect: str
+    """What goes wrong, to follow the backend's label."""
+    applies: Callable[[Request], bool]
+    """Whether a request meets the fault; false where the needed sizes are unknown."""
+    capability: tuple[Version, Version] = ((), (100,))
+    """First affected compute capability, and the first one after it that is not."""
+    cudnn: tuple[Version, Version | None]
+    """First affected version of cuDNN, and the first one with a fix; None: none is known."""
+    change: str
+    """What avoids it besides another kernel."""
+    report: str
+    """Where it is described."""
+
+    def refusal(self, request: Request, device: Device) -> str | None:
+        """Effect, affected versions, the version found, report and advice; None if the request does not meet it."""
+        (oldest, newer), (first, fixed), version = self.capability, self.cudnn, device.cudnn
+        if version is None or device.capability is None or not oldest <= device.capability < newer:
+            return None
+        if version < first or (fixed is not None and version >= fixed) or not self.applies(request):
+            return None
+        since = f"from {_dotted(first)} on" if first else "of any version"
+        until = "without a known fix" if fixed is None else f"fixed in {_dotted(fixed)}"
+        versions = f"a fault of cuDNN {since}, {until}, here is {_dotted(version)}"
+        return f"{self.effect} on {device.name}: {versions} ({self.report}); {self.change}"
+
+
 class Heads(NamedTuple):
     """The largest head sizes on these devices."""
 
@@ -139,6 +171,8 @@ class Backend(Support):
     dropout: bool = False
     documents_of_two: bool = False
     """Whether it isolates documents if queries and keys come from two sequences."""
+    faults: tuple[KnownFault, ...] = ()
+    """Reported faults, see KNOWN_FAULTS."""
     positions: Literal["any", "chunks", "whole rows"] = "whole rows"
     """Supported shards of rows. any: queries and keys at any positions; chunks: a chunk of queries with its own
     keys and those before it (kernels/context/chunks.py); whole rows: no shards."""
@@ -151,7 +185,12 @@ class Backend(Support):
             or self._sharding_refusal(request)
             or self._head_refusal(request, device)
             or self._feature_refusal(request, device)
+            or self._known_fault(request, device)
         )
+
+    def _known_fault(self, request: Request, device: Device | None) -> str | None:
+        texts = () if device is None else (fault.refusal(request, device) for fault in self.faults)
+        return next((text for text in texts if text), None)
 
     def _shape_refusal(self, request: Request) -> str | None:
         for length in (request.length, request.key_length):
@@ -222,6 +261,108 @@ def _dotted(version: Version) -> str:
 
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+
+
+def _keys(request: Request) -> int:
+    """Keys of a whole row; 0: unknown."""
+    return (request.key_length if request.cross else None) or request.length or 0
+
+
+def _half_a_tile_without_mask(request: Request) -> bool:
+    """Calls without a mask or lengths, with 64 keys more than a multiple of 128."""
+    if request.padded or request.documents:
+        return False
+    sharding = request.sharding
+    if sharding.between() == "ring":
+        # In a ring, causal or not, later parts have no mask.
+        part = _keys(request) // sharding.devices
+        return any(keys % 128 == 64 for keys in (part, part // sharding.chunks))
+    return not request.causal and _keys(request) % 128 == 64
+
+
+def _uneven_heads(request: Request) -> bool:
+    """Different sizes of keys and values from 128 to 256, other than 192 with 128."""
+    key, value = request.key_dim or 0, request.value_dim or request.key_dim or 0
+    return not request.documents and min(key, value) >= 128 and key != value and (key, value) != (192, 128)
+
+
+_NEGATIVE = "gives NaN gradients of queries where all scores of a query are far below 0 (their log-sum-exp below -88)"
+_LENGTHS = "set rows of a multiple of 128 tokens"
+_UPDATE = "install a newer cuDNN"
+KNOWN_FAULTS: tuple[KnownFault, ...] = (
+    KnownFault(
+        kernels=("cudnn_mask",),
+        effect=f"{_NEGATIVE} and keys are 64 more than a multiple of 128,",
+        applies=lambda request: request.documents and _keys(request) % 128 == 64,
+        capability=(HOPPER, BLACKWELL),
+        # A fix was announced for 9.26 in the second report, whose test fails with 9.30.
+        cudnn=((), None),
+        change=_LENGTHS,
+        report="https://github.com/pytorch/pytorch/issues/196678",
+    ),
+    KnownFault(
+        kernels=("cudnn", "cudnn_mask"),
+        effect=f"{_NEGATIVE} and keys are 64 more than a multiple of 128,",
+        applies=_half_a_tile_without_mask,
+        capability=(HOPPER, BLACKWELL),
+        cudnn=((), None),
+        change=_LENGTHS,
+        report="https://github.com/NVIDIA/cudnn-frontend/pull/628",
+    ),
+    KnownFault(
+        kernels=("cudnn", "cudnn_mask"),
+        effect="may access memory out of bounds in CUDA graphs where keys are no multiple of 128",
+        applies=lambda request: not request.padded and not request.documents and _keys(request) % 128 != 0,
+        cudnn=((), (9, 15, 1)),
+        change=f"{_UPDATE}, or {_LENGTHS}",
+        report="https://github.com/NVIDIA/TransformerEngine/pull/2344",
+    ),
+    KnownFault(
+        kernels=("cudnn_mask",),
+        effect="may access memory out of bounds in CUDA graphs where keys are no multiple of 128",
+        applies=lambda request: request.documents and _keys(request) % 128 != 0,
+        cudnn=((), (9, 15, 1)),
+        change=f"{_UPDATE}, or {_LENGTHS}",
+        report="https://github.com/NVIDIA/TransformerEngine/pull/2344",
+    ),
+    KnownFault(
+        kernels=("cudnn", "cudnn_mask"),
+        effect="gives wrong results with a window and lengths of documents or rows, for more than 1024 keys,",
+        applies=lambda request: (
+            request.window is not None and (request.documents or request.padded) and _keys(request) > 1024
+        ),
+        cudnn=((9, 14), (9, 14, 1)),
+        change=_UPDATE,
+        report="https://github.com/NVIDIA/TransformerEngine/pull/2344",
+    ),
+    KnownFault(
+        kernels=("cudnn", "cudnn_mask"),
+        effect="gives wrong gradients for heads from 128 to 256 with values of another size",
+        applies=_uneven_heads,
+        capability=(HOPPER, BLACKWELL),
+        cudnn=((9, 11), (9, 13)),
+        change=_UPDATE,
+        report="https://github.com/NVIDIA/cudnn-frontend/pull/166",
+    ),
+    KnownFault(
+        kernels=("cudnn", "cudnn_mask"),
+        effect="is not used by Transformer Engine because of known faults",
+        applies=lambda request: True,
+        cudnn=((9, 10), (9, 10, 2)),
+        change=_UPDATE,
+        report="https://github.com/NVIDIA/TransformerEngine, fused_attn.cpp",
+    ),
+)
+"""Reported faults that our calls can meet; docs/attention.md has the others, and what the reports say.
+
+A row may go when `PARTS=layers ONLY=faults benchmarks/gpu_check.sh` does not see its fault on the affected GPUs."""
+
+
+def faults_of(kernel: Kernel) -> tuple[KnownFault, ...]:
+    """The reported faults of a backend."""
+    return tuple(fault for fault in KNOWN_FAULTS if kernel in fault.kernels)
+
+
 _CUDNN = Backend(
     label="cuDNN's attention",
     dtypes=("bfloat16", "float16"),
@@ -238,7 +379,11 @@ _CUDNN = Backend(
 BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
     {
         "cudnn": replace(
-            _CUDNN, documents=DeviceRange(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True, positions="chunks"
+            _CUDNN,
+            documents=DeviceRange(HOPPER, (9, 6), below=(11,)),
+            documents_of_one_size=True,
+            positions="chunks",
+            faults=faults_of("cudnn"),
         ),
         "pallas": Backend(
             label="the Pallas kernel",
@@ -251,7 +396,12 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             positions="any",
             bidirectional_window=True,
         ),
-        "cudnn_mask": replace(_CUDNN, label="cuDNN's attention with a mask", documents=DeviceRange(AMPERE, (9, 2))),
+        "cudnn_mask": replace(
+            _CUDNN,
+            label="cuDNN's attention with a mask",
+            documents=DeviceRange(AMPERE, (9, 2)),
+            faults=faults_of("cudnn_mask"),
+        ),
         "reference": Backend(
             label="the reference",
             documents=DeviceRange((), ()),

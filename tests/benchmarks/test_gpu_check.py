@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,34 @@ def test_references_of_attention_take_little_memory() -> None:
     for case in cases:
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (case.shapes[0], *case.shapes)]
         assert max(arrays(jax.make_jaxpr(case.expected())(*like).jaxpr)) <= 1.1 * GIB, case.label()
+
+
+def test_reported_faults_are_tried_even_where_the_kernel_is_refused() -> None:
+    """On a GPU by the backends themselves, on a CPU by the reference in their place."""
+    hopper, cpu = (
+        kernel_cases.faults(on_gpu, device) for on_gpu, device in ((True, predict.HOPPER), (False, predict.CPU))
+    )
+    reports = {case.report: case.name for case in hopper if case.report}
+    assert {kernel_cases.MASK, kernel_cases.HALF_TILE, kernel_cases.ONE_QUERY, kernel_cases.FEW_HEADS} <= reports.keys()
+    assert "cudnn_mask" in reports[kernel_cases.MASK] and "scores far below 0" in reports[kernel_cases.MASK]
+    old = kernel_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 14, 0)))
+    assert kernel_cases.WINDOW in {case.report for case in old}
+    older = kernel_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 12, 0)))
+    assert kernel_cases.UNEVEN in {case.report for case in older}
+    assert {case.report for case in cpu} == {None} and {case.name.split(",")[1] for case in cpu} == {" reference"}
+    assert len(cpu) == 12 and sum(case.sizes["kv_heads"] == 4 for case in cpu) == 5
+    assert any("sink" in case.name and case.sizes["head_dim"] == 192 for case in hopper)
+
+
+def test_a_reported_fault_may_be_there_and_another_may_not() -> None:
+    case = kernel_cases.AttentionCase(1, 8, 2, 2, 8, kernel="reference", report="somewhere#1").case()
+    row = kernel_cases.verdict(case, right=False)
+    assert row == {"right": True, "report": "somewhere#1", "fault_seen": True}
+    text = kernel_cases.line({"name": case.name, "sizes": {}, "fault": "RuntimeError: no"} | row)
+    assert text.endswith("FAILED: RuntimeError: no; the fault of somewhere#1 is here")
+    assert not kernel_cases.verdict(case, right=True)["fault_seen"]
+    other = kernel_cases.AttentionCase(1, 8, 2, 2, 8, kernel="reference").case()
+    assert kernel_cases.verdict(other, right=False) == {"right": False}
 
 
 def test_slices_of_attention_are_the_whole() -> None:

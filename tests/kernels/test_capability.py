@@ -12,10 +12,10 @@ from megajax.kernels.attention import PASSES, local_device
 from megajax.kernels.capability import BACKENDS, Device, Request, choose
 from megajax.mesh.context_sharding import ContextSharding
 
-H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 10, 0))
-A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 10, 0))
-B200 = Device(name="B200", capability=(10, 0), cudnn=(9, 11, 0))
-DESKTOP = Device(name="RTX 5090", capability=(12, 0), cudnn=(9, 11, 0))
+H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 28, 0))
+A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 28, 0))
+B200 = Device(name="B200", capability=(10, 0), cudnn=(9, 28, 0))
+DESKTOP = Device(name="RTX 5090", capability=(12, 0), cudnn=(9, 28, 0))
 PLAIN = Request(dtype="bfloat16", key_dim=128, value_dim=128, length=4096)
 ACROSS = replace(PLAIN, causal=False, cross=True, key_length=512)
 LATENT = replace(PLAIN, key_dim=192)

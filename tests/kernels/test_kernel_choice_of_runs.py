@@ -24,8 +24,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig, T5Config
 from megajax.training.program import demand_kernels
 
-H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 10, 0))
-A100 = Device(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 10, 0))
+H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 28, 0))
+A100 = Device(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 28, 0))
 MIXER = "model.stack.pattern.0.mixer"
 
 

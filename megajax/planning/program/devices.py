@@ -30,7 +30,7 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 
 DRIVER_SHARE = 0.01
 """Fraction of the data sheet's memory that CUDA does not report: 139.8 of 141 GiB are there on an H200."""
-CUDNN = (9, 10, 0)
+CUDNN = (9, 28, 0)
 """Version of cuDNN that virtual devices have."""
 MOST_DEVICES = 16_384
 """Largest cluster."""
