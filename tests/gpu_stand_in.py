@@ -11,7 +11,7 @@ from megajax.kernels.attention import PASSES
 
 KIND = "NVIDIA H100 80GB HBM3"
 CAPABILITY = "9.0"
-CUDNN = 91002
+CUDNN = 92800
 MEMORY = 72 * 2**30
 
 

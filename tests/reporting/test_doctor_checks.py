@@ -201,7 +201,7 @@ def test_installation(
     check(gpus.installation(machine()), status, text)
 
 
-@pytest.mark.parametrize("run", [devices.matmul, devices.attention])
+@pytest.mark.parametrize("run", [devices.matmul, devices.attention, devices.grouped])
 def test_wrong_results_fail(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "relative_error", lambda result, expected: 0.3)
     check(run(), "fail", "3")

@@ -6,11 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from gpu_stand_in import stand_in
 
+from megajax.kernels.attention import PASSES
+from megajax.kernels.grouped_matmul import grouped_matmul
 from megajax.reporting.machine import devices, gpus, host, trial
 from megajax.reporting.machine.machine import Machine, run_checks, run_limited
 
@@ -148,9 +151,44 @@ def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.
     attended = devices.attention()
     assert attended.status == "ok" and "not tested" not in attended.state
     assert all(f"{name} (" in attended.state for name in ("cudnn", "pallas", "cudnn_mask", "reference"))
+    assert attended.state.count("causal and documents") == 4
+    matmuls = []
+
+    def reference(x: Any, w: Any, sizes: Any, kernel: str) -> Any:
+        matmuls.append(kernel)
+        return grouped_matmul(x, w, sizes, kernel="reference")
+
+    monkeypatch.setattr(devices, "grouped_matmul", reference)
+    assert devices.grouped().status == "ok" and set(matmuls) == {"mosaic", "triton", "reference"}
     assert "(gpu, capability 9.0, 72.0 GiB for jax)" in devices.devices().state
     monkeypatch.setattr(devices.Machine, "gpu_files", 2)
     assert devices.devices().status == "warn" and "2 GPUs installed" in devices.devices().state
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("gradient", [0, 2])
+def test_gradients_and_documents_that_are_wrong_on_a_gpu_are_found(
+    documents: bool, gradient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in reports of cuDNN: a right result with NaN in one gradient, of some rows only."""
+    local_devices = jax.local_devices()
+    monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
+    stand_in(monkeypatch)
+
+    def backward(q: Any, k: Any, v: Any, mask: Any, *rest: Any, scale: float) -> Any:
+        gradients = list(PASSES["reference"].backward(q, k, v, mask, *rest, scale=scale))
+        if (mask.query_segments is not None) == documents:
+            gradients[gradient] = gradients[gradient].at[0, 0, 0, 0].set(float("nan"))
+        return tuple(gradients)
+
+    faulty = PASSES["reference"]._replace(backward=backward)
+    monkeypatch.setattr(
+        "megajax.kernels.attention.PASSES",
+        {**PASSES, "cudnn": faulty, "pallas": PASSES["reference"], "cudnn_mask": PASSES["reference"]},
+    )
+    finding = devices.attention()
+    assert finding.status == "fail" and "cudnn (bfloat16)" in finding.state and "backward inf" in finding.state
+    assert ("documents forward" in finding.state) == documents and "pallas" not in finding.state
 
 
 def test_front_door_of_the_doctor() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from megajax.mesh.nccl import set_variables
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, warn
 
-STAGES = ("devices", "matmul", "attention", "all-reduce")
+STAGES = ("devices", "matmul", "attention", "grouped matmul", "all-reduce")
 STAGE_SECONDS = 90.0
 """Time limit of each stage: initializing eight GPUs may take a minute."""
 
