@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megajax.config.schema as schema
-from megajax.config.builds import USER_FILE
+from megajax.config.builds import USER_FILE, beside
 from megajax.config.dump import default_leaves, flatten
 from megajax.mesh.installation import jax_packages
 from megajax.mesh.xla import program_variables
@@ -113,13 +113,24 @@ def code_digests(package: Path) -> dict[str, str]:
 
 
 def user_code(config: Any) -> dict[str, str]:
-    """File name -> digest, of the user's config files, the files they import, and loaded packages of config classes."""
-    roots = {type(node).__module__.partition(".")[0] for node in _nodes(config)} - {"megajax"}
+    """File name -> digest, of the user's Python files: loaded ones, and those that settings and config classes name.
+
+    Loaded are config files, the files they import, and modules of the packages of config classes.
+    """
+    nodes = list(_nodes(config))
+    roots = {type(node).__module__.partition(".")[0] for node in nodes} - {"megajax"}
+    files = {
+        getattr(module, "__file__", None)
+        for name, module in list(sys.modules.items())
+        if name.startswith(USER_FILE) or name.partition(".")[0] in roots
+    }
+    references = [value for node in nodes for value in _values(node) if isinstance(value, str)]
+    references += [beside(type(node), node.target) for node in nodes if isinstance(getattr(node, "target", None), str)]
+    files |= {reference.rpartition(":")[0] for reference in references if ".py:" in reference}
     contents: dict[str, list[bytes]] = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and (name.startswith(USER_FILE) or name.partition(".")[0] in roots) and Path(file).is_file():
-            contents.setdefault(Path(file).name, []).append(Path(file).read_bytes())
+    for path in {Path(file).expanduser().resolve() for file in files if file}:
+        if path.is_file():
+            contents.setdefault(path.name, []).append(path.read_bytes())
     return {name: _digest(b"".join(sorted(texts)))[:DIGITS] for name, texts in contents.items()}
 
 
@@ -147,14 +158,19 @@ def _nodes(value: Any) -> Iterator[Any]:
     """The configs of a tree."""
     if schema.is_config(value):
         yield value
-        for name in schema.hints(type(value)):
-            yield from _nodes(getattr(value, name))
+        for entry in _values(value):
+            yield from _nodes(entry)
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from _nodes(entry)
     elif isinstance(value, Mapping):
         for entry in value.values():
             yield from _nodes(entry)
+
+
+def _values(node: Any) -> list[Any]:
+    """The values of the settings of a config."""
+    return [getattr(node, name) for name in schema.hints(type(node))]
 
 
 def _digest(content: bytes) -> str:

@@ -91,6 +91,22 @@ def test_files_of_the_user_are_code(tmp_path):
     assert {name for name, digest in user_code(config).items() if digest != digests[name]} == {"rates.py"}
 
 
+def test_files_that_a_config_class_builds_from_are_code(tmp_path):
+    """They are loaded only after the processes have connected."""
+    (tmp_path / "rule.py").write_text("def build(cfg): ...\n")
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses\nfrom typing import ClassVar\n\nfrom megajax.config.builds import Builds\n"
+        "from megajax.config.files import load\nfrom megajax.tokenizers.config import ByteTokenizerConfig\n\n\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\nclass Tokens(Builds):\n"
+        "    target: ClassVar[str] = 'rule.py:build'\n    size: int = 3\n\n\n"
+        "def config():\n    return dataclasses.replace(load('gpt2.py:debug'), tokenizer=Tokens())\n"
+    )
+    config = load(str(tmp_path / "mine.py"))
+    digests = user_code(config)
+    (tmp_path / "rule.py").write_text("def build(cfg): return 1\n")
+    assert {name for name, digest in user_code(config).items() if digest != digests[name]} == {"rule.py"}
+
+
 def test_variables_that_decide_programs():
     environment = {
         "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_dump_to=/tmp/here  --xla_cpu_enable_fast_math",
