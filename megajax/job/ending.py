@@ -14,6 +14,7 @@ from megajax.mesh.peers import Peers
 from megajax.metrics.banner import Section
 from megajax.metrics.goodput import Goodput
 from megajax.metrics.layer_history import plot_layers
+from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
 from megajax.models.protocol import ids_below, position_unit
@@ -67,9 +68,21 @@ class Ending:
             )
             self._event("stopped", step=step, saved=save.saved, reason=reason)
         steps.log_skipped_rows()
+        if jax.process_index() == 0:
+            self.folder.demand_config()
+            self._demand_checkpoint(save.saved)
         self._event("end", step=step)
         if jax.process_index() == 0:
             self._summarize(last)
+
+    def _demand_checkpoint(self, step: int | None) -> None:
+        """Raises UserError if the checkpoint that was saved last no longer exists. step: its step."""
+        newest = self._job.manager.newest()
+        if step is not None and (newest is None or newest < step):
+            raise FileDeleted(
+                f"the checkpoint of step {step} in {self.folder.checkpoints} was deleted while the run trained"
+                f"{'; there is no other' if newest is None else f'; the newest is of step {newest}'}"
+            )
 
     def nothing_to_train(self) -> None:
         """The run has all its steps already."""

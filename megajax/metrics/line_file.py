@@ -1,5 +1,6 @@
 """Files of lines that survive a full disk: lines that cannot be written are kept and retried with the next line."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -20,6 +21,10 @@ class LinesLost(UserError):
     code = 1
 
 
+class FileDeleted(LinesLost):
+    """The file was deleted, moved or replaced while it was open: nobody will find its lines."""
+
+
 class LineFile:
     """Appends whole lines to a file, from any thread.
 
@@ -34,6 +39,7 @@ class LineFile:
         self._lock = threading.Lock()
         self._torn = bool(line_break(self._descriptor))
         self._failure: OSError | None = None
+        self._reported = False
 
     def write(self, line: str) -> None:
         """Write the waiting lines and this one, which ends with a newline; if that fails, this line waits too."""
@@ -41,12 +47,27 @@ class LineFile:
             self._waiting.append(line.encode())
             self._write_waiting()
 
+    def demand_path(self) -> None:
+        """Raises FileDeleted, once, if the path no longer leads to this file."""
+        try:
+            deleted = not os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except OSError as error:  # any other error may pass
+            deleted = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+        if deleted and not self._reported:
+            self._reported = True
+            raise FileDeleted(
+                f"{self._path} was deleted, moved or replaced while the run wrote to it, perhaps with its folder. What "
+                "the run has written there is lost, and it ends here; the same command starts it from the checkpoints "
+                f"that {self._path.parent} still has"
+            )
+
     def close(self) -> None:
-        """Raises LinesLost if the waiting lines can't be written."""
-        with self._lock:
+        """Raises LinesLost if the waiting lines can't be written, or the file was deleted."""
+        with self._lock, contextlib.ExitStack() as stack:
+            stack.callback(os.close, self._descriptor)
             if self._waiting:
                 self._write_waiting()
-            os.close(self._descriptor)
+            self.demand_path()
             if self._waiting and self._failure is not None:
                 raise LinesLost(
                     f"{self._path}: the last {len(self._waiting):,} lines could not be written: "

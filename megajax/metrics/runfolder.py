@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from megajax.config.errors import UserError
+from megajax.metrics.line_file import FileDeleted
 
 
 class RunFolder:
@@ -36,6 +37,11 @@ class RunFolder:
                 "Set run_dir to a writable folder with free space."
             ) from error
         return cls(path)
+
+    def demand_config(self) -> None:
+        """Raises FileDeleted if config.yaml no longer exists, without which nobody can use the run."""
+        if not self.config_yaml.exists():
+            raise FileDeleted(f"{self.config_yaml} was deleted while the run trained; the same command writes it again")
 
     def write_config(self, yaml: str, diff: str) -> None:
         """Write config.yaml (the whole config) and config.diff (its differences from the defaults)."""

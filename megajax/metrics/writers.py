@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock
-from megajax.metrics.line_file import LineFile
+from megajax.metrics.line_file import FileDeleted, LineFile
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 
@@ -42,7 +42,8 @@ class Writer:
             if error is None:
                 raise
             # Keep the error that ended the run: on a full disk, it is probably the cause of this one too.
-            print(f"megajax: {failed}", file=sys.stderr, flush=True)
+            if not isinstance(error, FileDeleted):
+                print(f"megajax: {failed}", file=sys.stderr, flush=True)
 
 
 class Writers(Writer):
@@ -113,8 +114,9 @@ class JsonlWriter(Writer):
         self.write(record.line())
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write a line; on a full disk it waits until there is space."""
+        """Write a line; on a full disk it waits until there is space. Raises FileDeleted."""
         self._file.write(to_json(line))
+        self._file.demand_path()
 
     def close(self) -> None:
         self._file.close()

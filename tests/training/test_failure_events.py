@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.job.failure import MAX_ERROR_LENGTH, one_line, report_lost_lines
 from megajax.job.job import train
+from megajax.job.steps import step_record
 from megajax.metrics.line_file import LinesLost
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
@@ -109,3 +111,24 @@ def test_the_signal_that_stops_a_run(tmp_path: Path, start: Callable[..., Starte
     assert (line["signal"], line["process"]) == ("SIGTERM", 0) and "exit_code" not in line
     (attempt,) = attempts(read_history(run))
     assert attempt.ending.startswith("stopped (SIGTERM), step ") and attempt.exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "config.yaml", "checkpoints"])
+def test_a_run_whose_files_are_deleted_fails_and_creates_no_others(tmp_path: Path, monkeypatch, capsys, name) -> None:
+    """Even where no save would notice it."""
+    run, records = tmp_path / "run", []
+
+    def record(*arguments, **keywords):
+        records.append(step_record(*arguments, **keywords))
+        if records[-1].step == 5:
+            path = run / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return records[-1]
+
+    monkeypatch.setattr("megajax.job.steps.step_record", record)
+    with pytest.raises(UserError, match=r"was deleted") as error:
+        train(run_config(run, steps=6, checkpoint=CheckpointConfig(every=4, at_end=False, asynchronous=False)))
+    assert error.value.code == 1 and str(tmp_path / "run" / name) in str(error.value)
+    assert capsys.readouterr().err.count("was deleted") == 0, "one message, by the front door"
+    assert records[-1].step == (5 if name in ("", "metrics.jsonl") else 6)
+    assert not (run / name).exists()
