@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megajax.command_line import Flag
 from megajax.config.errors import UserError
+from megajax.config.paths import url_problem
 from megajax.metrics.runfolder import write_output_file
 
 JSON = Flag("json", None | bool | Path)
@@ -21,7 +22,9 @@ def show(text: str, json_text: str, output: bool | Path | None) -> None:
 
 
 def first_word(argv: list[str], expected: str, usage: str) -> Path:
-    """The path that is the first argument. Raises UserError if it is a flag."""
+    """The path that is the first argument. Raises UserError if it is a flag or a URL."""
     if argv[0].startswith("-"):
         raise UserError(f"the first argument must be {expected}, got {argv[0]}\n{usage.splitlines()[0]}")
+    if (problem := url_problem(argv[0])) is not None:
+        raise UserError("\n".join(problem))
     return Path(argv[0])

@@ -18,7 +18,7 @@ from megajax.config.tree import assemble, check
 from megajax.inference.config import GenerationConfig
 from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import KINDS
-from megajax.tools import merge, train_vocabulary
+from megajax.tools import inspect, merge, train_vocabulary
 from megajax.training.run_config import RunConfig
 
 NAMES = re.compile(r"(.*_)?(paths?|dir|folder|vocabulary|merges|template|load|run)")
@@ -118,6 +118,7 @@ DOORS: dict[str, tuple[Any, list[str]]] = {
     "report": (report, ["s3://b/x"]),
     "doctor": (doctor, ["--run-dir=s3://b/x"]),
     "plan": (plan, [*TRAIN, "--json=s3://b/x"]),
+    "inspect": (inspect, ["s3://b/x"]),
     "train_vocabulary": (train_vocabulary, ["--input=a", "--output=s3://b/x"]),
 }
 
