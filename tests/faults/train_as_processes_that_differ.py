@@ -9,6 +9,7 @@ import os
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the checkpoint manager imports jax
 
 from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.manager import SaveReport
 from megajax.command_line import front_door
 from megajax.job import ending
 from megajax.mesh.world import process_index
@@ -25,7 +26,11 @@ if __name__ == "__main__":
         LocalCheckpoints._write_own = write
     elif difference == "full disk":
         # This process learns only at the next save that the last one failed.
-        LocalCheckpoints.poll = lambda local: []
+        def poll(local: LocalCheckpoints) -> list[SaveReport]:
+            reports, local._reports = local._reports, []
+            return reports
+
+        LocalCheckpoints.poll = poll
     elif difference == "unreadable metrics" and second:
         ending.read_metrics = lambda path: ([], [])
     elif difference == "signal" and second:
