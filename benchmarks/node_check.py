@@ -227,6 +227,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="layouts whose names contain it")
     parser.add_argument("--processes", type=int, help="1, or the number of devices; by default both")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the runs too
     folder = Path(os.environ["OUT"]) / "runs"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
