@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ TOLERANCE = 1e-4
 """Relative, of losses and gradient norms over a short run."""
 PATIENCE = 900.0
 """Seconds of a run."""
+MICROBATCH_ROWS = 8
 SAVED_STEPS = 3
 """Steps before the run is stopped."""
 
@@ -47,31 +49,39 @@ class Layout(NamedTuple):
     """A layout; the devices that it does not name are data-parallel."""
 
     name: str
-    settings: tuple[str, ...]
-    divisor: int
-    """The number of devices is a multiple of it."""
+    sizes: Mapping[str, int]
+    """Axis of the mesh -> its size."""
+    settings: tuple[str, ...] = ()
     config: str = DENSE
-    micro_size: int = 1
+
+    def fits(self, devices: int) -> bool:
+        return devices % prod(self.sizes.values()) == 0
+
+    def arguments(self, devices: int) -> list[str]:
+        """Microbatches have the same rows on every layout: losses that balance experts are sums over microbatches."""
+        groups = devices // prod(size for axis, size in self.sizes.items() if axis != "expert")
+        parallel = [f"--parallel.{axis}={size}" for axis, size in self.sizes.items()]
+        return [*parallel, *self.settings, f"--batch.micro_size={MICROBATCH_ROWS // groups}"]
+
+    @property
+    def reference(self) -> "Layout":
+        """The same model on one device."""
+        return Layout(f"one-{self.config.partition('.')[0]}", {}, (), self.config)
 
 
-def parallel(**sizes: object) -> tuple[str, ...]:
-    return tuple(f"--parallel.{name}={value}" for name, value in sizes.items())
-
-
-INTERLEAVED = "--parallel.schedule=interleaved"
+FSDP, SEQUENCE = "--parallel.data_sharding=fsdp", "--parallel.sequence=true"
+INTERLEAVED = ("--parallel.schedule=interleaved", "--parallel.virtual_stages=2")
 LAYOUTS = (
-    Layout("data", (), 1),
-    Layout("fsdp", parallel(data_sharding="fsdp"), 1),
-    Layout("tensor2-sequence", parallel(tensor=2, sequence="true"), 2),
-    Layout("tensor4-fsdp", parallel(tensor=4, data_sharding="fsdp"), 4),
-    Layout("pipeline2-1f1b", parallel(pipeline=2, schedule="1f1b"), 2),
-    Layout(
-        "pipeline2-interleaved-tensor2", parallel(pipeline=2, tensor=2, schedule="interleaved", virtual_stages=2), 4
-    ),
-    Layout("context2-ring", parallel(context=2, context_strategy="ring"), 2),
-    Layout("context4-all_to_all", parallel(context=4, context_strategy="all_to_all"), 4),
-    Layout("expert4", parallel(expert=4), 4, EXPERTS),
-    Layout("expert2-tensor2-pipeline2", parallel(expert=2, tensor=2, pipeline=2), 8, EXPERTS),
+    Layout("data", {}),
+    Layout("fsdp", {}, (FSDP,)),
+    Layout("tensor2-sequence", {"tensor": 2}, (SEQUENCE,)),
+    Layout("tensor4-fsdp", {"tensor": 4}, (FSDP,)),
+    Layout("pipeline2-1f1b", {"pipeline": 2}, ("--parallel.schedule=1f1b",)),
+    Layout("pipeline2-tensor2-interleaved", {"pipeline": 2, "tensor": 2}, INTERLEAVED),
+    Layout("context2-ring", {"context": 2}, ("--parallel.context_strategy=ring",)),
+    Layout("context4-all_to_all", {"context": 4}, ("--parallel.context_strategy=all_to_all",)),
+    Layout("expert4", {"expert": 4}, (), EXPERTS),
+    Layout("expert2-tensor2-pipeline2", {"expert": 2, "tensor": 2, "pipeline": 2}, (), EXPERTS),
 )
 
 
@@ -89,8 +99,8 @@ class Node:
 
     def command(self, layout: Layout, run: str, processes: int, *more: str) -> list[str]:
         """Train with all devices, or with one if `processes` is 0."""
-        devices = 1 if processes == 0 else self.devices // processes
-        settings = (*TINY, f"--batch.micro_size={layout.micro_size}", *layout.settings, *more)
+        devices = self.devices // processes if processes else 1
+        settings = (*TINY, *layout.arguments(devices * (processes or 1)), *more)
         train = [sys.executable, "-m", "megajax.train", f"--config={layout.config}", *settings]
         train += [f"--run_dir={self.folder / run}", *([] if self.gpus else [f"--devices=cpu:{devices}"])]
         launch = [sys.executable, "-m", "megajax.launch", f"--processes={processes}", "--"]
@@ -165,11 +175,7 @@ def check_layouts(node: Node, layouts: Sequence[Layout], processes: Sequence[int
             if code := node.train(layout, run, count):
                 node.row("layout", layout.name, count, began, f"exit code {code}; see {node.folder / run}.log")
             else:
-                node.compare("layout", layout, count, run, reference_of(layout), began)
-
-
-def reference_of(layout: Layout) -> str:
-    return f"one-{layout.config.partition('.')[0]}"
+                node.compare("layout", layout, count, run, layout.reference.name, began)
 
 
 def check_optional_things(node: Node, layout: Layout) -> None:
@@ -183,7 +189,7 @@ def check_optional_things(node: Node, layout: Layout) -> None:
         problem = f"exit code {code}, {len(traces)} traces instead of 1; see {node.folder / run}.log"
         node.row("everything", layout.name, node.devices, began, problem)
     else:
-        node.compare("everything", layout, node.devices, run, reference_of(layout), began)
+        node.compare("everything", layout, node.devices, run, layout.reference.name, began)
 
 
 def check_stop_and_resume(node: Node, before: Layout, after: Layout) -> None:
@@ -205,7 +211,7 @@ def check_stop_and_resume(node: Node, before: Layout, after: Layout) -> None:
         return
     node.row("SIGTERM", before.name, node.devices, began, None)
     began, steps, reference = time.monotonic(), saved[-1] + STEPS, "one-longer"
-    code = node.train(before._replace(settings=()), reference, 0, steps=steps)
+    code = node.train(before.reference, reference, 0, steps=steps)
     code = code or node.train(after, run, 1, steps=steps)
     if code or len(numbers(node.folder / run)) != steps:
         problem = f"exit code {code}, {len(numbers(node.folder / run))} of {steps} steps; see {node.folder / run}.log"
@@ -234,11 +240,11 @@ def main() -> int:
     node = Node(folder, visible_gpus())
     kind = f"{node.gpus} GPUs" if node.gpus else f"{VIRTUAL_DEVICES} virtual CPU devices"
     print(f"node_check: {kind}, tolerance {TOLERANCE:g}, logs in {folder}", flush=True)
-    layouts = [layout for layout in LAYOUTS if node.devices % layout.divisor == 0 and arguments.only in layout.name]
-    for layout in {reference_of(layout): layout for layout in (LAYOUTS[0], *layouts)}.values():
+    layouts = [layout for layout in LAYOUTS if layout.fits(node.devices) and arguments.only in layout.name]
+    for reference in {layout.reference.name: layout.reference for layout in (LAYOUTS[0], *layouts)}.values():
         began = time.monotonic()
-        code = node.train(layout._replace(settings=()), reference_of(layout), 0)
-        node.row("one device", layout.config, 1, began, f"exit code {code}" if code else None)
+        code = node.train(reference, reference.name, 0)
+        node.row("one device", reference.config, 1, began, f"exit code {code}" if code else None)
     processes = [arguments.processes] if arguments.processes else [1, node.devices]
     check_layouts(node, layouts, sorted(set(processes)))
     if node.devices > 1:

@@ -22,9 +22,10 @@ def write(run: Path, losses: list[float]) -> None:
 def test_ten_layouts_fit_eight_devices():
     assert len(LAYOUTS) == 10
     for layout in LAYOUTS:
-        assert node_check.VIRTUAL_DEVICES % layout.divisor == 0
-        settings = (*TINY, f"--batch.micro_size={layout.micro_size}", *layout.settings, "--steps=5")
-        check(load(layout.config, *(setting.removeprefix("--") for setting in settings)), node_check.VIRTUAL_DEVICES)
+        for chosen, devices in ((layout, 8), (layout.reference, 1), *[(layout, 4)] * layout.fits(4)):
+            settings = (*TINY, *chosen.arguments(devices), "--steps=5")
+            assert chosen.fits(devices)
+            check(load(layout.config, *(setting.removeprefix("--") for setting in settings)), devices)
 
 
 def test_differences_are_relative_and_missing_steps_are_infinite():
@@ -43,7 +44,7 @@ def test_a_run_that_fails_or_differs_is_a_problem(code, losses, problem, tmp_pat
         write(node.folder / run, losses)
         return code
 
-    write(tmp_path / "one-llama3.py".removesuffix(".py"), [2.0, 1.0])
+    write(tmp_path / LAYOUTS[0].reference.name, [2.0, 1.0])
     monkeypatch.setattr(Node, "train", train)
     node = Node(tmp_path, gpus=0)
     node_check.check_layouts(node, LAYOUTS[:1], [1, 8])
