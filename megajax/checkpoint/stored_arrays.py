@@ -4,7 +4,6 @@ Orbax writes one OCDBT database per process and merges them into one. In it, an 
 dotted name: NAME/zarr.json and one chunk per shard of a device.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import tensorstore as ts
 
 from megajax.checkpoint.boxes import Box, box_of, chunks_of, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged
+from megajax.config.budget import parse_json
 
 WEIGHTS, OBSERVED = "params.", "observed."
 """Prefixes of the array names of weights and of observations."""
@@ -60,7 +60,7 @@ class StoredArrays:
             keys = sorted(key.decode() for key in self._store.list().result())
             names = [key.removesuffix(DESCRIPTION) for key in keys if key.endswith(DESCRIPTION)]
             reads = [self._store.read(name + DESCRIPTION) for name in names]
-            self._metadata = {name: json.loads(read.result().value) for name, read in zip(names, reads, strict=True)}
+            self._metadata = {name: parse_json(read.result().value) for name, read in zip(names, reads, strict=True)}
             self.arrays = {name: _array(name, metadata) for name, metadata in self._metadata.items()}
             self._open: dict[str, Any] = {}
         except (ValueError, KeyError, TypeError, OSError) as error:

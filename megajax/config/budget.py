@@ -138,15 +138,18 @@ def read_file(path: Path | str, limits: Limits = SETTINGS) -> bytes:
         return file.read(status.st_size)
 
 
-def read_json(path: Path | str, limits: Limits = SETTINGS) -> Any:
-    """The content of a JSON file. Raises OSError, ValueError, and OverBudget, which is a ValueError."""
-    return parse_json(read_file(path, limits))
+def read_json(path: Path | str, limits: Limits = SETTINGS, *, unique: bool = True) -> Any:
+    """The content of a JSON file. Raises OSError, ValueError, and OverBudget, which is a ValueError.
+
+    unique: whether a repeated name is an error; otherwise its last value counts, as in other programs.
+    """
+    return parse_json(read_file(path, limits), unique=unique)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """JSON without repeated names. Raises ValueError, also for numbers and nesting of thousands of digits or levels."""
+def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
+    """The value of JSON; see `read_json`. Raises ValueError, also for thousands of digits or levels."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError("lists and mappings are nested too deeply") from None
 

@@ -12,10 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
 from megajax.config.missing import require
 from megajax.data.document_rules import DocumentRule, EachLine, WholeFile
 from megajax.data.text_files import Chunk, TextFile, open_text
+
+LIMITS = Limits(bytes=2**31)
+"""Of the text up to the next document of a file, which is in memory at once."""
+PIECE_BYTES = 2**24
 
 
 class TextFormat(Protocol):
@@ -68,7 +73,7 @@ class PlainText(TextFormat):
                     place = split_point(data) if block else len(data)
                     data, rest = data[:place], data[place:]
                 else:
-                    more, rest = _to_next_start(stream, self.rule)
+                    more, rest = _to_next_start(file.path, stream, self.rule)
                     data += more
                 if data or (is_whole and not block):
                     stored = position()
@@ -289,10 +294,11 @@ def _next_start(file: TextFile, rule: DocumentRule, place: int) -> int:
     """Start of the next document after byte `place` of an uncompressed file; its size if none follows."""
     with open_text(file.path) as (stream, _):
         stream.seek(place)
-        place += len(stream.readline())
-        previous = stream.readline()
+        budget = Budget(file.path, LIMITS)
+        place += len(_line(stream, budget))
+        previous = _line(stream, budget)
         place += len(previous)
-        while line := stream.readline():
+        while line := _line(stream, budget):
             if rule.starts(previous, line):
                 return place
             place += len(line)
@@ -300,14 +306,25 @@ def _next_start(file: TextFile, rule: DocumentRule, place: int) -> int:
     return file.size
 
 
-def _to_next_start(stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes, bytes]:
+def _to_next_start(path: str, stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes, bytes]:
     """Reads up to the next document start -> (the text before it, its first line; empty at the end of the file)."""
-    skipped = [stream.readline(), stream.readline()]
-    while line := stream.readline():
+    budget = Budget(path, LIMITS)
+    skipped = [_line(stream, budget), _line(stream, budget)]
+    while line := _line(stream, budget):
         if rule.starts(skipped[-1], line):
             return b"".join(skipped), line
         skipped.append(line)
     return b"".join(skipped), b""
+
+
+def _line(stream: io.BufferedIOBase, budget: Budget) -> bytes:
+    """The next line. Raises OverBudget before a line fills the memory: a small compressed file may have a huge one."""
+    pieces = [stream.readline(PIECE_BYTES)]
+    while len(pieces[-1]) == PIECE_BYTES and not pieces[-1].endswith(b"\n"):
+        budget.spend(bytes=PIECE_BYTES)
+        pieces.append(stream.readline(PIECE_BYTES))
+    budget.spend(bytes=len(pieces[-1]))
+    return b"".join(pieces)
 
 
 def _kind(value: object) -> str:

@@ -1,6 +1,5 @@
 """The origin of a model for evaluation or text generation, and its settings; imports neither jax nor flax."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megajax.checkpoint.folder import locate
 from megajax.command_line import Flag
+from megajax.config.budget import read_json
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read_stored
@@ -151,7 +151,7 @@ def folder_template(folder: Path | None) -> str | None:
 def folder_stop_tokens(folder: Path | None) -> frozenset[int]:
     """Ids that end an answer, from generation_config.json in a tokenizer's folder: chat models have several."""
     try:
-        settings = json.loads(((folder or Path()) / GENERATION_CONFIG).read_bytes()) if folder is not None else {}
+        settings = read_json(folder / GENERATION_CONFIG, unique=False) if folder is not None else {}
     except (OSError, ValueError):
         return frozenset()
     ids = settings.get("eos_token_id") if isinstance(settings, dict) else None

@@ -5,6 +5,7 @@ nanoseconds.
 """
 
 import gzip
+import io
 import re
 import zlib
 from bisect import bisect_left, bisect_right
@@ -17,9 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from megajax.config.budget import Budget, Limits, OverBudget, read_file
 from megajax.config.errors import UserError
 from megajax.metrics.banner import Section
 
+LIMITS = Limits(bytes=2**32)
+"""Of a trace, packed and unpacked."""
 DEVICE = re.compile(r"/device:(GPU|TPU)")
 HOST = "/host:CPU"
 COMMUNICATION = re.compile(
@@ -137,14 +141,28 @@ def find_trace(path: Path) -> Path:
     return files[-1]
 
 
+def _content(file: Path) -> bytes:
+    """The bytes of a file, unpacked if it is compressed. Raises OverBudget for more than LIMITS."""
+    packed = read_file(file, LIMITS)
+    if packed[:2] != b"\x1f\x8b":
+        return packed
+    budget, pieces = Budget(file, LIMITS), list[bytes]()
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
+        while piece := stream.read(2**20):
+            budget.spend(bytes=len(piece))
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
 def read_trace(file: Path) -> Trace:
     """Read a trace, plain or compressed by gzip. Raises UserError if the file is not a trace."""
     try:
-        packed = file.read_bytes()
-        data = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
+        data = _content(file)
         return parse_profile(jax.profiler.ProfileData.from_serialized_xspace(data))
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror or error}") from error
+    except OverBudget:
+        raise
     except (EOFError, zlib.error, ValueError, RuntimeError) as error:
         raise UserError(f"{file} is not a trace of jax's profiler, or it is truncated: {error}") from error
 

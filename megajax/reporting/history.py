@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.folder import step_name, steps_in
+from megajax.config.budget import DOCUMENT, read_json
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
 from megajax.metrics.layer_history import LayerColumns, LayerHistory
@@ -23,6 +24,8 @@ from megajax.metrics.runfolder import RunFolder
 from megajax.reporting.clocks import Stamp, common_times
 
 MOST_STEPS = 2**53
+LONGEST_LINE = 2**24
+"""Maximum characters of a line of metrics or events."""
 """A larger number of steps is invalid."""
 
 LINE_BEGINS = '{"time":'
@@ -185,7 +188,8 @@ def _require_run(folder: RunFolder) -> None:
 def _lines(path: Path, faults: list[str]) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            yield from file
+            while line := file.readline(LONGEST_LINE):  # a longer one comes in pieces, which are no JSON
+                yield line
     except FileNotFoundError:
         faults.append(f"{path.name} is missing")
     except OSError as error:
@@ -328,7 +332,7 @@ def _read_versions(folder: Path, steps: tuple[int, ...], faults: list[str]) -> d
         return {}
     path = folder / step_name(steps[-1]) / "meta.json"
     try:
-        return dict(json.loads("".join(_lines(path, faults)))["meta"]["versions"])
-    except (ValueError, TypeError, KeyError):
+        return dict(read_json(path, DOCUMENT)["meta"]["versions"])
+    except (OSError, ValueError, TypeError, KeyError):
         faults.append(f"{path} is not the metadata of a checkpoint")
         return {}

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from megajax.config import budget
+from megajax.config.budget import Limits
 from megajax.config.errors import UserError
 
 
@@ -125,10 +126,14 @@ def before_last_blank(data: bytes, blanks: bytes = b" \n") -> int:
     return 0
 
 
+LIMITS = Limits(bytes=2**29)
+"""Of a tokenizer's file; the largest published ones have less than 2**26 bytes."""
+
+
 def read_file(path: str, kind: str) -> bytes:
     """Content of a tokenizer's file. Raises UserError that names the file and its expected `kind`."""
     try:
-        return Path(path).read_bytes()
+        return budget.read_file(path, LIMITS)
     except OSError as error:
         text = f"{path}: cannot read this {kind}: {error.strerror or error}."
         raise UserError(f"{text} Set the path in the tokenizer's settings.") from error

@@ -184,7 +184,7 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     if not source.endswith(".json"):
         return text, _named_tokens(Path(source).with_name("tokenizer_config.json"))
     try:
-        settings = parse_json(text)
+        settings = parse_json(text, unique=False)
         template = settings["chat_template"]
         if not isinstance(template, str):
             template = {entry["name"]: entry["template"] for entry in template}["default"]
@@ -199,7 +199,7 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
 def _named_tokens(path: Path) -> dict[str, str]:
     """Special tokens in the tokenizer_config.json beside a template, if there is such a file."""
     try:
-        settings = read_json(path)
+        settings = read_json(path, unique=False)
     except (OSError, ValueError):
         return {}
     return _names(settings) if isinstance(settings, dict) else {}

@@ -99,7 +99,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         settings: Any = {}
         if os.path.isfile(path):
             try:
-                settings = parse_json(read_file(path, "tokenizer_config.json"))
+                settings = parse_json(read_file(path, "tokenizer_config.json"), unique=False)
             except ValueError as error:
                 raise UserError(f"{path}: not valid JSON: {error}.") from error
         if not isinstance(settings, dict):

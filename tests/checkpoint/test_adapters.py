@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.peft import TENSORS, PeftAdapter, adapter_files, read_adapter
-from megajax.checkpoint.huggingface.peft_settings import CONFIG
+from megajax.checkpoint.huggingface.peft_settings import CONFIG, read_settings
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
@@ -257,6 +257,30 @@ def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> N
         assert "is not a number above 0" in refused(tmp_path, lora_alpha=alpha)
     for dropout in (-0.1, "0", None):
         assert "is not a number at least 0 and below 1" in refused(tmp_path, lora_dropout=dropout)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reads"),
+    [
+        (r"(?:.*?(?:vision|image).*?(?:self_attn|mlp).*?(?:q_proj|k_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.q)", True),
+        (r"^(?!.*visual)(?:.*\.)?(q_proj|k_proj)$", True),
+        (r"model\.layers\.(?:[0-9]+)\.(?:self_attn|mlp)\..*[*+?(]", True),
+        (r"(a+)+b", False),
+        (r"((a*)b?)*c", False),
+        (r"(?:a?){50}b", False),
+        (r"(a|b*)+?c", False),
+        (r".*.*.*.*.*.*.*x", False),
+        (r"a?" * 30 + "a" * 30, False),
+        ("a" * 20_000, False),
+    ],
+)
+def test_patterns_that_would_match_for_ever_are_refused(pattern: str, reads: bool, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"r": 4, "target_modules": pattern}))
+    if reads:
+        assert read_settings(tmp_path / CONFIG).values["target_modules"] == pattern
+        return
+    with pytest.raises(UserError, match=r"is not a regular expression with at most 5 repetitions"):
+        read_settings(tmp_path / CONFIG)
 
 
 def test_settings_that_contradict_the_tensors_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.checkpoint.megatron import archive
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.names import LazyTensor
 from megajax.checkpoint.megatron.pickles import Name, Record, TensorPlace, read_pickle
@@ -295,3 +296,17 @@ def test_the_limits_of_a_pickle_are_raised_by_a_variable(monkeypatch: pytest.Mon
         read_pickle(many, "a.pt", SMALL)
     monkeypatch.setenv("MEGAJAX_READ_LIMITS", "10")
     assert read_pickle(many, "a.pt", SMALL) is None
+
+
+def test_an_archive_with_a_long_directory_or_byte_order_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", pickle.dumps({}, 2))
+        file.writestr("a/byteorder", b"little" * 100)
+    with pytest.raises(UserError, match="its byte order has 600 bytes"):
+        TorchArchive(memory_map(path), str(path))
+    monkeypatch.setattr(archive, "DIRECTORY", Limits(bytes=100))
+    with pytest.raises(OverBudget, match=r"a\.pt: refused: .* bytes, at most 100"):
+        TorchArchive(memory_map(path), str(path))

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.data import text_formats
 from megajax.data.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.preprocessing import preprocess
 from megajax.data.preprocessing_options import parse
@@ -231,3 +233,20 @@ def test_pairs_of_keys(tmp_path):
         preprocess(replace(base_job, pairs=True))
     result = preprocess(replace(base_job, pairs=True, on_error="skip"))
     assert [read(prefix) for prefix in result.prefixes] == [[[[97, EOD]]], [[[49, EOD]]]]
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a few kilobytes may have a line of gigabytes."""
+    monkeypatch.setattr(text_formats, "LIMITS", Limits(bytes=2**20))
+    monkeypatch.setattr(text_formats, "PIECE_BYTES", 2**16)
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(b'{"text": "a"}\n' * 3 + b"[" * 2**23)
+    (text,) = find_files([str(path)])
+    with pytest.raises(OverBudget, match=r"a\.jsonl\.gz: refused: .* bytes, at most 1,048,576"):
+        list(text_formats.JsonLines(("text",)).chunks(text, 10, lambda data: 0))
+    lines = b'{"text": "%s"}\n' % (b"a" * 2**17) * 3
+    path.write_bytes(gzip.compress(lines))
+    (text,) = find_files([str(path)])
+    chunks = list(text_formats.JsonLines(("text",)).chunks(text, 10, lambda data: 0))
+    assert b"".join(chunk.data for chunk in chunks) == lines

@@ -4,6 +4,7 @@ import ast
 import io
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 from gangs import REPOSITORY
 
+from megajax.checkpoint.huggingface.folder import read_config
+from megajax.checkpoint.huggingface.peft_settings import read_settings
+from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
+from megajax.checkpoint.integrity import Damaged, read_manifest
+from megajax.checkpoint.local.sets import LocalSet
+from megajax.config.errors import UserError
+from megajax.config.markup import parse
 from megajax.data.cache import load_or_build
+from megajax.job.origin import folder_stop_tokens
+from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 READERS = {("np", "load"), ("numpy", "load"), ("torch", "load"), ("pandas", "read_pickle")}
@@ -62,3 +73,53 @@ def test_a_pickle_in_place_of_an_index_is_built_again(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="built again"):
             assert load_or_build(tmp_path / "cache", {}, build)["a"].tolist() == [0, 1, 2]
     assert not (tmp_path / "canary").exists()
+
+
+def tokenizer_of(folder: Path) -> Any:
+    return HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json")).build()
+
+
+READERS_OF_JSON: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "a model's config": ("config.json", read_config),
+    "an index of safetensors": ("model.safetensors.index.json", SafetensorsFolder),
+    "an adapter's settings": ("adapter_config.json", lambda folder: read_settings(folder / "adapter_config.json")),
+    "a manifest": ("manifest.json", read_manifest),
+    "a set of a local checkpoint": ("set.json", LocalSet.open),
+    "a tokenizer": (
+        "tokenizer.json",
+        lambda folder: HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json")).build(),
+    ),
+    "a chat template": ("tokenizer_config.json", lambda folder: ChatTemplate(str(folder / "tokenizer_config.json"))),
+    "settings": ("run.json", lambda folder: parse(folder / "run.json", "run.json")),
+    "settings in YAML": ("run.yaml", lambda folder: parse(folder / "run.yaml", "run.yaml")),
+}
+HOSTILE = {
+    "lists in lists": b"[" * 100_000,
+    "mappings in mappings": b'{"a":' * 100_000,
+    "a number of many digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "no text": b"\xff\xfe\x00",
+    "half a text": b'{"a": "',
+    "a list": b"[1]",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+@pytest.mark.parametrize("kind", READERS_OF_JSON)
+def test_readers_of_json_refuse_with_their_own_message(kind: str, content: str, tmp_path: Path) -> None:
+    name, read = READERS_OF_JSON[kind]
+    (tmp_path / name).write_bytes(HOSTILE[content])
+    with pytest.raises((UserError, Damaged)):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", READERS_OF_JSON)
+def test_readers_of_json_wait_for_no_pipe(kind: str, tmp_path: Path) -> None:
+    name, read = READERS_OF_JSON[kind]
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((UserError, Damaged)):
+        read(tmp_path)
+
+
+def test_optional_settings_that_cannot_be_read_are_those_of_an_absent_file(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_bytes(HOSTILE["lists in lists"])
+    assert folder_stop_tokens(tmp_path) == frozenset()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
@@ -180,3 +181,11 @@ def test_processes_of_one_machine_trace_into_folders_of_their_own(tmp_path: Path
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         folders.append(Profile(ProfileConfig(steps="3:4", processes=(0, 1)), tmp_path, 0, print).folder)
     assert folders == [tmp_path / "process_0", tmp_path / "process_1"]
+
+
+def test_a_compressed_trace_is_unpacked_up_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("megajax.metrics.trace.LIMITS", Limits(bytes=2**20))
+    path = tmp_path / "a.xplane.pb"
+    path.write_bytes(gzip.compress(bytes(2**24)))
+    with pytest.raises(OverBudget, match=r"a\.xplane\.pb: refused: .* bytes, at most 1,048,576"):
+        read_trace(path)

@@ -1,6 +1,5 @@
 """A Hugging Face model folder: config.json, safetensors, tokenizer files."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
+from megajax.config.budget import read_json
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     """A JSON file with a mapping of settings. Raises UserError if it is not one, OSError if it can't be read."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path, unique=False)
     except ValueError as error:
         raise UserError(f"{path} is not a JSON file ({error})") from error
     if not isinstance(settings, dict):

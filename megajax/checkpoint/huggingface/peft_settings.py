@@ -5,6 +5,7 @@ tuners.tuners_utils.check_target_module_exists for modules with adapters.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.config.budget import read_json
 from megajax.config.errors import UserError
 from megajax.layers.config import LoRAConfig
 
@@ -28,6 +30,14 @@ REFUSED: Mapping[str, Any] = {
 SHIFTING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights that change the base weights too."""
 ALL_LINEAR = "all-linear"
+MOST_REPETITIONS = 5
+LONGEST_PATTERN = 10_000
+REGEX = f"a regular expression with at most {MOST_REPETITIONS} repetitions such as .* in a row, none in another"
+PATTERN_TOKEN = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<repeat>(?:[*+?]|\{\d*,?\d*\})[?+]?)|\((?:\?(?:[:=!>]|<[=!]|P?<\w+>))?|.",
+    re.DOTALL,
+)
+"""An escape, a class, a repetition, the beginning of a group, or another character."""
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -92,7 +102,7 @@ class AdapterSettings:
 def read_settings(path: Path) -> AdapterSettings:
     """Raises one UserError with all unsupported settings and all wrong values."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, unique=False)
         if not isinstance(config, dict):
             raise TypeError(f"it holds a {type(config).__name__}")
     except OSError as error:
@@ -121,10 +131,10 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
         "lora_alpha": (_is_alpha, "a number above 0"),
         "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number at least 0 and below 1"),
         "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
-        "target_modules": (_is_names, "a regular expression or a list of names"),
-        "exclude_modules": (_is_names, "a regular expression or a list of names"),
+        "target_modules": (_is_names, f"{REGEX} or a list of names"),
+        "exclude_modules": (_is_names, f"{REGEX} or a list of names"),
         "layers_to_transform": (_is_layers, "a whole number or a list of them"),
-        "layers_pattern": (_is_patterns, "a regular expression or a list of them"),
+        "layers_pattern": (_is_patterns, f"{REGEX} or a list of them"),
         "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name"),
     }
     for name, (accepts, description) in kinds.items():
@@ -137,7 +147,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
             continue
         for pattern, value in (patterns or {}).items():
             if not _is_regex(pattern):
-                yield f"{name}: {pattern} is not a regular expression"
+                yield f"{name}: {pattern} is not {REGEX}"
             if not accepts(value):
                 yield f"{name}.{pattern}={json.dumps(value)} is not {description}"
 
@@ -172,9 +182,36 @@ def _is_patterns(value: Any) -> bool:
 def _is_regex(value: Any) -> bool:
     try:
         # Both forms: "a)|(b" is valid only within brackets.
-        return isinstance(value, str) and all(re.compile(text) for text in (value, rf"(.*\.)?({value})$"))
+        if not isinstance(value, str) or len(value) > LONGEST_PATTERN:
+            return False
+        texts = (value, rf"(.*\.)?({value})$")
+        return all(re.compile(text) for text in texts) and _repetitions(value) <= MOST_REPETITIONS
     except (re.error, OverflowError, RecursionError):
         return False
+
+
+def _repetitions(pattern: str) -> float:
+    """Largest number of repetitions of variable length (* + ? {}) in an alternative; infinite if they are nested.
+
+    A match may try all places of each: a pattern like (a+)+b takes 2**n steps, for which `re` has no limit.
+    """
+    levels = [[0.0]]  # of each open group: repetitions in its alternatives so far
+    last = 0.0  # in the atom that a repetition would follow
+    for token in PATTERN_TOKEN.finditer(pattern):
+        text = token[0]
+        if token["repeat"]:
+            levels[-1][-1] += math.inf if last and not text.startswith("?") else 1
+            last += 1
+        elif text.startswith("("):
+            levels.append([0.0])
+        elif text == "|":
+            levels[-1].append(0.0)
+        elif text == ")":
+            last = max(levels.pop())
+            levels[-1][-1] += last
+        else:
+            last = 0.0
+    return max(levels[0])
 
 
 def _matches(names: str | list[str], module: str) -> bool:

@@ -1,12 +1,12 @@
 """The tokenizer files of a model folder, and the tokenizer config of a run that reads them."""
 
-import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.named_files import demand_inside
+from megajax.config.budget import read_json
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -61,7 +61,7 @@ def tokenizer_config(
 def _settings(path: Path) -> Mapping[str, Any]:
     """The settings of tokenizer_config.json; {} if it can't be read, because they are optional."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path, unique=False)
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}

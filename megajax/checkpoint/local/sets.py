@@ -21,6 +21,7 @@ import numpy as np
 from megajax.checkpoint.boxes import Box, shape_of
 from megajax.checkpoint.disk import flush_to_disk, write_durably
 from megajax.checkpoint.integrity import Damaged, in_threads, seal
+from megajax.config.budget import DOCUMENT, parse_json, read_file
 
 SET = "set.json"
 OWN_FILE, REPLICAS_FILE = "own.bin", "replicas.bin"
@@ -106,10 +107,10 @@ class SetIndex(NamedTuple):
         return json.dumps(document | {"seal": seal(document)}, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> "SetIndex":
+    def from_json(cls, text: str | bytes) -> "SetIndex":
         """The reverse of `to_json`. Raises Damaged if the text was altered."""
         try:
-            document = json.loads(text)
+            document = parse_json(text)
             sealed = document.pop("seal")
             if document["format"] != FORMAT:
                 raise Damaged(f"{SET} has format {document['format']}, this version reads {FORMAT}")
@@ -147,8 +148,8 @@ class LocalSet:
     def open(cls, path: Path) -> "LocalSet":
         """Raises Damaged if set.json is missing or can't be read."""
         try:
-            return cls(path, SetIndex.from_json((path / SET).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError) as error:
+            return cls(path, SetIndex.from_json(read_file(path / SET, DOCUMENT)))
+        except (OSError, ValueError) as error:
             raise Damaged(f"{SET}: {getattr(error, 'strerror', None) or error}") from None
 
     def content(self, piece: Piece) -> np.ndarray:

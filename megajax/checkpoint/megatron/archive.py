@@ -13,12 +13,17 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.megatron.pickles import Storage, TensorPlace, read_pickle
+from megajax.config.budget import Budget, Limits, OverBudget
 from megajax.config.errors import UserError
 
 OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 """First bytes of a file that torch wrote before version 1.6."""
 LOCAL_HEADER = b"PK\x03\x04"
 LOCAL_HEADER_BYTES = 30
+LONGEST_ORDER = 16
+"""Maximum bytes of the name of a byte order."""
+DIRECTORY = Limits(bytes=2**25)
+"""Of the list of entries of an archive, about 100 bytes each."""
 
 
 def memory_map(path: Path) -> mmap.mmap:
@@ -53,9 +58,11 @@ class TorchArchive:
             raise UserError(f"{where} is not a file of torch.save: it holds no data.pkl")
         self._prefix = description.removesuffix("data.pkl")
         order = self._entries.get(f"{self._prefix}byteorder")
+        if order is not None and order.file_size > LONGEST_ORDER:
+            raise UserError(f"{where} was refused: its byte order has {order.file_size:,} bytes")
         if order is not None and bytes(self._bytes(order)) != b"little":
             raise UserError(f"{where} was written on a big-endian machine, which can't be read")
-        self.content: Any = read_pickle(bytes(self._bytes(self._entries[description])), where)
+        self.content: Any = read_pickle(self._bytes(self._entries[description]), where)
 
     def view(self, place: TensorPlace) -> np.ndarray:
         """A tensor of the content. Raises UserError if its storage is missing or has another size."""
@@ -74,8 +81,10 @@ class TorchArchive:
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
         """Name -> entry. Raises UserError for an archive that torch does not write."""
         try:
-            with zipfile.ZipFile(_Window(self._data, self._start, self._stop)) as archive:
+            with zipfile.ZipFile(_Window(self._data, self._start, self._stop, self.where)) as archive:
                 entries = archive.infolist()
+        except OverBudget:
+            raise
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
             raise UserError(f"{self.where} is not a file of torch.save, or it was cut off ({error})") from error
         for entry in entries:
@@ -124,7 +133,8 @@ class TorchArchive:
 class _Window(io.RawIOBase):
     """A part of a memory-mapped file as a file object, for `zipfile`."""
 
-    def __init__(self, data: mmap.mmap, start: int, stop: int):
+    def __init__(self, data: mmap.mmap, start: int, stop: int, where: str):
+        self._budget = Budget(where, DIRECTORY)
         self._data, self._start, self._stop, self._at = data, start, stop, start
 
     def readable(self) -> bool:
@@ -142,6 +152,10 @@ class _Window(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at - self._start
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._budget.spend(bytes=max(size or 0, 0))
+        return super().read(-1 if size is None else size) or b""
 
     def readinto(self, buffer: Any) -> int:
         part = self._data[self._at : min(self._at + len(buffer), self._stop)]

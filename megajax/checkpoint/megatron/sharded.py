@@ -48,7 +48,7 @@ class ShardedFolder:
     def __init__(self, folder: Path):
         self.folder = folder
         self.where, self._files = str(folder / METADATA), dict[str, mmap.mmap]()
-        content = read_pickle(bytes(memory_map(folder / METADATA)), self.where)
+        content = read_pickle(memoryview(memory_map(folder / METADATA)), self.where)
         try:
             metadata, storage = content.fields["state_dict_metadata"], content.fields["storage_data"]
             places = {(key.fields["fqn"], key.fields.get("offset")): info for key, info in storage.items()}
