@@ -2,11 +2,11 @@
 
 import base64
 import hashlib
-import json
 from copy import copy
 
 import numpy as np
 
+from megajax.config.budget import parse_json
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.missing import require
 from megajax.tokenizers.base import (
@@ -110,7 +110,7 @@ def _read_tokens(path: str, data: bytes) -> list[bytes]:
     """
     try:
         if data.lstrip().startswith(b"["):
-            raw_entries = [(entry["token_bytes"], entry["rank"]) for entry in json.loads(data)]
+            raw_entries = [(entry["token_bytes"], entry["rank"]) for entry in parse_json(data)]
         else:
             raw_entries = [line.split() for line in data.splitlines() if line.strip()]
         entries = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in raw_entries]

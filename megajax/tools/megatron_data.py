@@ -1,12 +1,12 @@
 """Data settings from Megatron-LM's flags."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megajax.config.budget import parse_json
 from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, FillInMiddleConfig, LoaderConfig, MockConfig
 from megajax.data.splits import NAMES, parse_paths
 from megajax.tools.flags import Arguments, Settings
@@ -149,7 +149,7 @@ def _split_file(args: Arguments) -> dict[str, Any]:
     name = "per-split-data-args-path"
     text = " ".join(_words_of(args, name))
     try:
-        lists = json.loads(text or "{}")
+        lists = parse_json(text or "{}")
         return {f"{split}_paths": tuple(map(str, lists[split] or ())) for split in ("train", "valid", "test")
                 if split in lists}  # fmt: skip
     except (ValueError, TypeError) as error:

@@ -1,10 +1,10 @@
 """The tokenizer from Megatron-LM's flags."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from megajax.config.budget import DOCUMENT, read_json
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
@@ -166,7 +166,7 @@ def _count_ids(name: str) -> int | None:
     """Number of ids in a vocab.json, a tokenizer.json or its folder; None: it can't be read."""
     try:
         path = Path(name).expanduser()
-        saved = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
+        saved = read_json(path / "tokenizer.json" if path.is_dir() else path, DOCUMENT)
         tokens, added = (saved["model"]["vocab"], saved.get("added_tokens", [])) if "model" in saved else (saved, [])
         ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
         return max([*ids, *(token["id"] for token in added)]) + 1

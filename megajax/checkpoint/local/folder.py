@@ -21,6 +21,7 @@ from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.history import FILE, NAME, RunHistory
 from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.reader import say
+from megajax.config.budget import read_json
 from megajax.config.errors import UserError
 from megajax.text import byte_size
 
@@ -172,7 +173,7 @@ def folder_fault(status: os.stat_result, user: int) -> str:
 def _owner(folder: Path) -> str | None:
     """The checkpoints folder that the local folder of a run belongs to; None if run.json is missing or damaged."""
     try:
-        return str(json.loads((folder / OWNER).read_text(encoding="utf-8"))["checkpoints"])
+        return str(read_json(folder / OWNER)["checkpoints"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megajax.checkpoint.disk import write_durably
 from megajax.checkpoint.reader import say
+from megajax.config.budget import read_json
 from megajax.config.errors import UserError
 
 FILE = "local.json"
@@ -31,7 +32,7 @@ class RunHistory(NamedTuple):
         of the run and delete them.
         """
         try:
-            document = json.loads((shared / FILE).read_text(encoding="utf-8"))
+            document = read_json(shared / FILE)
             run, attempts = document["run"], tuple((str(name), int(first)) for name, first in document["attempts"])
             if not isinstance(run, str) or not NAME.fullmatch(run):
                 raise ValueError(f"run is {run!r:.80}, not 16 hexadecimal digits")
