@@ -47,6 +47,8 @@ MAX_NAMED = 8
 MAX_WARNINGS = 3
 """Maximum number of lines about connections of other runs."""
 
+_PLURALS = {"differs": "differ", "was": "were"}
+
 type Hello = dict[str, Any]
 
 
@@ -170,7 +172,9 @@ class Gathering:
         for problem, callers in groups.items():
             place = (callers[0].hello or {})["at"]
             first = f"{', the first on' * (len(callers) > 1)} {place}".removeprefix(", ").strip()
-            texts.append(f"{name_processes({caller.index for caller in callers})} ({first}) {problem}")
+            verb, _, rest = problem.partition(" ")
+            verb = _PLURALS.get(verb, verb) if len(callers) > 1 else verb
+            texts.append(f"{name_processes({caller.index for caller in callers})} ({first}) {verb} {rest}")
         text = " | ".join(texts)
         return text if len(text) <= ANSWER_LENGTH else text[:ANSWER_LENGTH] + "..."
 

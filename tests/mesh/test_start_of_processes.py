@@ -147,8 +147,10 @@ def test_other_settings(token):
     meeting.errors(
         2,
         "processes 2 and 3 (the first on",
+        ") differ from process 0 (",
         "in settings: seed 3 (process 0: 0); give all processes the same config file and command line",
         "process 4 (",
+        ") differs from process 0 (",
         "in settings: seed 4 (process 0: 0)",
     )
 
