@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.metrics.event_log import EventLog, append_event
-from megajax.metrics.line_file import LinesLost
+from megajax.metrics.line_file import FileDeleted, LinesLost
 from megajax.resilience.activity import SETUP, ActivePhase, Activity
 from megajax.resilience.beats import exit_code
 
@@ -33,9 +33,10 @@ class FailureLog:
     def crash(self, error: BaseException, raised: BaseException) -> None:
         """`error` ends this process; `raised` is the error that it explains, or itself.
 
-        A start refused with code 2 is not part of the run and leaves its folder unchanged.
+        A start refused with code 2 is not part of the run and leaves its folder unchanged; a deleted folder stays so.
         """
-        if exit_code(error) == 2 and not self._events.opened:
+        deleted = isinstance(raised, FileDeleted) and self._path is not None and not self._path.exists()
+        if deleted or (exit_code(error) == 2 and not self._events.opened):
             return
         phase, step = self._phase_and_step(_doing(raised))
         self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=exit_code(error))

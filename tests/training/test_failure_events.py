@@ -13,10 +13,11 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.job.failure import MAX_ERROR_LENGTH, one_line, report_lost_lines
+from megajax.job.failure import MAX_ERROR_LENGTH, FailureLog, one_line, report_lost_lines
 from megajax.job.job import train
 from megajax.job.steps import step_record
-from megajax.metrics.line_file import LinesLost
+from megajax.metrics.event_log import EventLog
+from megajax.metrics.line_file import FileDeleted, LinesLost
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 from megajax.resilience.activity import Activity
@@ -132,3 +133,14 @@ def test_a_run_whose_files_are_deleted_fails_and_creates_no_others(tmp_path: Pat
     assert capsys.readouterr().err.count("was deleted") == 0, "one message, by the front door"
     assert records[-1].step == (5 if name in ("", "metrics.jsonl") else 6)
     assert not (run / name).exists()
+    assert name or not run.exists()
+
+
+def test_a_folder_that_is_being_deleted_gets_no_event(tmp_path: Path) -> None:
+    """`rm -r` has deleted metrics.jsonl and events.jsonl, and not yet the folder."""
+    failures = FailureLog()
+    failures.open(tmp_path / "events.jsonl", Activity(), EventLog(), 0)
+    failures.crash(FileDeleted("metrics.jsonl was deleted"), FileDeleted("metrics.jsonl was deleted"))
+    assert not list(tmp_path.iterdir())
+    failures.crash(ValueError("odd"), ValueError("odd"))
+    assert (tmp_path / "events.jsonl").exists()
