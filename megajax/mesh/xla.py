@@ -231,6 +231,7 @@ _NUMBERS = (
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE"),
     *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+    *("NCCL_LAUNCH_MODE", "NCCL_LAUNCH_ORDER_IMPLICIT"),
 )
 """Variables of NVIDIA's libraries that decide kernels, orders of sums, or the protocol that all GPUs must share. Those
 of interfaces, topology and debugging may differ between machines."""

@@ -112,6 +112,7 @@ def test_variables_that_decide_programs():
         "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_dump_to=/tmp/here  --xla_cpu_enable_fast_math",
         "JAX_ENABLE_X64": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0",
         "NCCL_ALGO": "Ring",
+        "NCCL_LAUNCH_MODE": "GROUP",
         "JAX_COMPILATION_CACHE_DIR": "/cache", "JAX_PROCESS_ID": "1", "JAX_NUM_CPU_DEVICES": "2",
         "JAX_PLATFORMS": "cpu",
         "JAX_LOCAL_DEVICE_IDS": "3", "JAX_COORDINATOR_BIND_ADDRESS": "a:1", "JAX_LOG_COMPILES": "1",
@@ -122,6 +123,7 @@ def test_variables_that_decide_programs():
         "XLA_FLAGS --xla_gpu_autotune_level": "0", "XLA_FLAGS --xla_cpu_enable_fast_math": "true",
         "JAX_ENABLE_X64": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0",
         "NCCL_ALGO": "Ring",
+        "NCCL_LAUNCH_MODE": "GROUP",
     }  # fmt: skip
     other = program_variables(environment | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"})
     text = difference({"environment": section(other)}, {"environment": section(program_variables(environment))})
