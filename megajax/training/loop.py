@@ -14,6 +14,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE
 from megajax.mesh.measures import Measured
+from megajax.mesh.peers import Peers
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.activity import COMPILE, STEP, Activity
 from megajax.resilience.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
@@ -221,6 +222,7 @@ class _Loop:
         self.compiled: set[int] = set()
         self.landed: set[int] = set()
         self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
+        self.peers = Peers("train step")
         self.times, self.first = times, run.step + 1
         self.rerun = None if guard is None else guard.no_rerun
         self.last_end = time.monotonic()
@@ -247,11 +249,22 @@ class _Loop:
         with running, jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
             control = self.control(step_input, limits)
             more = () if all(part is None for part in control) else (control,)
+            if phase == COMPILE and self.peers.count > 1:
+                self.compile_together(step_input.batch, *more)
             with jax.profiler.StepTraceAnnotation("train", step_num=step_input.step):
                 self.run.state, metrics = self.run.train_step(self.run.state, step_input.batch, *more)
         if self.guard is not None:
             self.rerun = metrics[RERUN]
         return Flight(step_input, limits, metrics, dispatched)
+
+    def compile_together(self, *inputs: Any) -> None:
+        """Compile the step, then wait until all processes have compiled it.
+
+        A program connects devices when it first runs, and this has a short limit of its own (30 s with gloo), while
+        processes on busy hosts take different times to compile.
+        """
+        self.run.train_step.lower(self.run.state, *inputs).compile()
+        self.peers.agree()
 
     def control(self, step_input: StepInput, limits: GuardLimits | None) -> StepControl:
         """The inputs of a step besides state and batch."""

@@ -85,3 +85,10 @@ def test_some_processes_trace(gang, tmp_path, processes):
     run = gang(f"--profile.processes={processes}")
     assert run.wait() == 0, run.text
     assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == len(processes.split(","))
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_for_longer_than_gloo_waits(gang, tmp_path):
+    run = gang("--resilience.recompute.every=none", difference="slow compiler")
+    assert run.wait() == 0, run.text
+    assert list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]

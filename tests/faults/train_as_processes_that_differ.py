@@ -5,8 +5,12 @@ DIFFERENCE: what the second process does otherwise.
 
 import errno
 import os
+import time
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the checkpoint manager imports jax
+
+from jax._src import compiler
+from jax._src.lib.mlir import ir
 
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.manager import SaveReport
@@ -33,6 +37,15 @@ if __name__ == "__main__":
         LocalCheckpoints.poll = poll
     elif difference == "unreadable metrics" and second:
         ending.read_metrics = lambda path: ([], [])
+    elif difference == "slow compiler" and second:
+        compile_before = compiler.backend_compile_and_load
+
+        def compile_slowly(backend: object, module: ir.Module, *arguments: object, **more: object) -> object:
+            if "train_step" in str(module.operation.attributes["sym_name"]):
+                time.sleep(40)
+            return compile_before(backend, module, *arguments, **more)
+
+        compiler.backend_compile_and_load = compile_slowly
     elif difference == "signal" and second:
         # Arrives when the other process has begun to finish.
         finish = ending.Ending.finish
