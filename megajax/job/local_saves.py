@@ -14,6 +14,7 @@ from megajax.checkpoint.local.reader import LocalReader, SkippedStep
 from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError
+from megajax.job.lost_peer import runtime_error_of
 from megajax.job.save import note_committed
 from megajax.mesh.mesh import build_mesh, devices_per_process
 from megajax.metrics.event_log import append_event
@@ -180,7 +181,7 @@ class LocalSaves:
         read, only a message is printed.
         """
         local = self.local
-        if local is None or local.peers.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
+        if local is None or local.peers.count == 1 or runtime_error_of(error) is None:
             return
         before = max((checkpoint.index.info.step for checkpoint in local.served.values()), default=None)
         newest = f"the newest local checkpoint is of step {before}" if before is not None else "there is none yet"
@@ -239,7 +240,7 @@ def intact_step(state: Any, seconds: float) -> int | None:
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 jax.block_until_ready(state)
                 result.append(int(state.step))
-        except RuntimeError:  # includes JaxRuntimeError of a failed program
+        except (RuntimeError, ValueError):  # of a failed program; see runtime_error_of
             return
 
     thread = threading.Thread(target=wait_for_arrays, name="megajax state", daemon=True)

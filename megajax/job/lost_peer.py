@@ -27,10 +27,26 @@ def lost_peer(error: BaseException, peers: PeerStatus) -> tuple[LostPeer, Verdic
 
     Takes seconds: a process counts as killed when it has published nothing for some periods.
     """
-    runtime_error = next((cause for cause in causes(error) if isinstance(cause, jax.errors.JaxRuntimeError)), None)
+    runtime_error = runtime_error_of(error)
     if runtime_error is None or peers.single_process or not CONNECTION.search(str(runtime_error)):
         return None
     verdict = peers.failed() or peers.verdict()
     if verdict.process is None or verdict.process == peers.index or verdict.patience > 0:
         return None
     return LostPeer(f"{LOST} process {verdict.process}: {verdict.explanation} ({first_line(runtime_error)})"), verdict
+
+
+def runtime_error_of(error: BaseException) -> BaseException | None:
+    """The error of a program or of a collective that caused `error`; None if there is none.
+
+    jax raises some errors of collectives as ValueError, where it dispatches a compiled program.
+    """
+    return next(
+        (
+            cause
+            for cause in causes(error)
+            if isinstance(cause, jax.errors.JaxRuntimeError)
+            or (isinstance(cause, ValueError) and CONNECTION.search(str(cause)))
+        ),
+        None,
+    )

@@ -2,10 +2,11 @@
 
 import json
 
+import jax
 import pytest
 
 from megajax.job import peer_status
-from megajax.job.lost_peer import CONNECTION
+from megajax.job.lost_peer import CONNECTION, runtime_error_of
 from megajax.job.peer_status import LOST, PeerStatus, Status, find_cause, secondary
 from megajax.resilience.activity import Stage
 
@@ -192,3 +193,14 @@ def test_errors_of_connections(text):
 
 def test_other_errors_are_none_of_connections():
     assert not CONNECTION.search("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes")
+
+
+def test_an_error_of_a_collective_may_be_a_value_error():
+    """jax raises it where it dispatches a compiled program."""
+    lost = ValueError("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:12692: Connection reset by peer")
+    outer = RuntimeError("outer")
+    outer.__cause__ = lost
+    assert runtime_error_of(lost) is runtime_error_of(outer) is lost
+    assert runtime_error_of(ValueError("expected 2 values")) is None
+    runtime_error = jax.errors.JaxRuntimeError("INTERNAL: a kernel failed")
+    assert runtime_error_of(runtime_error) is runtime_error
