@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import megajax.config.schema as schema
 from megajax.config.coerce import Text
 from megajax.config.dump import default_leaves, flatten, to_yaml
-from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.errors import ConfigError, Problem, UserError, first_line
 from megajax.config.files import ROOT, Source, assembled, find, functions_of, read, root_type, split_source
 from megajax.config.help import WIDTH, common_help, entry_text, settings_help
 from megajax.config.missing import remedy
@@ -240,17 +240,17 @@ def _code(error: BaseException) -> int:
 
 
 def report(error: UserError) -> None:
-    """Print the error for the user, once, by process 0.
+    """Print the error for the user, in full by process 0.
 
-    Other processes print one line for errors that process 0 may not have, such as of their disks or data.
+    Other processes print one line, because process 0 may not have the error: a file is missing on one machine.
     """
     rank = process_index()
     if isinstance(error, StartError) and error.reported:
         return
     if rank == 0:
         print(f"\n{error}\n", file=sys.stderr)
-    elif not isinstance(error, ConfigError):
-        print(f"process {rank}: {str(error).splitlines()[0]}", file=sys.stderr)
+    else:
+        print(f"process {rank}: {first_line(error)}", file=sys.stderr)
 
 
 def use_devices(devices: str | None) -> None:

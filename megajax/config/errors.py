@@ -52,6 +52,15 @@ class ConfigError(UserError):
         super().__init__(text)
 
 
+def first_line(error: BaseException) -> str:
+    """An error in one line, with its class unless it is a message for the user. Of several problems, the first."""
+    if isinstance(error, ConfigError) and error.problems:
+        more = len(error.problems) - 1
+        return str(error.problems[0]).splitlines()[0] + f" (and {more} more)" * bool(more)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
 def demand_members(value: Any, names: Iterable[str], owner: str, hint: str = "") -> None:
     """Raises UserError if a user's object lacks attributes or methods. owner: its name in the message."""
     if missing := [name for name in names if not hasattr(value, name)]:

@@ -156,7 +156,8 @@ def _not_shared(peers: Peers, folder: Path) -> str | None:
             token.write_text("")
     peers.agree()  # the file is written
     deadline = time.monotonic() + SHARED_SECONDS
-    while not (exists := token.exists()) and time.monotonic() < deadline:
+    # Not token.exists(), which fails in a folder that this process may not enter, while the others wait.
+    while not (exists := os.path.exists(token)) and time.monotonic() < deadline:
         time.sleep(0.1)
     reason = peers.agree(None if exists else f"the compile cache {folder} is not the folder that process 0 sees")
     if peers.first:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from megajax.config.errors import first_line
 from megajax.job.device_memory import peak_memory, size
 from megajax.job.setup import JobSetup
 from megajax.job.steps import Steps
@@ -18,7 +19,6 @@ from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
 from megajax.models.protocol import ids_below, position_unit
-from megajax.resilience.beats import first_line
 from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.text import count, duration, skipped_rows
 from megajax.training.loop import Corruption, NumericFault, StepInfo

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from megajax.config.errors import first_line
 from megajax.job.lost_peer import LostPeer, lost_peer
 from megajax.job.peer_status import PeerStatus, Status, Verdict
 from megajax.mesh.world import process_index
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import ActivePhase, Activity
 from megajax.resilience.backstop import Backstop
-from megajax.resilience.beats import Beat, beats_folder, exit_code, first_line
+from megajax.resilience.beats import Beat, beats_folder, exit_code
 from megajax.resilience.exit_codes import HANG
 from megajax.resilience.output import to_stderr
 from megajax.resilience.stacks import stacks, write_stacks
@@ -119,6 +120,8 @@ class Pulse:
         write_stacks(self.run_dir, self.process, why, stacks(self.activity))
 
     def _watch(self) -> None:
+        # The launcher blames only processes that have written a beat, so the first one comes at once.
+        self._write_beat()
         while not self._stopped.wait(TICK_SECONDS):
             self._tick()
             if self.watchdog is not None and (hang := self.watchdog.check(TICK_SECONDS)) is not None:

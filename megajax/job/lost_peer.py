@@ -4,10 +4,9 @@ import re
 
 import jax
 
-from megajax.config.errors import UserError
+from megajax.config.errors import UserError, first_line
 from megajax.job.failure import causes
 from megajax.job.peer_status import LOST, PeerStatus, Verdict
-from megajax.resilience.beats import first_line
 
 CONNECTION = re.compile(
     r"Gloo \w+ (failed|timed out)|Connection (closed|reset) by peer|Socket closed|Broken pipe|NCCL|ncclComm"

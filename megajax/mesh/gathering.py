@@ -21,7 +21,7 @@ from megajax.mesh.world import StartError, World
 
 PROTOCOL = 2
 """Version of the messages."""
-MESSAGE_BYTES = 8192
+MESSAGE_BYTES = 16384
 """Maximum length of a message; a longer one is not from a process of a run."""
 TEXT_LENGTH = 300
 """Maximum length of a text in a message."""

@@ -179,7 +179,7 @@ def _digest(content: bytes) -> str:
 
 def _for_messages(values: Mapping[str, str], most: int) -> dict[str, str] | None:
     """The values for messages; None if they need more than `most` bytes."""
-    texts = {name: _shortened(value) for name, value in values.items()}
+    texts = {_shortened(name): _shortened(value) for name, value in values.items()}
     return texts if len(json.dumps(texts)) <= most else None
 
 

@@ -131,7 +131,9 @@ def _announce(world: World, hello: dict[str, Any], deadline: float, patience: fl
             reason = error.strerror or str(error)
         time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
     raise StartError(
-        f"process {world.index} found no process 0 at {world.coordinator} within {patience:g} s ({reason})", code=1
+        f"found no process 0 at {world.coordinator} within {patience:g} s ({reason}): check that it was started and "
+        "can be reached there",
+        code=1,
     )
 
 

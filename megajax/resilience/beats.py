@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import UserError, first_line
 from megajax.mesh.world import process_index
 
 BEATS, ATTEMPT, ELASTIC = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT", "MEGAJAX_ELASTIC"
@@ -89,15 +89,6 @@ def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
     if beat.failure is None:
         with contextlib.suppress(OSError):
             replace(beat, failure=failure, code=code, stacks=stacks, time=time.time()).write(folder)
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line, with its class unless it is a message for the user. Of several problems, the first."""
-    if isinstance(error, ConfigError) and error.problems:
-        more = len(error.problems) - 1
-        return str(error.problems[0]).splitlines()[0] + f" (and {more} more)" * bool(more)
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def exit_code(error: BaseException) -> int:

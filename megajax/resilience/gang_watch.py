@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.config.errors import Problem
+from megajax.resilience.activity import FINISH, START
 from megajax.resilience.beats import Beat
 from megajax.resilience.stacks import STACKS_FOLDER
 
 STOPPED_SECONDS = 10.0
 """A process in state T (stopped by SIGSTOP) whose beat is this old counts as hung."""
 
-NO_BEATS_DUE = (None, "finish")
+START_SECONDS = 900.0
+"""Minimum limit of beats in the phase `start`: while a library is loaded, perhaps from a slow file system, no thread of
+Python runs. The process has its own limit of a start (resilience.watchdog.start), and the backstop."""
+
+NO_BEATS_DUE = (None, FINISH)
 """Phases in which a process may stop its beats, because it waits for the others to end."""
 
 
@@ -23,10 +28,10 @@ class Limits:
     """Seconds after which a gang counts as hung; None: never."""
 
     beat: float | None = 60.0
-    """Time without a new heartbeat of a process that has written some."""
+    """Time without a new heartbeat of a process that has written some; at least START_SECONDS while it starts."""
     progress: float | None = None
-    """Time without a change of step or phase in any heartbeat. This limit is for runs without the watchdog of training
-    processes, which knows the usual duration of each phase."""
+    """Time without a change of step, phase or stage in any heartbeat. This limit is for runs without the watchdog of
+    training processes, which knows the usual duration of each phase."""
 
     def problems(self) -> list[Problem]:
         """Problems of the flags."""
@@ -86,7 +91,7 @@ class GangWatch:
             if beat.run_dir is not None and self.run_dir is None:
                 self.run_dir = Path(beat.run_dir)
                 self.baseline = max(committed_steps(self.run_dir), default=None)
-            position = (beat.step, beat.committed, beat.phase, beat.phase_step, beat.failure)
+            position = (beat.step, beat.committed, beat.phase, beat.phase_step, beat.stage, beat.failure)
             if self._positions.get(beat.process) != position:
                 self._positions[beat.process], self._moved_at = position, now
 
@@ -114,8 +119,10 @@ class GangWatch:
             return None
         if sight.state == "T" and silent > min(STOPPED_SECONDS, limit):
             return f"process {index} is stopped (state T), its last beat is {silent:.0f} s old"
-        if silent > limit and sight.beat.phase not in NO_BEATS_DUE:
-            return f"process {index} does not answer, its last beat is {silent:.0f} s old (--beat-timeout={limit:g})"
+        starts = sight.beat.phase == START and limit < START_SECONDS
+        if silent > (START_SECONDS if starts else limit) and sight.beat.phase not in NO_BEATS_DUE:
+            setting = f"limit of a start: {START_SECONDS:g} s" if starts else f"--beat-timeout={limit:g}"
+            return f"process {index} does not answer, its last beat is {silent:.0f} s old ({setting})"
         return None
 
     def committed(self) -> int | None:

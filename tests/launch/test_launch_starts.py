@@ -52,6 +52,14 @@ def test_a_number_too_high(start, tmp_path):
     assert first.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
 
 
+def test_a_config_that_one_process_does_not_have(start, tmp_path):
+    """Process 0 can only say that the process is missing, and asks for its own message."""
+    flags = ("--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1")
+    second = start(*TRAIN, f"--config={tmp_path / 'nowhere.py'}", *flags)
+    assert second.wait(40) == 2
+    assert second.text == f"process 1: --config: no config file {tmp_path / 'nowhere.py'} in {tmp_path}\n"
+
+
 def test_torchrun(start, tmp_path):
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     first = start(*TRAIN, *TINY, f"--run_dir={tmp_path / 'run'}", **variables)

@@ -10,7 +10,17 @@ import megajax
 from megajax.config.files import SHIPPED, functions_of, load
 from megajax.mesh import identity as of_process
 from megajax.mesh.gathering import MESSAGE_BYTES, parse_hello
-from megajax.mesh.identity import code_digests, difference, find_identity, section, user_code
+from megajax.mesh.identity import (
+    SECTION_BYTES,
+    SECTIONS,
+    SETTINGS_BYTES,
+    Section,
+    code_digests,
+    difference,
+    find_identity,
+    section,
+    user_code,
+)
 from megajax.mesh.xla import program_variables
 
 PACKAGE = Path(megajax.__file__).parent
@@ -137,13 +147,35 @@ def test_variables_that_decide_programs():
     )
 
 
+def line(identity: dict[str, Section]) -> bytes:
+    """The message of a process with eight GPUs."""
+    gpus = ["h" * 60, [f"GPU-{gpu:036}" for gpu in range(8)], None, False, 7, 8]
+    fields = {"megajax": 2, "token": "t" * 32, "index": 9999, "count": 10000, "at": "a" * 100, "gpus": gpus}
+    return json.dumps(fields | {"identity": identity}).encode()
+
+
+def test_messages_with_long_sections_and_strange_names_fit():
+    """Otherwise process 0 would take the process for a stranger, and wait for it."""
+    names = ("a" * 250 + ".py", "zero\u200bwidth.py", "line\n.py")
+    strange = section(dict.fromkeys(names, "1"))
+    assert difference({"code": strange}, {"code": section(dict.fromkeys(names, "2"))}) is not None
+    longest = {"settings": SETTINGS_BYTES} | dict.fromkeys(set(SECTIONS) - {"settings"}, SECTION_BYTES)
+    full = {
+        name: Section("d" * 16, {f"{number:06}": "v" * 60 for number in range(most // 74)})
+        for name, most in longest.items()
+    }
+    for name in SECTIONS:
+        assert longest[name] - 100 < len(json.dumps(full[name].values)) <= longest[name]
+    for identity in (full, full | {"code": strange}):
+        assert len(line(identity)) < MESSAGE_BYTES
+        parsed = parse_hello(line(identity))
+        assert parsed is not None and parsed["identity"] == identity
+
+
 @pytest.mark.parametrize("file", sorted(path.name for path in SHIPPED.glob("*.py") if not path.name.startswith("_")))
 def test_messages_of_all_shipped_configs_fit(file):
-    gpus = ["h" * 60, [f"GPU-{gpu:036}" for gpu in range(8)], None, False, 7, 8]
     for function in functions_of(SHIPPED / file)[:2]:
         identity = find_identity(load(f"{file}:{function}"), {})
-        fields = {"megajax": 2, "token": "t" * 32, "index": 9999, "count": 10000, "at": "a" * 100, "gpus": gpus}
-        line = json.dumps(fields | {"identity": identity}).encode()
-        assert len(line) < MESSAGE_BYTES
-        parsed = parse_hello(line)
+        assert len(line(identity)) < MESSAGE_BYTES
+        parsed = parse_hello(line(identity))
         assert parsed is not None and parsed["identity"] == identity

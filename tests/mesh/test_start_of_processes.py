@@ -295,7 +295,7 @@ def test_an_unknown_host(index, monkeypatch):
 def test_nobody_at_the_coordinator():
     port = free_port()
     began = time.monotonic()
-    with pytest.raises(StartError, match=rf"process 1 found no process 0 at 127.0.0.1:{port} within 1 s") as error:
+    with pytest.raises(StartError, match=rf"megajax: found no process 0 at 127.0.0.1:{port} within 1 s") as error:
         meet(World(2, 1, f"127.0.0.1:{port}"), NO_GPUS, patience=1.0, identity={})
     assert error.value.code == 1 and not error.value.reported
     assert time.monotonic() - began < 30

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megajax.resilience.activity import Stage
 from megajax.resilience.beats import Beat
 from megajax.resilience.gang_watch import GangWatch, Limits, handles, process_state
 
@@ -47,6 +48,16 @@ def test_a_process_that_falls_silent(gang):
     gang.beat(0)
     assert gang.after(1.0) == "process 1 does not answer, its last beat is 61 s old (--beat-timeout=60)"
     assert gang.watch.hang({1}) is None
+
+
+def test_a_process_that_loads_libraries_in_its_start(gang):
+    """It holds the lock of the interpreter, so its thread can write no beat."""
+    gang.beat(1, phase="start", stage="finding the devices")
+    for step in range(7, 26):
+        gang.beat(0, step=step)
+        assert gang.after(50.0) is None
+    gang.beat(0)
+    assert gang.after(50.0) == "process 1 does not answer, its last beat is 950 s old (limit of a start: 900 s)"
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count(gang):
@@ -97,6 +108,13 @@ def test_beats_without_movement(tmp_path):
     for process, phase in enumerate(("save", "step")):
         gang.beat(process, step=8, phase=phase)
     assert gang.after(101.0) == "no process has moved for 101 s (--watchdog-timeout=100)"
+
+
+def test_each_stage_of_a_start_is_movement(tmp_path):
+    gang = Clocked(tmp_path, progress=100.0)
+    for stage in Stage:
+        gang.beat(0, step=0, phase="setup", phase_step=None, stage=stage)
+        assert gang.after(60.0) is None
 
 
 def test_limits_may_be_off(tmp_path):

@@ -86,6 +86,16 @@ def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, t
         assert beat is not None and (beat.failure, beat.code, beat.phase) == ("ValueError: odd", 1, "evaluation")
 
 
+def test_the_first_beat_comes_at_once(beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stops in its first second is known to the launcher."""
+    monkeypatch.setattr("megajax.job.hang.TICK_SECONDS", 1e6)
+    with Pulse(tmp_path, Activity()):
+        deadline = time.monotonic() + 30
+        while Beat.read(beats, 0) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def test_a_lost_process_is_recorded_once_by_the_launcher_if_there_is_one(
     beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,6 +272,10 @@ def test_several_processes_use_one_folder_or_none(index, tmp_path, monkeypatch):
     assert reasons[0] == reasons[1] and re.fullmatch(
         r"process 1: the compile cache .*own1 is not the folder that process 0 sees", reasons[index]
     )
+    # A path that cannot be looked at, as below a folder that process 1 may not enter.
+    folders = [tmp_path / "shared", tmp_path / ("x" * 300)]
+    reasons = together(2, lambda peers: unusable(peers, tmp_path, folders[peers.index]))
+    assert reasons[0] == reasons[1] and "is not the folder that process 0 sees" in str(reasons[index])
 
 
 @pytest.mark.parametrize("index", [0, 1])
