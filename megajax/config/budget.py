@@ -91,6 +91,11 @@ class Budget:
         if self._depth is not None and depth > self._depth:
             self._refuse(depth, self._depth, "levels")
 
+    def demand_bytes(self, count: int) -> None:
+        """Compares the bytes of one value with the limit, without counting them."""
+        if self._bytes is not None and count > self._bytes:
+            self._refuse(count, self._bytes, "bytes")
+
     def demand_tree(self, tree: Any) -> None:
         """Counts the values of nested containers, each as often as it is reached.
 

@@ -2,7 +2,8 @@
 
 Templates come with models of strangers, and servers render them for each request. Jinja2's sandbox keeps them from
 Python, but not from `'a' * 10**10` or from loops in loops. Here every loop, call, filter, operator and piece of output
-counts, and what an operation creates is counted before it is created.
+counts, and what an operation creates is counted before it is created. Lists refer to their values, so that only their
+entries count; but none may be longer as text than all text together.
 """
 
 import json
@@ -42,6 +43,13 @@ FILTERS = frozenset({
     "string", "sum", "tojson", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 })  # fmt: skip
 """The other filters of Jinja2 have no place in a conversation, and their cost is not known."""
+REFERENCES = frozenset({
+    "attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr",
+    "reverse", "select", "selectattr",
+})  # fmt: skip
+"""Filters that refer to the values of a list and copy no text, except for `COPIES`."""
+COPIES = frozenset({"list", "reverse"})
+SELECTIONS = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
 GROWTH: Mapping[str, int] = {"tojson": 6, "e": 5, "escape": 5, "urlencode": 12}
 """Filter -> largest number of characters that it makes of one."""
 SPECIFICATION = re.compile(r"\*|\d+")
@@ -93,14 +101,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def iterated(self, context: Context, values: Iterable[Any]) -> Iterator[Any]:
         """The values of a loop."""
-        budget = _budget(context)
-        for value in values:
-            budget.spend(1)
-            yield value
+        return _counted(values, _budget(context))
 
     def value(self, context: Context, value: Any) -> Any:
         """A value that an expression has made."""
-        _budget(context).spend(1, bytes=_size(value, _budget(context)))
+        _budget(context).spend(1)
+        return _demand_room(value, _budget(context))
+
+    def part(self, context: Context, value: Any) -> Any:
+        """A slice, whose values are those of another list."""
+        _budget(context).spend(1, bytes=_copied(value))
         return value
 
     def joined(self, context: Context, *values: Any) -> str:
@@ -112,9 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget(context)
         budget.spend(1, bytes=_operator_size(operator, left, right, budget))
-        result = super().call_binop(context, operator, left, right)
-        budget.spend(bytes=_size(result, budget))
-        return result
+        return _demand_room(super().call_binop(context, operator, left, right), budget)
 
     def call(__self: Any, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
@@ -127,7 +135,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         else:
             budget.spend(1)
         result = super().call(__context, __obj, *args, **kwargs)
-        budget.spend(bytes=_size(result, budget))
+        if not isinstance(owner, Mapping | list | tuple):  # their methods return what they hold
+            _demand_room(result, budget)
         return result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -170,7 +179,8 @@ class _Counting(NodeTransformer):
         return self._counted(node) if node.ctx == "load" else node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        return self._counted(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+        self.generic_visit(node)
+        return self._call("part", node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
@@ -214,8 +224,9 @@ def _output(context: Context, value: Any) -> Any:
     return value
 
 
-def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **more)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """As that of Hugging Face's templates, which does not escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,10 +238,17 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget = _budget(context)
         if name in ("join", "string", "tojson", "format"):
             value = _materialized(value, budget)
-        budget.spend(1, bytes=_filtered_size(name, value, (*args, *kwargs.values()), budget))
+        refers = name in REFERENCES and not (name in COPIES and isinstance(value, str | bytes))
+        if not refers:
+            budget.spend(1, bytes=_filtered_size(name, value, (*args, *kwargs.values()), budget))
+        elif name in SELECTIONS and value:  # they test their values without the environment
+            value = _counted(value, budget)
         first = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         result = function(*first.get(kind or "", ()), value, *args, **kwargs)
-        budget.spend(bytes=_size(result, budget))
+        if not refers:
+            budget.spend(bytes=_size(result, budget))
+        else:
+            budget.spend(1, bytes=_copied(result) if name in COPIES else 0)
         return result
 
     return bounded
@@ -240,11 +258,13 @@ def _materialized(value: Any, budget: Budget) -> Any:
     """The values of a generator as a list."""
     if not isinstance(value, Iterator):
         return value
-    values = []
-    for item in value:
+    return list(_counted(value, budget))
+
+
+def _counted(values: Iterable[Any], budget: Budget) -> Iterator[Any]:
+    for value in values:
         budget.spend(1)
-        values.append(item)
-    return values
+        yield value
 
 
 def _size(value: Any, budget: Budget, sizes: dict[int, int] | None = None, depth: int = 1) -> int:
@@ -269,6 +289,21 @@ def _size(value: Any, budget: Budget, sizes: dict[int, int] | None = None, depth
     return sizes[id(value)]
 
 
+def _copied(value: Any) -> int:
+    """Bytes of a text, or of the references in a list or mapping."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    return 8 * len(value) if isinstance(value, Mapping | list | tuple) else 0
+
+
+def _demand_room(value: Any, budget: Budget) -> Any:
+    """The value. Its bytes count, and what it would be as text is compared with the limit."""
+    budget.spend(bytes=_copied(value))
+    if not isinstance(value, str | bytes):
+        budget.demand_bytes(_size(value, budget))
+    return value
+
+
 def _operator_size(operator: str, left: Any, right: Any, budget: Budget) -> int:
     """Characters of the result. Raises TemplateError for numbers of too many digits."""
     if operator == "%" and isinstance(left, str | bytes):
@@ -280,8 +315,8 @@ def _operator_size(operator: str, left: Any, right: Any, budget: Budget) -> int:
         return 0
     if operator == "*":
         count, value = (left, right) if isinstance(left, int) else (right, left)
-        return _size(value, budget) * max(count, 0) if isinstance(count, int) else 0
-    return _size(left, budget) + _size(right, budget)
+        return _copied(value) * max(count, 0) if isinstance(count, int) else 0
+    return _copied(left) + _copied(right)
 
 
 def _formatted_size(text: Any, mark: str, pattern: str, values: tuple[Any, ...], budget: Budget) -> int:

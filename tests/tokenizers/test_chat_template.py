@@ -199,6 +199,9 @@ BOMBS = {
     "bytes of a number": "{{ (5).to_bytes(10**10) }}",
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "tests of a filter": "{{ range(9999)|select('odd')|list }}",
+    "a list that grows": "{% set ns = namespace(a=[1] * 10**5) %}{% for _ in range(4000) %}"
+    "{% set ns.a = ns.a + [1] %}{% endfor %}",
     "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
     "{{ m(60) }}",
     "a recursive loop": "{% for a in [1, 1] recursive %}"
@@ -257,6 +260,7 @@ def test_a_bounded_rendering_is_that_of_jinja():
 {%- if loop.previtem is defined and not loop.last %},{% endif %}
 {%- set ns.text = ns.text + content %}
 {%- endfor %}
+{{ 'é' | tojson(ensure_ascii=false) }}{{ 'é' | tojson(true) }}
 {{ messages | tojson }} {{ messages[0] | tojson(indent=2) }} {{ '%s-%05.2f' % ('a', 1.5) }} {{ '{:>5}'.format('b') }}
 {%- for key, value in {'b': [1, (2, 3)], 'a': none}.items() | sort %}{{ key }}{{ value }}{% endfor %}
 {{ ns.text[::-1] }}{{ ns.last }}{{ ['x'] + ['y'] }}{{ 2 ** 10 + 7 % 4 }}{{ {'a': 1} | dictsort }}{{ undefined_name }}
@@ -267,5 +271,26 @@ def test_a_bounded_rendering_is_that_of_jinja():
         for role, content in (("system", "be x"), ("user", "<t>a</t>\nb"), ("assistant", "c d"), ("user", "e"))
     ]
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    plain.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    plain.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent
+    )
+    assert ChatTemplate(source).render(messages) == plain.from_string(source).render(messages=messages)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages|length",  # Qwen3
+        "messages[loop.index0:]|length",  # gpt-oss
+        "messages[-1].get('content')|default('')|length",
+        "messages|selectattr('role', 'equalto', 'tool')|list|length",
+        "(messages + [m])|length",
+    ],
+)
+def test_a_text_counts_where_it_is_copied_only(expression: str, monkeypatch):
+    """Templates of published models look at the whole conversation for each of its messages."""
+    monkeypatch.setattr(template_sandbox, "RENDERING", Limits(entries=200_000, bytes=2**22, depth=100))
+    messages = messages_of(*["a" * 5000] * 200)
+    source = "{% for m in messages %}{{ " + expression + " }} {{ m.content }}{% endfor %}"
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     assert ChatTemplate(source).render(messages) == plain.from_string(source).render(messages=messages)
