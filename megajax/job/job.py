@@ -21,6 +21,7 @@ from megajax.job.save import SavesFailed
 from megajax.job.setup import JobSetup, set_up_job
 from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
+from megajax.mesh.peers import Peers
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
 from megajax.resilience.activity import FINISH, SETUP, START, Activity, Stage
@@ -89,6 +90,8 @@ def begin(cfg: RunConfig, pulse: Pulse, connect: Callable[[], object] | None, pa
         activity.stage(Stage.DEVICES)
         find_devices()
         activity.stage(Stage.FIRST_COLLECTIVE)
+        # gloo waits only 30 s for a process that is still finding its devices.
+        Peers("devices").agree()
         # The communicator of all devices is created here, so that a network that does not connect is known at once.
         agree(False)
         if connect is not None:

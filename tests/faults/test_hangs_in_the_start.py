@@ -2,12 +2,21 @@
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import gangs
 import pytest
+from peer_threads import ThreadPeers, together
 
+from megajax.job import job
+from megajax.job.hang import Pulse
+from megajax.resilience.activity import Activity
 from megajax.resilience.beats import BEATS, Beat
+from megajax.training.run_config import RunConfig
 
 TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))
 
@@ -59,6 +68,29 @@ def test_a_process_that_does_not_reach_the_first_collective(tmp_path):
     assert "process 1 holds up the others: it has been connecting the devices of all processes for" in gang.text
     event = hangs(tmp_path / "run", 1)
     assert (event["phase"], event["cause_process"]) == ("start", 1)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_finds_its_devices_late(late, monkeypatch):
+    """The first collective begins when all processes have found theirs, because gloo waits for 30 s only."""
+    local, done = threading.local(), []
+
+    def find_devices() -> None:
+        if local.peers.index == late:
+            time.sleep(0.5)
+        done.append("devices")
+
+    monkeypatch.setattr(job, "find_devices", find_devices)
+    monkeypatch.setattr(job, "Peers", lambda name: local.peers)
+    monkeypatch.setattr(job, "agree", lambda flag: done.append("collective"))
+
+    def start(peers: ThreadPeers) -> None:
+        local.peers = peers
+        pulse = SimpleNamespace(activity=Activity(), peers=SimpleNamespace(join=lambda: None))
+        job.begin(cast(RunConfig, None), cast(Pulse, pulse), None, 0.0)
+
+    assert together(2, start) == [None, None]
+    assert done == ["devices", "devices", "collective", "collective"]
 
 
 @pytest.mark.slow
