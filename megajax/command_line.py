@@ -250,7 +250,9 @@ def report(error: UserError) -> None:
     if rank == 0:
         print(f"\n{error}\n", file=sys.stderr)
     else:
-        print(f"process {rank}: {first_line(error)}", file=sys.stderr)
+        # A reason that the processes have exchanged names the one that had it.
+        text, name = first_line(error), f"process {rank}: "
+        print(text if text.startswith(name) else name + text, file=sys.stderr)
 
 
 def use_devices(devices: str | None) -> None:

@@ -12,7 +12,7 @@ from config_samples import RunConfig
 
 import megajax.command_line as cli
 from megajax import command_line
-from megajax.config import ConfigError, UserError
+from megajax.config import ConfigError, Problem, UserError
 
 pytestmark = pytest.mark.smoke
 
@@ -233,12 +233,14 @@ def test_ctrl_c_ends_a_verb_with_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", cli.RANKS)
-def test_one_process_reports_errors_for_all(capsys, monkeypatch, variable):
+def test_other_processes_than_0_report_errors_in_a_line(capsys, monkeypatch, variable):
+    """Process 0 may not have the error, such as of a file that one machine lacks."""
     monkeypatch.setenv(variable, "3")
-    cli.report(ConfigError([], "x"))
-    assert capsys.readouterr().err == ""
+    cli.report(ConfigError([Problem("steps", "must be above 0\nor none"), Problem("seed", "is odd")], "a.py"))
+    assert capsys.readouterr().err == "process 3: steps: must be above 0 (and 1 more)\n"
     cli.report(UserError("this disk is full\nmore"))
-    assert capsys.readouterr().err == "process 3: this disk is full\n"
+    cli.report(UserError("process 3: this disk is full\nmore"))  # a reason that the processes have exchanged
+    assert capsys.readouterr().err == "process 3: this disk is full\n" * 2
     monkeypatch.setenv(variable, "0")
     cli.report(UserError("this disk is full\nmore"))
     assert "more" in capsys.readouterr().err
