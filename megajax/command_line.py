@@ -28,7 +28,7 @@ from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, 
 from megajax.config.tree import read_value
 from megajax.config.twin import advised
 from megajax.mesh.gpus import installed_gpus
-from megajax.mesh.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
+from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, RANKS, StartError, find_world, process_index
 from megajax.time_limit import OUTPUT_SECONDS, with_time_limit
 
 
@@ -242,17 +242,15 @@ def _code(error: BaseException) -> int:
 def report(error: UserError) -> None:
     """Print the error for the user, in full by process 0.
 
-    Other processes print one line, because process 0 may not have the error: a file is missing on one machine.
+    Other processes print one line, because process 0 may not have it, but none of settings, which the launcher shows.
     """
-    rank = process_index()
+    name, text = f"process {(rank := process_index())}: ", first_line(error)
     if isinstance(error, StartError) and error.reported:
         return
     if rank == 0:
         print(f"\n{error}\n", file=sys.stderr)
-    else:
-        # A reason that the processes have exchanged names the one that had it.
-        text, name = first_line(error), f"process {rank}: "
-        print(text if text.startswith(name) else name + text, file=sys.stderr)
+    elif not (isinstance(error, ConfigError) and os.environ.get(LOCAL_COUNT)):
+        print(name + text.removeprefix(name), file=sys.stderr)
 
 
 def use_devices(devices: str | None) -> None:

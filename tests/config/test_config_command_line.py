@@ -238,6 +238,10 @@ def test_other_processes_than_0_report_errors_in_a_line(capsys, monkeypatch, var
     monkeypatch.setenv(variable, "3")
     cli.report(ConfigError([Problem("steps", "must be above 0\nor none"), Problem("seed", "is odd")], "a.py"))
     assert capsys.readouterr().err == "process 3: steps: must be above 0 (and 1 more)\n"
+    with monkeypatch.context() as launched:
+        launched.setenv("MEGAJAX_LOCAL_PROCESSES", "4")
+        cli.report(ConfigError([Problem("steps", "must be above 0")], "a.py"))
+        assert capsys.readouterr().err == ""
     cli.report(UserError("this disk is full\nmore"))
     cli.report(UserError("process 3: this disk is full\nmore"))  # a reason that the processes have exchanged
     assert capsys.readouterr().err == "process 3: this disk is full\n" * 2
