@@ -6,6 +6,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,29 @@ def _factor() -> int:
     return int(text)
 
 
-def read_file(path: Path | str, limits: Limits = SETTINGS) -> bytes:
-    """The bytes of a regular file. Raises OSError, and OverBudget for a larger file, a pipe or a device."""
+def read_file(path: Path | str, limits: Limits = SETTINGS, *, pipes: bool = False) -> bytes:
+    """The bytes of a regular file. Raises OSError, and OverBudget for a larger file, a pipe or a device.
+
+    pipes: read those too, for a file that the user names on the command line, as in `tool <(command)`.
+    """
     # Opening a pipe would wait for its writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with open(os.open(path, os.O_RDONLY | (0 if pipes else os.O_NONBLOCK)), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OverBudget(f"{path}: refused: not a regular file")
+            if not pipes:
+                raise OverBudget(f"{path}: refused: not a regular file")
+            return read_stream(file, path, limits)
         Budget(path, limits).spend(bytes=status.st_size)
         return file.read(status.st_size)
+
+
+def read_stream(stream: BufferedIOBase, where: Path | str, limits: Limits) -> bytes:
+    """All bytes of a stream of unknown length, such as an unpacked file. Raises OverBudget."""
+    budget, pieces = Budget(where, limits), list[bytes]()
+    while piece := stream.read(2**20):
+        budget.spend(bytes=len(piece))
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def read_json(path: Path | str, limits: Limits = SETTINGS, *, unique: bool = True) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from megajax.config.budget import Budget, Limits, OverBudget, read_file
+from megajax.config.budget import Limits, OverBudget, read_file, read_stream
 from megajax.config.errors import UserError
 from megajax.metrics.banner import Section
 
@@ -146,12 +146,8 @@ def _content(file: Path) -> bytes:
     packed = read_file(file, LIMITS)
     if packed[:2] != b"\x1f\x8b":
         return packed
-    budget, pieces = Budget(file, LIMITS), list[bytes]()
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
-        while piece := stream.read(2**20):
-            budget.spend(bytes=len(piece))
-            pieces.append(piece)
-    return b"".join(pieces)
+        return read_stream(stream, file, LIMITS)
 
 
 def read_trace(file: Path) -> Trace:

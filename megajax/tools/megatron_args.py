@@ -16,6 +16,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
 from megajax.tools.flags import UNKNOWN, Word, spellings
+from megajax.tools.json_output import first_word
 from megajax.tools.megatron_flags import FLAGS, SCRIPTS, Converted, convert
 from megajax.tools.shell import Command, read_script
 
@@ -123,9 +124,9 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
     if rest[0] == "--":
         argv = tuple(Word(text) for text in rest[1:])
         return as_training(argv) or Training("", argv), "the command line"
-    path = Path(rest[0])
+    path = first_word([*rest], "a script, a file of flags, or --", USAGE)
     try:
-        text = read_file(path).decode("utf-8")
+        text = read_file(path, pipes=True).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if path.suffix in (".yaml", ".yml", ".json"):

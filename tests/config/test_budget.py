@@ -60,6 +60,8 @@ def test_only_regular_files_of_limited_size_are_read(tmp_path):
     assert read_json(tmp_path / "a.json") == {"a": 1}
     with pytest.raises(OverBudget, match=r"a\.json: refused: 8 bytes, at most 7"):
         read_json(tmp_path / "a.json", Limits(bytes=7))
+    with pytest.raises(OverBudget, match=r"/dev/zero: refused: .* bytes, at most 8,388,608"):
+        read_file("/dev/zero", pipes=True)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "missing")
     with pytest.raises(IsADirectoryError):

@@ -1,6 +1,7 @@
 """The whole tool: scripts, command lines and files of flags become config files that start a run."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,18 @@ def test_the_tools_flags_are_separate_from_megatrons() -> None:
         main(["--partial", "--", "python", "x/pretrain_ict.py", *SMALL.split()])
     with pytest.raises(UserError, match="cannot be read"):
         main(["no/such/script.sh"])
+    with pytest.raises(UserError, match="s3://bucket/run is a URL"):
+        main(["s3://bucket/run"])
+
+
+def test_a_pipe_on_the_command_line_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in megatron_args <(grep -v wandb train.sh)."""
+    reading, writing = os.pipe()
+    os.write(writing, f"python pretrain_gpt.py {SMALL}".encode())
+    os.close(writing)
+    main([f"--output={tmp_path / 'config.py'}", f"/dev/fd/{reading}"])
+    os.close(reading)
+    assert load(str(tmp_path / "config.py")).model.hidden == 64
 
 
 def test_values_are_escaped_in_the_file(tmp_path: Path) -> None:
