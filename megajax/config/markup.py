@@ -10,6 +10,8 @@ from yaml.constructor import ConstructorError
 from megajax.config.budget import SETTINGS, Budget, OverBudget, parse_json, read_file
 from megajax.config.errors import UserError
 
+LONGEST_NUMBER = 100
+"""Characters."""
 TOO_DEEP = "lists and mappings are nested too deeply to be settings"
 
 
@@ -61,6 +63,14 @@ class _Strict(yaml.SafeLoader):
 
     budget: Budget
 
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        """In YAML, 1:30:00 is a number of base 60; PyYAML's time for it is the square of its length."""
+        if len(node.value) > LONGEST_NUMBER:
+            message = f"a number of {len(node.value)} characters, at most {LONGEST_NUMBER} are read"
+            raise ConstructorError(None, None, message, node.start_mark)
+        is_whole = node.tag == "tag:yaml.org,2002:int"
+        return self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.budget.spend(1)
         return super().compose_node(parent, index)
@@ -74,3 +84,7 @@ class _Strict(yaml.SafeLoader):
                     raise ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
                 keys.add(key)
         return super().construct_mapping(node, deep)
+
+
+for _kind in ("int", "float"):
+    _Strict.add_constructor(f"tag:yaml.org,2002:{_kind}", _Strict.construct_number)

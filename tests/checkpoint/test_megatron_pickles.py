@@ -267,6 +267,8 @@ BOMBS = {
     "a mapping in itself": b"}q\x00U\x01ah\x00s",
     "lists in lists": b"]" * 200 + b"a" * 199,
     "many instructions": b"N0" * 20_000 + b"N",
+    "keys with the same hash": b"}(" + b"\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"Nu",
+    "keys of numbers with the same hash": b"}(" + b"\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"\x85Nu",
     "a large file": b"U\x01a0" * 50_000 + b"N",
     "one list in many calls": b"(" + b"N" * 1000 + b"lq\x00"
     + (global_("collections", "OrderedDict") + b"h\x00\x85R0") * 100,

@@ -49,6 +49,8 @@ LONGEST_NAME = 1000
 """Maximum characters of a module and a name in it."""
 MOST_BITS = 1024
 """Of a whole number."""
+MOST_BITS_OF_KEYS = 60
+"""Of a whole number as a key. Multiples of 2**61 - 1 have the same hash: a mapping of 40,000 of them takes seconds."""
 MOST_REPEATED = 2**20
 """Maximum elements of a tensor that has more elements than its storage."""
 MOST_DIMENSIONS = 32
@@ -182,10 +184,14 @@ class _Machine:
         self.stack.append(value)
 
     def keys(self, keys: Iterable[Any]) -> None:
-        """Counts the values of tuples that are hashed: they do not keep their hash."""
+        """Counts the values of tuples that are hashed: they do not keep their hash. Raises ValueError for other keys
+        than those that pickles of torch have.
+        """
         for key in keys:
             if type(key) is tuple:
                 self.budget.demand_tree(key)
+            if not _is_key(key):
+                raise ValueError(f"a {type(key).__name__} as a key, or a number of more than {MOST_BITS_OF_KEYS} bits")
 
     def nothing(self, _: Any) -> None:
         """Opcodes of the framing of the file."""
@@ -312,6 +318,14 @@ class _Machine:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_key(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_key, value))
+    if type(value) is int:
+        return value.bit_length() <= MOST_BITS_OF_KEYS
+    return value is None or isinstance(value, str | bytes | bool | float | Name | Record)
 
 
 def _are_sizes(numbers: Iterable[Any]) -> bool:
