@@ -12,6 +12,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.mesh.gpus import installed_gpus, visible_gpus
 from megajax.resilience.gang import Gang
 from megajax.resilience.gang_watch import Limits
+from megajax.resilience.output import keep_writing
 from megajax.resilience.restarts import RestartConfig
 from megajax.resilience.supervisor import Supervision, run
 
@@ -133,4 +134,5 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
+    keep_writing()
     front_door(main)

@@ -16,6 +16,7 @@ from megajax.resilience.attempt import Attempt, Outcome
 from megajax.resilience.gang import CannotStart, Gang, Member, forwarding, last_lines, running, write_or_drop
 from megajax.resilience.gang_watch import GangWatch, Limits
 from megajax.resilience.restarts import Restart, RestartConfig, Restarts, Stop
+from megajax.time_limit import OUTPUT_SECONDS, with_time_limit
 
 type Record = Callable[..., None]
 """(events.jsonl, name, **fields): `megajax.metrics.event_log.append_event`, passed in by the caller."""
@@ -132,9 +133,7 @@ class Supervisor:
 
     def _stop(self, outcome: Outcome, decision: Stop) -> int:
         if outcome.log is not None and (lines := last_lines(outcome.log)):
-            self._say(f"the last lines of {outcome.log}:")
-            for line in lines:
-                self._print(f"    {line}")
+            self._say("\n    ".join([f"the last lines of {outcome.log}:", *lines]))
         self._say_stacks(outcome)
         if self._supervised:
             self._record_event("supervisor_stop", code=decision.code, why=decision.why or outcome.description)
@@ -174,10 +173,9 @@ class Supervisor:
             self._say(f"{self._run_dir / 'events.jsonl'} can't be written: {error.strerror}")
 
     def _say(self, text: str) -> None:
-        self._print(f"megajax.launch: {text}")
-
-    def _print(self, line: str) -> None:
-        write_or_drop(sys.stderr.fileno(), f"{line}\n".encode())
+        line = f"megajax.launch: {text}\n".encode()
+        # The output may be a pipe that nobody reads.
+        with_time_limit(lambda: write_or_drop(sys.stderr.fileno(), line), OUTPUT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from gangs import LONG, TINY, TRAIN, Started, alive, launcher, saved, steps
+from gangs import LONG, REPOSITORY, TINY, TRAIN, Started, alive, launcher, saved, steps
 
 FAILING = Path(__file__).with_name("failing_train.py")
 
@@ -145,6 +146,31 @@ def test_the_first_failure_is_named_and_gives_the_exit_code(start, case):
     assert expected in gang.text.splitlines()[-1]
     below = [int(line.split()[-1]) for line in gang.text.splitlines() if " below " in line]
     assert gone(below)
+
+
+TALKATIVE = """
+import os, threading, time
+threading.Thread(target=lambda: (time.sleep(1), os._exit(3))).start()
+while True:
+    print("x" * 99, flush=True)
+"""
+
+
+def test_a_launcher_whose_output_nobody_reads(tmp_path):
+    command = [*map(str, launcher()), sys.executable, "-c", TALKATIVE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=REPOSITORY) as gang:
+        try:
+            assert gang.wait(60) == 3
+        finally:
+            gang.kill()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_launcher_without_standard_streams(start, closed):
+    code = "import sys; print('written'); sys.exit(3)"
+    gang = start("sh", "-c", f'exec "$@" {closed}', "sh", *launcher(processes=1), sys.executable, "-c", code)
+    assert gang.wait(60) == 3, gang.text
+    assert ("[0] written" in gang.text) == (closed == "2>&-")
 
 
 def test_the_environment_of_each_process_and_its_lines(start):
