@@ -34,6 +34,8 @@ PATIENCE = 900.0
 MICROBATCH_ROWS = 8
 SAVED_STEPS = 3
 """Steps before the run is stopped."""
+ENDLESS = 100_000
+"""Steps of the run that is stopped."""
 
 TINY = (
     *("--model.stack.pattern.0.mixer.heads=8", "--model.stack.pattern.0.mixer.kv_heads=4", "--batch.global_size=16"),
@@ -195,7 +197,7 @@ def check_optional_things(node: Node, layout: Layout) -> None:
 def check_stop_and_resume(node: Node, before: Layout, after: Layout) -> None:
     """SIGTERM to a run of one process per device, and its continuation on another layout by one process."""
     run, began = "stopped", time.monotonic()
-    with node.started(node.command(before, run, node.devices, "--steps=100000"), run) as process:
+    with node.started(node.command(before, run, node.devices, f"--steps={ENDLESS}"), run) as process:
         while process.poll() is None and time.monotonic() < began + PATIENCE:
             if len(numbers(node.folder / run)) >= SAVED_STEPS:
                 process.send_signal(signal.SIGTERM)
@@ -211,8 +213,9 @@ def check_stop_and_resume(node: Node, before: Layout, after: Layout) -> None:
         return
     node.row("SIGTERM", before.name, node.devices, began, None)
     began, steps, reference = time.monotonic(), saved[-1] + STEPS, "one-longer"
-    code = node.train(before.reference, reference, 0, steps=steps)
-    code = code or node.train(after, run, 1, steps=steps)
+    # The same number of steps in the settings, because the order of the rows depends on it.
+    code = node.train(before.reference, reference, 0, f"--resilience.exit_after_steps={steps}", steps=ENDLESS)
+    code = code or node.train(after, run, 1, f"--resilience.exit_after_steps={STEPS}", steps=ENDLESS)
     if code or len(numbers(node.folder / run)) != steps:
         problem = f"exit code {code}, {len(numbers(node.folder / run))} of {steps} steps; see {node.folder / run}.log"
         node.row("resume", f"{before.name} to {after.name}", 1, began, problem)
