@@ -56,9 +56,9 @@ class LineFile:
         if deleted and not self._reported:
             self._reported = True
             raise FileDeleted(
-                f"{self._path} was deleted, moved or replaced while the run wrote to it, perhaps with its folder. What "
-                "the run has written there is lost, and it ends here; the same command starts it from the checkpoints "
-                f"that {self._path.parent} still has"
+                f"{self._path} was deleted, moved or replaced while the run wrote to it, perhaps with its folder. The "
+                "run ends here, and its last lines are lost; the same command starts it from the checkpoints that "
+                f"{self._path.parent} still has"
             )
 
     def close(self) -> None:
