@@ -15,8 +15,9 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import arrays, boxes, disk, stored_arrays
+from megajax.checkpoint import arrays, boxes, disk, integrity, stored_arrays
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
+from megajax.checkpoint.folder import META
 from megajax.checkpoint.huggingface.export import config_for, family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.registry import families
@@ -156,12 +157,21 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path) -> None:
     assert nothing_but(tmp_path, "llama", "run", "back")
 
 
+def move_step(source: Path, target: Path) -> None:
+    """Make a step the step of another number, with its checksum."""
+    meta = json.loads((source / META).read_text()) | {"step": int(target.name)}
+    (source / META).write_text(json.dumps(meta))
+    (source / integrity.MANIFEST).unlink()
+    integrity.complete_step(source)
+    shutil.move(source, target)
+
+
 def test_the_mean_of_steps(tmp_path) -> None:
     folders = [write_llama(tmp_path / f"theirs{seed}", np.float32, seed) for seed in range(3)]
     for seed in range(3):
         convert.main([f"--from=hf:{tmp_path}/theirs{seed}", f"--to={tmp_path}/run{seed}"])
         if seed:
-            shutil.move(tmp_path / f"run{seed}/checkpoints/00000000", tmp_path / f"run0/checkpoints/{seed:08d}")
+            move_step(tmp_path / f"run{seed}/checkpoints/00000000", tmp_path / f"run0/checkpoints/{seed:08d}")
     steps = ",".join(f"{tmp_path}/run0/{step}" for step in (0, 1, 2))
     assert convert.main([f"--average={steps}", f"--to=hf:{tmp_path}/mean", "--verify"]) == 0
     mean = tensors_of(tmp_path / "mean")

@@ -167,7 +167,7 @@ def test_who_waits_for_other_processes_is_known_by_the_stack():
     """Not a process in its own part of common work, which is called from the same file."""
     barrier, disk = queue.SimpleQueue(), queue.SimpleQueue()
     peers = Peers("test")
-    peers.count, peers._client = 2, SimpleNamespace(wait_at_barrier=barrier.get)
+    peers.count, peers._client = 2, SimpleNamespace(wait_at_barrier=barrier.get, key_value_try_get=lambda key: None)
 
     def write() -> None:
         disk.get()
