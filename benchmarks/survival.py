@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]
 
     trained_to(steps // 2)
     filler = disk / "filler"
-    with filler.open("wb") as file:
+    # A save may take the room in the meantime: the disk is full all the same.
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
         fill_bytes = shutil.disk_usage(disk).free - 2**19
         file.write(bytes(max(fill_bytes, 0)))
     record.note(f"disk filled: {shutil.disk_usage(disk).free // 1024} KiB free")
