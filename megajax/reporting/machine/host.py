@@ -115,7 +115,7 @@ def platforms(machine: Machine) -> Finding:
 
 
 def processes(machine: Machine) -> Finding | None:
-    """How many processes use the GPUs, and what NCCL is told for it."""
+    """The number of processes that use the GPUs, and the NCCL variables in force."""
     gpus, present = len(machine.visible_gpus), nccl_variables(machine.environment)
     if gpus < 2:
         return None
