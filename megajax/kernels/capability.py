@@ -101,7 +101,7 @@ class KnownFault:
     capability: tuple[Version, Version] = ((), (100,))
     """First affected compute capability, and the first one after it that is not."""
     cudnn: tuple[Version, Version | None]
-    """First affected version of cuDNN, and the first one with a fix; None: none is known."""
+    """First affected version of cuDNN and first version with a fix; None: no such version is known."""
     change: str
     """What avoids it besides another kernel."""
     report: str

@@ -30,7 +30,8 @@ class Peers:
     """All processes of the run. All of them call the methods in the same order, except for `failure` and `fail`."""
 
     def __init__(self, token: str | None = None):
-        """token: a unique name in this run; None: process 0 draws one (a collective)."""
+        """token: a name that this process uses once, because a second object would read the answers of the first; None:
+        process 0 draws one (a collective)."""
         state = distributed.global_state
         self.count = jax.process_count()
         # Not jax.process_index(): Orbax names files by the process's index in the coordination service.

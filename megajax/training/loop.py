@@ -222,7 +222,7 @@ class _Loop:
         self.compiled: set[int] = set()
         self.landed: set[int] = set()
         self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
-        self.peers = Peers("train step")
+        self.peers = Peers()  # with a token of its own: a notebook makes several loops
         self.times, self.first = times, run.step + 1
         self.rerun = None if guard is None else guard.no_rerun
         self.last_end = time.monotonic()

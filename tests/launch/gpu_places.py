@@ -1,4 +1,4 @@
-"""A process of a machine whose device files are in a folder: it prints its GPUs and what NCCL is told, and ends.
+"""A process of a machine whose device files are in a folder: it prints its GPUs and the NCCL variables, and ends.
 
 gpu_places.py FOLDER. The processes meet as those of a run do; jax, which would look for the GPUs, is not started.
 """
