@@ -16,7 +16,7 @@ from megajax.data.config import ChatConfig
 from megajax.data.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.splits import Rows, Splits, config_paths, parse_split, split_bounds
-from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.base import Tokenizer, token_id
 from megajax.tokenizers.chat_template import ChatTemplate
 
 TOO_LONG = "longer than a row"
@@ -157,9 +157,15 @@ class ChatBuilder:
         self.config, self.length = config, sequence_length
         self.seed = data_seed(config.seed, seed)
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
-        template = ChatTemplate(config.template)
+        if config.pad_token is not None:
+            self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
         self.reader = Reader(
-            template, tokenizer, loss=config.loss, on_error=config.on_error, folder=index_folder(config.cache_dir)
+            ChatTemplate(config.template),
+            tokenizer,
+            loss=config.loss,
+            end_token=config.end_token,
+            on_error=config.on_error,
+            folder=index_folder(config.cache_dir),
         )
 
     def splits(self, requested: Rows) -> Splits:

@@ -131,6 +131,7 @@ class Reader:
         template: renders conversations as text.
         tokenizer: tokenizes the text.
         loss: tokens with a loss: of answers, or all.
+        end_token: whether the end-of-document token is appended if missing, or only the template's text is used.
         on_error: whether a bad line stops the run or is skipped.
         folder: of the cache.
     """
@@ -141,11 +142,12 @@ class Reader:
         tokenizer: Tokenizer,
         *,
         loss: Literal["answers", "all"],
+        end_token: Literal["append", "template"],
         on_error: Literal["stop", "skip"],
         folder: Path,
     ):
         self._template, self._tokenizer, self._folder = template, tokenizer, folder
-        self._loss, self._on_error = loss, on_error
+        self._loss, self._end_token, self._on_error = loss, end_token, on_error
 
     def read(self, paths: Sequence[str]) -> Conversations:
         """The conversations of files, from the cache if it has them.
@@ -159,6 +161,7 @@ class Reader:
             "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
             "loss": self._loss,
+            "end_token": self._end_token,
             "on_error": self._on_error,
         }
         conversations = Conversations(**load_or_build(self._folder, description, lambda: self._build(paths)))
@@ -197,7 +200,7 @@ class Reader:
         }
 
     def _tokenize_line(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, their weights) of each conversation of a line; an end token is appended if missing."""
+        """(tokens, their weights) of each conversation of a line."""
         texts, (conversations, tools) = [], parse(line, self._loss == "answers")
         more = {} if tools is None else {"tools": tools}
         for messages in conversations:
@@ -209,7 +212,7 @@ class Reader:
             except TemplateMisfit as error:
                 raise BadLine(REASONS[3], str(error)) from error
             ids, weights = tokenize_parts(self._tokenizer, parts)
-            if not len(ids) or ids[-1] != self._tokenizer.eod:
+            if self._end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
                 last = weight_of(messages[-1]) if self._loss == "answers" else 1
                 ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(last))
             texts.append((ids, weights))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.config.errors import UserError
 from megajax.data.blend import DatasetBuilder
 from megajax.data.config import FillInMiddleConfig
 from megajax.data.gpt import GPTDataset, TokenSource
@@ -19,7 +18,7 @@ from megajax.data.index import RowIndex
 from megajax.data.masking import SampleGenerators
 from megajax.data.row_source import SEEDS
 from megajax.data.splits import Rows, Splits
-from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.base import Tokenizer, token_id
 
 SNAPSHOT_ROWS = 256
 """Rows between snapshots of the state of a sequential generator."""
@@ -33,17 +32,6 @@ class Specials(NamedTuple):
     suffix: int
     eod: int
     fragment: int | None
-
-
-def token_id(tokenizer: Tokenizer, token: str, setting: str) -> int:
-    """The id of a token. Raises UserError if the vocabulary does not have it."""
-    number = tokenizer.token_id(token)
-    if number is None:
-        raise UserError(
-            f"data.{setting}={token!r}: the tokenizer {tokenizer.identity} has no such token. Name one of its "
-            "vocabulary, or use a tokenizer that has tokens for filling in the middle."
-        )
-    return number
 
 
 class MiddleLast:
@@ -60,13 +48,13 @@ class MiddleLast:
     def __init__(self, config: FillInMiddleConfig, tokenizer: Tokenizer):
         self.config, self._tokenizer = config, tokenizer
         self._ids = Specials(
-            prefix=token_id(tokenizer, config.prefix_token, "prefix_token"),
-            middle=token_id(tokenizer, config.middle_token, "middle_token"),
-            suffix=token_id(tokenizer, config.suffix_token, "suffix_token"),
+            prefix=token_id(tokenizer, config.prefix_token, "data.prefix_token"),
+            middle=token_id(tokenizer, config.middle_token, "data.middle_token"),
+            suffix=token_id(tokenizer, config.suffix_token, "data.suffix_token"),
             eod=tokenizer.eod,
             fragment=None
             if config.fragment_token is None
-            else token_id(tokenizer, config.fragment_token, "fragment_token"),
+            else token_id(tokenizer, config.fragment_token, "data.fragment_token"),
         )
 
     def __call__(self, tokens: np.ndarray, generator: np.random.RandomState) -> np.ndarray:

@@ -84,6 +84,17 @@ class Tokenizer(Protocol):
         return 0
 
 
+def token_id(tokenizer: Tokenizer, token: str, setting: str) -> int:
+    """The id of the token that a setting names. Raises UserError if the vocabulary does not have it."""
+    number = tokenizer.token_id(token)
+    if number is None:
+        raise UserError(
+            f"{setting}={token!r}: the tokenizer {tokenizer.identity} has no such token. Name one of its vocabulary, "
+            "or use another tokenizer."
+        )
+    return number
+
+
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOD>", "<eod>")
 """Usual names of the end-of-document token, in order of preference."""
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {

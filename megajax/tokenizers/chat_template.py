@@ -182,7 +182,7 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
         choices = f"neither {', '.join(TEMPLATES)}, nor a template with braces, nor a file that can be read"
         raise UserError(f"{setting}={source!r} is {choices} ({error}).") from error
     if not source.endswith(".json"):
-        return text, _named_tokens(Path(source).with_name("tokenizer_config.json"))
+        return text, named_tokens(Path(source).with_name("tokenizer_config.json"))
     try:
         settings = parse_json(text, unique=False)
         template = settings["chat_template"]
@@ -196,8 +196,8 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     return template, _names(settings)
 
 
-def _named_tokens(path: Path) -> dict[str, str]:
-    """Special tokens in the tokenizer_config.json beside a template, if there is such a file."""
+def named_tokens(path: Path) -> dict[str, str]:
+    """Role -> special token that a tokenizer_config.json names; {} without such a file."""
     try:
         settings = read_json(path, unique=False)
     except (OSError, ValueError):

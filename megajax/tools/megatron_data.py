@@ -9,6 +9,7 @@ from typing import Any
 from megajax.config.budget import parse_json
 from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, FillInMiddleConfig, LoaderConfig, MockConfig
 from megajax.data.splits import NAMES, parse_paths
+from megajax.tokenizers.chat_template import named_tokens
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_model import needed
 
@@ -72,8 +73,12 @@ def files(args: Arguments, dataset: Callable[..., Any], shared: Mapping[str, Any
     return {"data": dataset(paths=tuple(paths or ("unset",)), split=re.sub(r"[\s'\"]", "", args["split"]), **shared)}
 
 
-FORMATS = ("identity", "nemotron-h-aligned", "nemotron-nano-v2")
-"""Values of --sft-tokenizer-prompt-format that are also names of templates here."""
+FORMATS: Mapping[str, str] = {
+    "identity": "<unk>",
+    "nemotron-h-aligned": "<SPECIAL_233>",
+    "nemotron-nano-v2": "<unk>",
+}
+"""Value of --sft-tokenizer-prompt-format that is also the name of a template here -> its pad token."""
 
 
 def _chats(args: Arguments) -> ChatConfig:
@@ -81,12 +86,16 @@ def _chats(args: Arguments) -> ChatConfig:
     prompt_format, model = args["sft-tokenizer-prompt-format"], args["tokenizer-model"]
     if prompt_format not in (*FORMATS, "default"):
         args.refuse("sft-tokenizer-prompt-format", f"supported formats: default, {', '.join(FORMATS)}")
-    template_file = str(Path(model or "unset") / "tokenizer_config.json")
+    template_file, pad_token = str(Path(model or "unset") / "tokenizer_config.json"), FORMATS.get(prompt_format)
     if prompt_format == "default":
+        names = named_tokens(Path(template_file))
+        pad_token = names.get("pad_token", names.get("eos_token"))
         text = f"the template is read from {template_file}; the loss covers questions too, as in Megatron-LM"
         args.remark("sft-tokenizer-prompt-format", text)
-    text = "one row for each line, pad tokens without loss, as in Megatron-LM: see data.packing and data.mask_pad"
-    args.remark("sft", text)
+    if prompt_format == "identity":
+        args.remark("sft-tokenizer-prompt-format", "Megatron-LM 0.19.2 has a loss on questions too: set data.loss=all")
+    text = "one row for each line, pad tokens without loss, and no end token beyond the template's, as in Megatron-LM"
+    args.remark("sft", f"{text}: see data.packing, data.mask_pad and data.end_token")
     lists: dict[str, Any] = {}
     for setting, flag in [("paths", "data-path"), *((f"{name}_paths", f"{name}-data-path") for name in NAMES)]:
         lists[setting], weights = parse_paths(args[flag]) if args[flag] else ((), None)
@@ -100,7 +109,9 @@ def _chats(args: Arguments) -> ChatConfig:
         split=re.sub(r"[\s'\"]", "", args["split"]),
         template=prompt_format if prompt_format in FORMATS else template_file,
         loss="all" if prompt_format == "default" else "answers",
+        end_token="template",
         packing="lines",
+        pad_token=pad_token,
         isolate_padding=False,
         cut_long=True,
         mask_pad=True,

@@ -1,5 +1,6 @@
 """Rows of language models: content, loss masks, positions, segments, and errors."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,20 @@ def test_a_plain_row(tmp_path: Path) -> None:
     assert not any(values.flags.writeable for values in row.values())
 
 
-def test_end_of_document_belongs_to_its_document(tmp_path: Path) -> None:
-    flags = {"reset_positions": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    row = one_row(tmp_path, [[1, 2, EOD, 4, EOD, EOD, 7, 8]], 7, **flags)
-    assert row["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
-    assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3]
-    assert row["loss_mask"].tolist() == [1, 1, 0, 1, 0, 0, 1]
+@pytest.mark.parametrize("flags", itertools.product((False, True), repeat=3))
+def test_each_of_the_reset_and_mask_settings_has_its_own_effect(flags: tuple[bool, ...], tmp_path: Path) -> None:
+    names = ("reset_positions", "reset_attention_mask", "eod_mask_loss")
+    row = one_row(tmp_path, [[1, 2, EOD, 4, EOD, EOD, 7, 8]], 7, **dict(zip(names, flags, strict=True)))
+    assert row["positions"].tolist() == ([0, 1, 2, 0, 1, 0, 0] if flags[0] else [*range(7)])
+    assert row["segment_ids"].tolist() == ([0, 0, 0, 1, 1, 2, 3] if flags[1] else [0] * 7)
+    assert row["loss_mask"].tolist() == ([1, 1, 0, 1, 0, 0, 1] if flags[2] else [1] * 7)
+
+
+def test_isolation_and_positions_restart_at_both_borders(tmp_path: Path) -> None:
+    options = {"isolate_documents": True, "reset_positions": True}
+    row = one_row(tmp_path, [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]], 8, **options)
+    assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert row["positions"].tolist() == [0, 1, 0, 0, 1, 0, 0, 1]
 
 
 def test_isolation_follows_stored_borders(tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ from megajax.data.splits import NAMES
 from megajax.models.config import text_schema
 
 META = load_json("data/masked_fim_sft_meta.json")
+CHATS = {key: (case, "data/masked_fim_sft.npz") for key, case in META.items() if key.startswith("sft/")}
+"""Cases of chats, and the file of their arrays."""
+for path in sorted((FOLDER.parent / "oracle3" / "sft").glob("*.json")):
+    CHATS |= {key: (case, str(path.with_suffix(".npz"))) for key, case in json.loads(path.read_text()).items()}
 LEAVES = {"tokens": "tokens", "labels": "labels", "loss_mask": "loss_mask", "position_ids": "positions"}
 
 
@@ -93,10 +97,11 @@ class Pieces:
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
 
 
-@pytest.mark.parametrize("key", cases(key for key in META if key.startswith("sft/")))
+@pytest.mark.parametrize("key", cases(CHATS))
 def test_chats(key: str, tmp_path: Path) -> None:
     """Labels without loss are -100 or the pad token in Megatron-LM; here they are the tokens that follow."""
-    case, stored = META[key], load_arrays("data/masked_fim_sft.npz")
+    case, arrays = CHATS[key]
+    stored = load_arrays(arrays)
     default, file = case["prompt_format"] == "default", FOLDER / "data" / "sft.jsonl"
     if case["conversations"]:
         file = tmp_path / "own.jsonl"
@@ -106,6 +111,7 @@ def test_chats(key: str, tmp_path: Path) -> None:
         split="100,0,0",
         template=PLAIN if default else case["prompt_format"],
         loss="all" if default else "answers",
+        end_token="template",
         packing="lines",
         cut_long=True,
         mask_pad=True,

@@ -386,11 +386,14 @@ def test_conversations() -> None:
     data = config(f"{CHATS} --split 100,0,0").data
     assert data == ChatConfig(
         paths=("a.jsonl",), split="100,0,0", template="nemotron-h-aligned", packing="lines", cut_long=True,
-        mask_pad=True, isolate_padding=False,
+        mask_pad=True, isolate_padding=False, end_token="template", pad_token="<SPECIAL_233>",
     )  # fmt: skip
     sft = "--without tokenizer-type --tokenizer-type SFTTokenizer --tokenizer-model folder --vocab-size 64"
     default = config(f"{CHATS} {sft} --sft-tokenizer-prompt-format default").data
     assert (default.loss, default.template) == ("all", "folder/tokenizer_config.json")
+    identity = convert_line(f"{CHATS} --sft-tokenizer-prompt-format identity")
+    assert identity.config is not None and identity.config.data.pad_token == "<unk>"
+    assert "data.loss=all" in dict(identity.remarks)["--sft-tokenizer-prompt-format"]
     assert convert_line(f"{CHATS} --sft-tokenizer-prompt-format other").refused
     assert convert_line("--without mock-data --sft --data-path 0.5 a.jsonl 0.5 b.jsonl").refused
 

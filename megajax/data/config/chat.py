@@ -33,6 +33,9 @@ class ChatConfig(Builds):
     template: PathText = "plain"
     """Renders conversations as text: a Jinja2 template, a file with one (also a tokenizer_config.json), or a name:
     plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
+    end_token: Literal["append", "template"] = "append"
+    """append: a conversation ends with the end-of-document token, which is added unless the template ends with it.
+    template: only what the template renders, as in Megatron-LM."""
     loss: Literal["answers", "all"] = "answers"
     """Tokens with a loss: of the assistant's messages, or all."""
     packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
@@ -46,6 +49,8 @@ class ChatConfig(Builds):
     """Cut a line that is longer than a row; false: an invalid line, see `on_error`."""
     pad_multiple: int = 1
     """Pad each conversation to a multiple of this many tokens."""
+    pad_token: str | None = None
+    """Token for padding; none: the tokenizer's pad token, or else its end-of-document token."""
     mask_pad: bool = False
     """No loss wherever the label is the pad token, as in Megatron-LM. If the pad token also ends conversations, the
     model does not learn to end them."""
