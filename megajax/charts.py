@@ -375,7 +375,7 @@ class Timeline:
     """CSS class -> its boxes."""
     end: float
     names: Mapping[str, str] = field(default_factory=dict)
-    """CSS class -> the tooltip of its boxes."""
+    """CSS class -> the tooltip of its boxes; in a PNG, the legend."""
     title: str = ""
     x_label: str = ""
     y_label: str = ""
@@ -420,17 +420,21 @@ class Timeline:
     def plot(self, axes: Any, colors: Mapping[str, Any]) -> None:
         """Draw on matplotlib axes. colors: CSS class -> matplotlib colour."""
         rows = len(self.rows)
-        axes.broken_barh([(0, self.end)], (-0.5, rows), facecolor="#ececec")
+        axes.broken_barh([(0, self.end)], (-0.5, rows), facecolor="#ececec", label="idle")
         for name, boxes in self.boxes.items():
+            style = {"facecolor": colors[name], "edgecolor": "white", "linewidth": 0.5, "label": self.names.get(name)}
             for row in sorted({box.row for box in boxes}):
                 spans = [(box.start, box.length) for box in boxes if box.row == row]
-                axes.broken_barh(spans, (row - 0.45, 0.9), facecolor=colors[name], edgecolor="white", linewidth=0.5)
+                axes.broken_barh(spans, (row - 0.45, 0.9), **style)
             for box in boxes:
                 if box.text:
                     center = box.start + box.length / 2
                     axes.text(center, box.row, box.text, ha="center", va="center", fontsize=6, clip_on=True)
-        for time, _ in self.breaks:
-            axes.axvline(time, color="black", linewidth=0.8, linestyle=":")
+        for time, text in self.breaks:
+            axes.axvline(time, color="black", linewidth=0.8, linestyle=":", label=text)
+        handles, labels = axes.get_legend_handles_labels()
+        keys = dict(zip(labels, handles, strict=True))  # rows and breaks repeat their names
+        axes.figure.legend(keys.values(), keys, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
         axes.set_title(self.title, fontsize=9)
         axes.set_xlabel(self.x_label)
         axes.set_ylabel(self.y_label)

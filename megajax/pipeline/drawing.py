@@ -23,6 +23,8 @@ PICTURE_CELLS = 50_000
 """Maximum number of pieces of work in a picture; more would be unreadable and take minutes."""
 NUMBERED_CELLS = 3_000
 """Maximum number of pieces of work in a picture for them to be numbered."""
+NAMED_CHUNKS = 4
+"""Maximum number of chunks that a legend lists; of more, only the first and the last."""
 
 
 def draw(flags: Mapping[str, Any]) -> None:
@@ -119,10 +121,13 @@ def _block(schedule: Schedule, ticks: range, label: int, cell: int) -> str:
 
 
 def _rows(schedule: Schedule) -> list[tuple[str, Work, int]]:
-    """Kinds of work with a letter, and how long they take, in forwards."""
+    """Kinds of work with a letter of NAMES, and how long they take, in forwards."""
     if not schedule.split_backward:
         return [("F", schedule.forward, 1), ("B", schedule.input_gradient, 2)]
     return [("F", schedule.forward, 1), ("I", schedule.input_gradient, 1), ("W", schedule.weight_gradient, 1)]
+
+
+NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
 def _span(phase: Phase, ticks: range, cell: int) -> str:
@@ -148,7 +153,7 @@ def save_picture(schedule: Schedule, path: Path) -> None:
             "Draw fewer microbatches: the pattern repeats."
         )
     timeline, colors = _timeline(schedule, numbered=cells <= NUMBERED_CELLS)
-    inches = (min(40.0, max(8.0, 0.16 * timeline.end)), 1.5 + 0.42 * min(schedule.stages, 64))
+    inches = (min(40.0, max(8.0, 0.16 * timeline.end)), 2.1 + 0.42 * min(schedule.stages, 64))
     save_as_asked(lambda axes: timeline.plot(axes, colors), path, inches=inches)
 
 
@@ -164,25 +169,36 @@ def save_as_asked(plot: Callable[[Any], None], path: Path, *, inches: tuple[floa
 
 def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str, tuple[float, ...]]]:
     """The boxes of all stages, and the colour of each class of boxes. The unit of time is a forward of a chunk."""
-    boxes: dict[str, list[Box]] = {}
-    colors, breaks, start = {}, [], 0
+    kinds = [(letter, chunk) for letter, _, _ in _rows(schedule) for chunk in range(schedule.chunks)]
+    boxes: dict[str, list[Box]] = {f"{letter}{chunk}": [] for letter, chunk in kinds}
+    colors = {f"{letter}{chunk}": _color(letter, chunk, schedule.chunks) for letter, chunk in kinds}
+    breaks, start = [], 0
     for phase in schedule.phases:
-        breaks += [(start, "")] if start else []
+        breaks += [(start, "next phase")] if start else []
         for tick in range(phase.start, phase.stop):
             for letter, work, length in _rows(schedule):
                 for stage, i in enumerate(work.microbatch[tick].tolist()):
                     if i >= 0:
                         chunk = int(work.chunk[tick, stage])
                         text = _entry(schedule, i, chunk) if numbered else ""
-                        boxes.setdefault(f"{letter}{chunk}", []).append(Box(stage, start, length, text))
-                        colors[f"{letter}{chunk}"] = _color(letter, chunk, schedule.chunks)
+                        boxes[f"{letter}{chunk}"].append(Box(stage, start, length, text))
                 start += length * (letter in phase.label)
+    numbers = "; numbers are microbatches" + ", letters are chunks" * (1 < schedule.chunks <= len(LETTERS))
+    numbers *= numbered
+    listed = range(schedule.chunks) if schedule.chunks <= NAMED_CHUNKS else (0, schedule.chunks - 1)
+    chunk_names = {chunk: f", chunk {_entry(schedule, 0, chunk)[1:].lstrip('.')}" for chunk in listed}
+    names = {
+        f"{letter}{chunk}": NAMES[letter] + chunk_names[chunk] * (schedule.chunks > 1)
+        for letter, chunk in kinds
+        if chunk in listed
+    }
     timeline = Timeline(
         rows=[str(stage) for stage in range(schedule.stages)],
         boxes=boxes,
+        names=names,
         end=start,
         title=f"{heading(schedule)}; bubble {float(measure(schedule).pipeline_bubble):.1%} over ideal time",
-        x_label="time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)"),
+        x_label="time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)") + numbers,
         y_label="stage",
         breaks=breaks,
     )

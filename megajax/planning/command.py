@@ -176,7 +176,8 @@ class Request:
             raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0]['refusal']}")
         if picture is not None:
             save = resolve("megajax.pipeline.drawing:save_as_asked")
-            save(partial(draw_sweep, axis, points), picture, inches=(8, 4.5))
+            plan = f"{self.source} on {self.case.cluster.device.name}"
+            save(partial(draw_sweep, plan, axis, points), picture, inches=(8, 4.5))
         return sweep_report(self.source, axis, points), points
 
     def serve(self) -> tuple[Report, Any]:

@@ -36,6 +36,7 @@ SCALING = {
     "": "one setting at several values",
 }
 """Modes of the points of a sweep, and their titles."""
+PREDICTION = "predicted by formulas, not measured"
 type Point = dict[str, Any]
 """JSON of a plan: `value`, `mode`, `devices`, `global_size`, and its figures or the `refusal` of the rules."""
 
@@ -245,13 +246,30 @@ def sweep_report(source: str, axis: str, points: Sequence[Point]) -> Report:
     refused = [f"{point['mode']} {point['value']}: {point['refusal']}" for point in points if "refusal" in point]
     if refused:
         blocks.append(("refused", [("", line.strip()) for line in refused]))
-    return Report(f"{source} by {axis}", blocks)
+    return Report(f"{source} by {axis}, {PREDICTION}", blocks)
 
 
-def draw_sweep(axis: str, points: Sequence[Point], axes: Any) -> None:
-    """Tokens per second, a curve of each mode, on matplotlib axes."""
+def draw_sweep(plan: str, axis: str, points: Sequence[Point], axes: Any) -> None:
+    """Tokens per second, a curve of each mode, on matplotlib axes; over devices, also perfect scaling.
+
+    plan: the config and the device, for the title.
+    """
+    planned = [point for point in points if "refusal" not in point]
+    scaling = axis == DEVICES_AXIS
     for mode, title in SCALING.items():
-        if curve := [point for point in points if point["mode"] == mode and "refusal" not in point]:
-            axes.plot([point["value"] for point in curve], [*map(tokens_per_second, curve)], marker="o", label=title)
-    axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
-    axes.legend()
+        if curve := [point for point in planned if point["mode"] == mode]:
+            at = [point["devices"] if scaling else point["value"] for point in curve]
+            axes.plot(at, [*map(tokens_per_second, curve)], marker="o", label=title)
+    axes.set_title(f"{plan}: tokens per second, {PREDICTION}", fontsize=10)
+    axes.set(xlabel=axis, ylabel="predicted tokens/s")
+    axes.grid(alpha=0.25)
+    if scaling:
+        devices = sorted({point["devices"] for point in planned})
+        ideal = [tokens_per_second(planned[0]) * number / planned[0]["devices"] for number in devices]
+        axes.plot(devices, ideal, color="gray", linestyle=":", label="in proportion to the devices")
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(devices, map(str, devices))
+        axes.set_xticks([], minor=True)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)

@@ -137,6 +137,20 @@ def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatc
         assert all(start + length <= after for (start, length), (after, _) in pairwise(boxes))
 
 
+def test_the_legend_of_the_picture_names_every_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="needs the extra plot")
+    drawn, save = [], figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda figure, *a, **k: [drawn.append(figure), save(figure, *a, **k)]
+    )
+    save_picture(one_f_one_b(2, 4, 2), tmp_path / "a.png")
+    save_picture(one_f_one_b(2, 4), tmp_path / "b.png")
+    names = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in drawn]
+    chunks = [f"{kind}, chunk {chunk}" for kind in ("forward", "backward") for chunk in "ab"]
+    assert names == [["idle", *chunks, "next phase"], ["idle", "forward", "backward", "next phase"]]
+    assert "letters are chunks" in drawn[0].axes[0].get_xlabel()
+
+
 class WithoutMatplotlib:
     """Finds modules as if matplotlib were not installed."""
 

@@ -65,10 +65,20 @@ def test_sweep_over_a_setting(tmp_path: Path) -> None:
     assert points[1]["activations_gib"] == pytest.approx(2 * points[0]["activations_gib"])
 
 
-def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plan_json(tmp_path, "--sweep=devices:64,128", f"--png={tmp_path}/sweep.png")
+@pytest.mark.parametrize("sweep", ["devices:64,128", "batch.micro_size:1,2"])
+def test_the_picture_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: str) -> None:
+    """Its title and its axis say that the figures are predictions, and its legend names the curves."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn, save = [], figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda figure, *a, **k: [drawn.append(figure), save(figure, *a, **k)]
+    )
+    plan_json(tmp_path, f"--sweep={sweep}", f"--png={tmp_path}/sweep.png")
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    (axes,) = drawn[0].axes
+    assert "on h100: tokens per second, predicted" in axes.get_title() and "predicted" in axes.get_ylabel()
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names[-1] == ("in proportion to the devices" if "devices" in sweep else "one setting at several values")
 
 
 REFUSED = {
