@@ -44,9 +44,12 @@ class ServedModel:
             raise RequestError(404, f"no model {abbreviated(name)}: there is {self.name}", "model")
 
     def card(self) -> dict[str, Any]:
-        """The model's entry in /v1/models."""
+        """The model's entry in /v1/models.
+
+        `max_model_len` and `chat_template` (whether the model answers messages) are not OpenAI's.
+        """
         entry = {"id": self.name, "object": "model", "created": self.created, "owned_by": "megajax"}
-        return entry | {"max_model_len": self.length}
+        return entry | {"max_model_len": self.length, "chat_template": self.conversation is not None}
 
     async def encode(self, text: str, *, special_tokens: bool, prefix: bool) -> list[int]:
         """Tokens of a text.

@@ -7,7 +7,7 @@ from math import prod
 from megajax.config.errors import ConfigError
 from megajax.inference.engine import Engine
 from megajax.inference.model_device import ModelDevice
-from megajax.inference.programs import Programs
+from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.models import ServedModel
@@ -15,6 +15,7 @@ from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.server.state import Readiness
 from megajax.inference.worker import Worker
 from megajax.metrics.banner import Section, plain
+from megajax.models.facts import facts_of
 from megajax.text import count
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.conversation import Conversation
@@ -81,7 +82,6 @@ def _compiled(programs: Programs) -> Iterator[str]:
 
 def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[str]) -> list[Section]:
     loaded, size = programs.loaded, programs.size
-    weights = sum(prod(array.shape) for array in loaded.weights.values())
     dtypes = ", ".join(sorted({array.dtype.name for array in loaded.weights.values()}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
@@ -89,7 +89,7 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[s
     steps = f"{len(compiled)} compiled: {shapes}" if compiled else "compiled when first needed"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
-        ("model", [("name", model.name), ("weights", f"{count(weights)} in {dtypes}, of {where}")]),
+        ("model", [("name", model.name), ("parameters", f"{count(parameter_count(loaded))} in {dtypes}, of {where}")]),
         (
             "engine",
             [
@@ -101,6 +101,13 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[s
             ],
         ),
     ]
+
+
+def parameter_count(loaded: LoadedModel) -> int:
+    """Number of weights; without padding of the vocabulary if the model has facts, as in training."""
+    facts = facts_of(loaded.cfg)
+    stored = sum(prod(array.shape) for array in loaded.weights.values())
+    return stored if facts is None else facts.parameter_count().total
 
 
 def _log(line: str) -> None:

@@ -40,6 +40,7 @@ def process(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         if line.strip().startswith("queue"):
             break
     rows = dict(line.split(maxsplit=1) for line in banner if " " in line)
+    assert rows["parameters"].startswith("918.9k ")  # without padding of the vocabulary, as training says
     assert rows["name"] == "small" and rows["cache"].startswith("256 tokens") and rows["kernel"]
     yield server, rows["address"]
     server.kill()

@@ -1,0 +1,56 @@
+"""The page of the server offers what its model can do, and the banner counts its weights."""
+
+from collections.abc import Iterator
+from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, Browser
+from served import Running, start, stop
+
+from megajax.config import load
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.run import parameter_count
+
+
+@pytest.fixture(scope="module", params=["plain", None], ids=["chat", "no chat template"])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[Running, bool]]:
+    running = start(ServerConfig(), template=request.param)
+    yield running, request.param is not None
+    stop(running)
+
+
+def test_the_models_entry_says_which_routes_it_has(running: tuple[Running, bool]) -> None:
+    """What the page reads; a request to the route that it then chooses is answered."""
+    server, chats = running
+    (card,) = server.ask("/v1/models", method="GET").json()["data"]
+    assert (card["chat_template"], card["max_model_len"]) == (chats, 4096)
+    assert "model.chat_template" in files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
+    chat = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})
+    assert chat.status_code == (200 if chats else 400)
+    assert server.complete(prompt="def ", max_tokens=1).status_code == 200
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_first_send_is_answered(running: tuple[Running, bool]) -> None:
+    server, chats = running
+    with Browser(server.url) as browser:
+        browser.wait("!!document.getElementById('send') && !document.getElementById('send').disabled")
+        assert browser.value("document.getElementById('route').value") == ("chat" if chats else "text")
+        assert browser.value("document.getElementById('route').options[0].disabled") is not chats
+        browser.value("document.getElementById('prompt').value = 'def '")
+        browser.value("document.getElementById('send').click()")
+        browser.wait("/256 tokens in/.test(document.getElementById('status').textContent)")
+        texts = browser.value("[...document.querySelectorAll('#talk article')].map(article => article.textContent)")
+        assert texts[0] == "def " and texts[1].startswith("user: def " if chats else "def def ")
+        assert browser.value("document.getElementById('status').className") == ""
+
+
+def test_the_banner_counts_weights_as_training_does() -> None:
+    """The quickstart's token tables have 257 rows, padded to 384."""
+    padded: Any = SimpleNamespace(cfg=load("quickstart.py").model, weights={"tokens": np.zeros((384, 128))})
+    assert parameter_count(padded) == 918_912
+    padded.cfg = object()  # without facts
+    assert parameter_count(padded) == 384 * 128
