@@ -3,12 +3,9 @@
 import errno
 import os
 import shutil
-import time
 from pathlib import Path
 
 from megajax.text import byte_size
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -82,12 +79,3 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.rename(path)
     flush_to_disk(path.parent)
-
-
-def delete_folder(folder: Path, tries: int = 20) -> None:
-    """Deletes a folder. Tries more than once, because a library may still write a file in the background."""
-    for _ in range(tries):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.1)

@@ -8,9 +8,8 @@ from pathlib import Path
 from megajax.checkpoint import disk
 from megajax.config.errors import UserError
 from megajax.text import byte_size
+from megajax.write_errors import FULL, error_number, remedy
 
-_FILE_ERRORS = (*disk.FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
-"""Errors that are recognised in the messages of libraries that raise no OSError."""
 MAX_REASON_LENGTH = 500
 
 
@@ -32,21 +31,15 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    number, file = _error_number(error, text), _file_of_error(error, text)
+    number, file = error_number(error, text), _file_of_error(error, text)
     if number is None:
         return f"{text[:MAX_REASON_LENGTH]} ({path.parent})"
-    if number in disk.FULL and (free := disk.free_bytes(path.parent)) is not None:
+    if number in FULL and (free := disk.free_bytes(path.parent)) is not None:
         available = byte_size(free + _disk_usage(path))
-        return f"{path.parent} needs {byte_size(needed)}, {available} are free ({os.strerror(number)})"
-    return f"{file or path.parent}: {os.strerror(number)}"
-
-
-def _error_number(error: BaseException, text: str) -> int | None:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    if match := re.search(r"OS error (\d+)", text):
-        return int(match[1])
-    return next((number for number in _FILE_ERRORS if os.strerror(number).lower() in text.lower()), None)
+        line = f"{path.parent} needs {byte_size(needed)}, {available} are free ({os.strerror(number)})"
+        return line if number == errno.ENOSPC else f"{line}; {remedy(number)}"
+    advice = f"; {remedy(number)}" if remedy(number) else ""
+    return f"{file or path.parent}: {os.strerror(number)}{advice}"
 
 
 def _file_of_error(error: BaseException, text: str) -> str | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megajax.checkpoint import disk
 from megajax.config.errors import UserError
+from megajax.write_errors import write_fault
 
 STEP = re.compile(r"\d{8,}")
 ARRAYS = "arrays"
@@ -99,10 +100,7 @@ def probe(folder: Path, process: int) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"checkpoints can't be written to {folder}: {error.strerror}.\n"
-        "Make the folder writable, free space, or choose another run_dir."
-    )
+    return UserError(f"checkpoints can't be written to {folder}: {write_fault(error)}.\nThe folder is below run_dir.")
 
 
 class WriterLock:

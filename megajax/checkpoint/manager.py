@@ -31,6 +31,7 @@ from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, o
 from megajax.config.errors import UserError
 from megajax.mesh.peers import PartFailed, Peers
 from megajax.text import byte_size
+from megajax.working_folder import delete_folder
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 LAST_SAVE_TIMEOUT_SECONDS = 5.0
@@ -229,7 +230,7 @@ class CheckpointManager(CheckpointReader):
 
     def _failed(self, save: _Save, error: Exception) -> CheckpointError:
         if save.peers.first:
-            disk.delete_folder(save.path)
+            delete_folder(save.path)
         reason = str(error) if isinstance(error, PartFailed) else failures.reason(error, save.path, save.bytes)
         return CheckpointError(save.step, reason)
 

@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megajax.write_errors import write_fault
+
 MAGIC = b"MEGAJAX ARRAYS 1\n"
 ALIGNMENT = 64
 DIGEST_BYTES = 32
@@ -63,8 +65,8 @@ def load_or_build(folder: Path, description: Mapping[str, object], build: Callab
         _write(path, description, arrays)
     except OSError as error:
         warnings.warn(
-            f"index cache {folder} cannot be written ({error.strerror}): indices are kept in memory and built again "
-            "at the next start. Set data.cache_dir to a writable folder.",
+            f"index cache {folder} cannot be written ({write_fault(error)}): indices are kept in memory "
+            "and built again at the next start. Set data.cache_dir to a writable folder.",
             stacklevel=2,
         )
     return arrays

@@ -29,6 +29,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.reading import ReadFile, with_retries
+from megajax.write_errors import write_fault
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -315,7 +316,9 @@ class IndexedWriter:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self._temporary(tokens_path(prefix)).open("wb", buffering=1 << 20)
         except OSError as error:
-            raise UserError(f"{prefix}: cannot be written: {error}. Choose another output prefix.") from error
+            raise UserError(
+                f"{prefix}: cannot be written: {write_fault(error)}. Choose another output prefix."
+            ) from error
 
     def _temporary(self, path: Path) -> Path:
         return path.with_name(f"{path.name}.{self._tag}")

@@ -5,8 +5,8 @@ With partitions, each worker reads and tokenizes a part of the input instead. Al
 folder beside the output and renamed at the end.
 """
 
-import errno
 import functools
+import glob
 import math
 import multiprocessing
 import os
@@ -32,12 +32,14 @@ from megajax.data.document_rules import WholeFile
 from megajax.data.indexed import IndexedTokens, IndexedWriter, check_output, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, PreprocessResult
-from megajax.data.reading import ReadError, describe_error
+from megajax.data.reading import ReadError, is_transient
 from megajax.data.sentences import split_sentences
 from megajax.data.text_files import Chunk, TextFile, find_files, find_pairs
 from megajax.data.text_formats import TextFormat, format_of, partitions
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
+from megajax.working_folder import delete_abandoned, hold
+from megajax.write_errors import remedy, write_fault
 
 _POLL_SECONDS = 0.1
 """Interval at which interrupts are handled while waiting for workers."""
@@ -146,7 +148,7 @@ def preprocess(
     for output in final:
         check_output(output, job.overwrite)
     workers = min(job.workers, _useful_workers(job, files))
-    folder = _working_folder(job.prefix)
+    folder, lock = _working_folder(job.prefix)
     try:
         limited = replace(job, workers=workers)
         counts, fault = _write(limited, tokenizer, files, prefix=str(folder / "all"), report=report)
@@ -163,12 +165,12 @@ def preprocess(
             tokens_path(folder / f"all-{key}").replace(tokens_path(prefix))
             index_path(folder / f"all-{key}").replace(index_path(prefix))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise ReadError(f"{job.prefix}: nothing was written: {describe_error(error)}. Check the disk.") from error
-        reason = f"the disk is full: {error.strerror}. Nothing was written; free some space."
-        raise UserError(f"{job.prefix}: {reason}") from error
+        kind = ReadError if is_transient(error) or not remedy(error.errno) else UserError
+        at = f" ({error.filename})" if error.filename else ""
+        raise kind(f"{job.prefix}: nothing was written: {write_fault(error)}{at}.") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
     seconds = time.perf_counter() - started
     return PreprocessResult(
         prefixes=final,
@@ -193,16 +195,19 @@ def _check_keys(job: Preprocessing) -> None:
         raise UserError("--split-sentences: the sentences of a pair would not correspond. Leave it out.")
 
 
-def _working_folder(prefix: str) -> Path:
+def _working_folder(prefix: str) -> tuple[Path, int]:
+    """A new folder beside the output, and the descriptor of its lock. Deletes those of killed processes."""
     parent, name = os.path.split(os.path.abspath(prefix))
     if not name or prefix.endswith(os.sep):
         error_text = f"names a folder; add the beginning of a file name, as in {prefix}corpus."
         raise UserError(f"--output-prefix {prefix}: {error_text}")
     try:
         os.makedirs(parent, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
+        delete_abandoned(Path(parent).glob(f".{glob.escape(name)}.partial-*"))
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
+        return folder, hold(folder)
     except OSError as error:
-        error_text = f"can't write there: {error.strerror}. Choose another place."
+        error_text = f"can't write there: {write_fault(error)}."
         raise UserError(f"--output-prefix {prefix}: {error_text}") from error
 
 

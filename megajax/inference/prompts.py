@@ -12,6 +12,7 @@ from megajax.inference.request import Answer, TokenScore
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
+from megajax.write_errors import write_fault
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -138,7 +139,7 @@ class AnswerFile:
                 self.completed, end = self.completed + 1, self._file.tell()
             self._file.truncate(end)
         except OSError as error:
-            raise UserError(f"--output={path}: cannot be written: {error.strerror or error}") from error
+            raise UserError(f"--output={path}: cannot be written: {write_fault(error)}") from error
 
     def _is_answer(self, line: bytes, choice: int) -> bool:
         """Whether a line is an answer to the next prompt. For an incomplete last line, only its start is compared; a

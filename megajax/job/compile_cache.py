@@ -25,6 +25,7 @@ from megajax.mesh.mesh import find_devices
 from megajax.mesh.peers import Peers
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.runfolder import write_atomically
+from megajax.write_errors import write_fault
 
 JAX_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 """If a user sets this variable, jax alone manages the cache, in that folder."""
@@ -142,7 +143,7 @@ def _prepare(base: Path, folder: Path) -> str | None:
         if damaged := delete_damaged(folder):
             print(f"compile cache: {len(damaged)} damaged entries deleted in {folder}", file=sys.stderr)
     except OSError as error:
-        return f"the compile cache {folder} can't be written: {error.strerror or error}"
+        return f"the compile cache {folder} can't be written: {write_fault(error)}"
     return None
 
 

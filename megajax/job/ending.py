@@ -24,6 +24,7 @@ from megajax.text import count, duration, skipped_rows
 from megajax.training.loop import Corruption, NumericFault, StepInfo
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
+from megajax.write_errors import write_fault
 
 type Sampler = Callable[[Run, Path], str | None]
 """Returns a text sample of a trained model, or None: `inference.sample.sample`.
@@ -140,7 +141,7 @@ class Ending:
             if line := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
                 self.console.say(line)
         except OSError as error:
-            self.console.say(f"no plot: {error.strerror or error}")
+            self.console.say(f"no plot: {write_fault(error)}")
 
     def _sample(self) -> None:
         """Print a sample of the trained model, only after the last step and in a single process. Errors are printed."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megajax.config.errors import UserError
+from megajax.write_errors import write_fault
 
 MOST_WAITING = 1_000_000
 """Maximum number of lines kept in memory: hundreds of MB."""
@@ -71,7 +72,7 @@ class LineFile:
             if self._waiting and self._failure is not None:
                 raise LinesLost(
                     f"{self._path}: the last {len(self._waiting):,} lines could not be written: "
-                    f"{self._failure.strerror}"
+                    f"{write_fault(self._failure)}"
                 )
 
     def _write_waiting(self) -> None:
@@ -89,7 +90,7 @@ class LineFile:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if self._failure is None:
-                self._say(f"{self._path} can't be written: {error.strerror}; its lines wait in memory")
+                self._say(f"{self._path} can't be written ({write_fault(error)}); its lines wait in memory")
             self._failure = error
         else:
             if self._failure is not None:

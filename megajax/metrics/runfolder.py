@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megajax.config.errors import UserError
 from megajax.metrics.line_file import FileDeleted
+from megajax.write_errors import write_fault
 
 
 class RunFolder:
@@ -33,8 +34,7 @@ class RunFolder:
                 pass
         except OSError as error:
             raise UserError(
-                f"run_dir {path} can't be written: {error.strerror or error}. "
-                "Set run_dir to a writable folder with free space."
+                f"run_dir {path} can't be written: {write_fault(error)}. Set run_dir to a folder that can be written."
             ) from error
         return cls(path)
 
@@ -67,4 +67,4 @@ def write_output_file(path: Path, text: str) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
+        raise UserError(f"{path} can't be written: {write_fault(error)}") from error

@@ -12,6 +12,7 @@ from megajax.charts import Box, Timeline, save_png
 from megajax.config.errors import ConfigError, UserError
 from megajax.pipeline.check import check, measure
 from megajax.pipeline.schedule import Phase, Schedule, Work, build, problems
+from megajax.write_errors import write_fault
 
 LABEL = 6
 """Width of a row's name for stages of one digit."""
@@ -164,7 +165,7 @@ def save_as_asked(plot: Callable[[Any], None], path: Path, *, inches: tuple[floa
     except ModuleNotFoundError as error:
         raise UserError(f"--png={path}: {error}. Or leave out --png.") from error
     except OSError as error:
-        raise UserError(f"--png={path} can't be written: {error.strerror}. Choose an existing folder.") from error
+        raise UserError(f"--png={path} can't be written: {write_fault(error)}. Choose an existing folder.") from error
 
 
 def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str, tuple[float, ...]]]:

@@ -22,6 +22,7 @@ from megajax.reporting.history import History, read_history
 from megajax.reporting.run_summary import TIME, RunSummary, Table, summarize
 from megajax.reporting.shares import goodput
 from megajax.text import duration
+from megajax.write_errors import write_fault
 
 WIDTH = 160
 """Columns of the text if standard output is not a terminal."""
@@ -66,7 +67,7 @@ def report(run_dir: Path, output: Path | None, *, as_text: bool) -> None:
         print(_write_page(history, None if output is None else output.expanduser()))
     except OSError as error:
         raise UserError(
-            f"the page can't be written to {output or history.folder}: {error.strerror or error}. "
+            f"the page can't be written to {output or history.folder}: {write_fault(error)}. "
             "Choose another file with --output=FILE."
         ) from error
 

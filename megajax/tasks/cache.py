@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from megajax.config.errors import UserError
 from megajax.mesh.peers import Peers
 from megajax.training.scoring import Answer, Window
+from megajax.write_errors import write_fault
 
 
 class RequestCache:
@@ -47,7 +48,7 @@ class RequestCache:
             if self._text and not self._text.endswith(b"\n"):
                 self._file.write(b"\n")
         except OSError as error:
-            problem = f"{self.path}: cannot be written: {error.strerror}"
+            problem = f"{self.path}: cannot be written: {write_fault(error)}"
             raise UserError(f"{problem}. Set --output or --cache=false.") from error
 
     def get(self, windows: Sequence[Window]) -> list[Answer | None]:

@@ -19,6 +19,7 @@ from megajax.tools.flags import UNKNOWN, Word, spellings
 from megajax.tools.json_output import first_word
 from megajax.tools.megatron_flags import FLAGS, SCRIPTS, Converted, convert
 from megajax.tools.shell import Command, read_script
+from megajax.write_errors import write_fault
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
 python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS]      a shell script, read and not run
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
     try:
         options.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output={options.output} cannot be written: {error.strerror}") from error
+        raise UserError(f"--output={options.output} cannot be written: {write_fault(error)}") from error
     print(f"wrote {options.output}: check it with python -m megajax.train --config={options.output} --print-config",
           file=sys.stderr)  # fmt: skip
     return 0

@@ -8,6 +8,7 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.paths import PathText
+from megajax.write_errors import write_fault
 
 USAGE = """python -m megajax.tools.train_vocabulary --input=PATH[,PATH…] --output=FILE [--size=8000] [--cased]
 
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         with atomic_write(output) as file:
             file.write("".join(f"{token}\n" for token in tokens).encode())
     except OSError as error:
-        raise UserError(f"--output={output} cannot be written: {error.strerror}") from error
+        raise UserError(f"--output={output} cannot be written: {write_fault(error)}") from error
     kind = "wordpiece-cased" if flags["cased"] else "wordpiece"
     print(f"{output}: {len(tokens)} tokens, for megajax.preprocess --tokenizer={kind} --vocab-file={output}")
     return 0

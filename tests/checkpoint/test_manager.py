@@ -81,7 +81,9 @@ class FailsLater:
 def test_a_background_failure_is_raised(tmp_path, monkeypatch, method):
     manager = CheckpointConfig().build(tmp_path)
     monkeypatch.setattr(arrays, "start_writing", lambda path, leaves: FailsLater())
-    with pytest.raises(CheckpointError, match=r"step 3 not saved: /some/file: Read-only file system$"):
+    with pytest.raises(
+        CheckpointError, match=r"step 3 not saved: /some/file: Read-only file system; it is mounted read-only"
+    ):
         if method == "exit":
             with manager:
                 manager.save(3, state_of(3))

@@ -15,6 +15,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError, reason
 from megajax.checkpoint.manager import finish_at_exit
 from megajax.config.errors import UserError
+from megajax.write_errors import remedy
 
 MIB = 2**20
 STATE = {"w": jnp.zeros((512, 512), jnp.float32)}
@@ -27,8 +28,9 @@ def free(monkeypatch, count: int | None) -> None:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE, errno.EIO, errno.EFBIG])
 def test_an_error_of_the_file_system_names_the_path(tmp_path, number):
     error = OSError(number, os.strerror(number), "/runs/a/file")
-    assert reason(error, tmp_path / "step", MIB) == f"/runs/a/file: {os.strerror(number)}"
-    assert reason(OSError(number, os.strerror(number)), tmp_path / "step", MIB) == f"{tmp_path}: {os.strerror(number)}"
+    text = f"{os.strerror(number)}; {remedy(number)}"
+    assert reason(error, tmp_path / "step", MIB) == f"/runs/a/file: {text}"
+    assert reason(OSError(number, os.strerror(number)), tmp_path / "step", MIB) == f"{tmp_path}: {text}"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_an_error_of_the_file_system_names_the_path(tmp_path, number):
     [
         ('Error writing "/runs/a/d/x": No space left on device [OS error 28: ENOSPC] [source locations=\'', "full"),
         ("RESOURCE_EXHAUSTED: Disk quota exceeded\nmore\nlines", "quota"),
-        ('Failed to open "/runs/a/d/x": Stale file handle [source', "/runs/a/d/x: Stale file handle"),
+        ('Failed to open "/runs/a/d/x": Stale file handle [source', "/runs/a/d/x: Stale file handle; {stale}"),
         ("something else\nand its stack", "something else ({folder})"),
     ],
 )
@@ -46,7 +48,9 @@ def test_errors_of_libraries_become_one_line(tmp_path, monkeypatch, text, expect
     outer.__cause__ = ValueError(text)
     texts = {name: os.strerror(number) for name, number in (("full", errno.ENOSPC), ("quota", errno.EDQUOT))}
     if expected in texts:
-        expected = "{folder} needs 1.2 GiB, 310.0 MiB are free (" + texts[expected] + ")"
+        advice = f"; {remedy(errno.EDQUOT)}" * (expected == "quota")
+        expected = "{folder} needs 1.2 GiB, 310.0 MiB are free (" + texts[expected] + ")" + advice
+    expected = expected.replace("{stale}", remedy(errno.ESTALE))
     assert reason(outer, tmp_path / "step", int(1.2 * 2**30)) == expected.replace("{folder}", str(tmp_path))
 
 

@@ -1,16 +1,20 @@
-"""A worker of preprocessing that is killed: one message, exit code 1, no hang, and nothing half-written is left."""
+"""Preprocessing that is killed, as a worker or as a whole: one message, no hang, and what is left is deleted."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from gangs import children
 
+from megajax.config.errors import UserError
 from megajax.data.preprocessing import WorkerDied
-from tests.data.text_jobs import only_output
+from megajax.working_folder import hold
+from tests.data.text_jobs import job, lines, only_output
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,3 +46,44 @@ def test_a_killed_worker_ends_in_one_message(tmp_path: Path, partitions: int) ->
 def test_a_worker_that_ends_by_itself_is_named() -> None:
     assert str(WorkerDied(3)) == "A worker process ended with exit code 3; nothing was written."
     assert str(WorkerDied(None)) == "A worker process died; nothing was written." and WorkerDied(None).code == 1
+
+
+def test_what_a_killed_process_left_is_deleted_by_the_next_and_a_living_ones_is_not(tmp_path: Path, capfd) -> None:
+    source = lines(tmp_path / "a.jsonl", [{"text": "some words"}] * 100_000)
+    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--tokenizer=byte", "--workers=1"]
+    output = tmp_path / "out"
+    output.mkdir()
+    with subprocess.Popen([*call, f"--output-prefix={output / 'corpus'}"], cwd=ROOT) as process:
+        while not list(output.glob(".corpus.partial-*/*.tmp")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    (left,) = output.iterdir()
+    for name in (".corpus.partial-living", ".corpus.partial-unknown", ".corpus2.partial-other"):
+        (output / name).mkdir()
+    descriptor = hold(output / ".corpus.partial-living")
+    job(tmp_path, lines(tmp_path / "b.jsonl", [{"text": "x"}])).build()
+    os.close(descriptor)
+    error = capfd.readouterr().err
+    assert f"deleted {left}, left by a killed process" in error
+    assert f"left {output / '.corpus.partial-unknown'} alone: it has no lock" in error and "living" not in error
+    hidden = [".corpus.partial-living", ".corpus.partial-unknown", ".corpus2.partial-other"]
+    assert only_output(tmp_path) == [*hidden, "corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+def test_the_limit_of_a_files_size_is_named_and_not_the_disk(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the limit would cut the files of modules
+    source, limits = (
+        lines(tmp_path / "a.jsonl", [{"text": "words" * 100}] * 100),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"may write files of at most 4.0 KiB: raise the limit with ulimit -f"
+        ) as error:
+            job(tmp_path, source).build()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in str(error.value) and "disk" not in str(error.value) and only_output(tmp_path) == []
+    assert error.value.code == 2

@@ -89,7 +89,9 @@ def test_an_error_of_the_background_shows_at_the_next_step_and_a_retry_saves(tmp
     assert train(job(tmp_path, 40)) == 0
     assert names(tmp_path)[:7] == ["begun", "retried", "begun", "retried", "begun", "committed", "begun"]
     events = saves(tmp_path)
-    assert events[1]["why"] == "/runs/a/checkpoints/x: Input/output error" and events[1]["attempt"] == 1
+    assert (
+        events[1]["why"].startswith("/runs/a/checkpoints/x: Input/output error; the disk") and events[1]["attempt"] == 1
+    )
     assert [event["wait_seconds"] for event in events if "wait_seconds" in event] == [0.0, 0.0]
     failed = [line["step"] for line in lines(tmp_path) if line.get("save_failed")]
     # Known right after step 4, and over when a retry has committed, long before the end.

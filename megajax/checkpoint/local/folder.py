@@ -24,6 +24,7 @@ from megajax.checkpoint.reader import say
 from megajax.config.budget import read_json
 from megajax.config.errors import UserError
 from megajax.text import byte_size
+from megajax.write_errors import write_fault
 
 OWNER = "run.json"
 """Name of the file with the checkpoints folder that the local folder of a run belongs to."""
@@ -60,8 +61,8 @@ class LocalFolder:
             self._remove_stale_runs()
         except OSError as error:
             raise UserError(
-                f"checkpoint.local.folder {self.base} can't be written: {error.strerror}.\n"
-                "Name a writable folder with free space on a disk of this machine, or below /dev/shm."
+                f"checkpoint.local.folder {self.base} can't be written: {write_fault(error)}.\n"
+                "Name a folder on a disk of this machine, or below /dev/shm."
             ) from error
 
     def _claim(self) -> None:
