@@ -308,9 +308,9 @@ def _saved(policy: SavePolicy) -> str:
 
 
 def memory_formula(run: Run) -> str:
-    """Memory by Megatron-LM's formula, as the end of a line; "" for models and layouts that the formula lacks."""
+    """Memory by Megatron-LM's formula, as the end of a line; "" on CPUs, and for what the formula lacks."""
     facts, sizes = facts_of(run.cfg.model), run.mesh.shape
-    if facts is None or sizes["context"] > 1:
+    if facts is None or sizes["context"] > 1 or run.mesh.devices.flat[0].platform == "cpu":
         return ""
     setting = MemorySetting.of(
         run.cfg.parallel,

@@ -147,6 +147,7 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
         "start",
         step=job.first,
         devices=job.run.mesh.size,
+        device_kind=job.run.mesh.devices.flat[0].device_kind,
         processes=jax.process_count(),
         setup_seconds=round(time.monotonic() - job.started, 3),
     )

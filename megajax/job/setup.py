@@ -146,7 +146,7 @@ def _open_console_and_signals(
         total_steps=cfg.steps,
         start_step=first,
         primary=jax.process_index() == 0,
-        terms=Terms(position_unit(cfg.model)),
+        terms=Terms(position_unit(cfg.model), flops=jax.local_devices()[0].platform != "cpu"),
     )
     stack.enter_context(console)
     pulse.before_exit = console.release

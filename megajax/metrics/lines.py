@@ -17,6 +17,8 @@ class Terms:
 
     unit: str = "tokens"
     """Unit of the speed: tokens, positions or rows. Perplexity is shown for tokens only."""
+    flops: bool = True
+    """Whether FLOP/s are shown; on CPUs they are close to 0."""
 
     @property
     def loss(self) -> str:
@@ -107,7 +109,7 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {rates.step_seconds * 1000:.1f}",
     ]
-    if rates.tflops_per_device_causal is not None:
+    if terms.flops and rates.tflops_per_device_causal is not None:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {rates.tflops_per_device_causal:.1f}")
     parts += [
         f"learning rate: {last.lr:.6E}",
@@ -158,7 +160,7 @@ def short_fields(summary: Summary, *, speed: bool = True, terms: Terms = LANGUAG
     pairs = [("loss", f"{summary.loss:.4f}"), ("grad norm", f"{last.grad_norm:.3f}"), ("lr", f"{last.lr:.2e}")]
     if speed and rates.tokens_per_second_per_device is not None:
         pairs.append((terms.speed, text.count(rates.tokens_per_second_per_device)))
-    if speed and rates.tflops_per_device_causal is not None:
+    if speed and terms.flops and rates.tflops_per_device_causal is not None:
         pairs.append(("TFLOP/s/device", f"{rates.tflops_per_device_causal:.1f}"))
     if speed and rates.mfu_causal is not None:
         pairs.append(("MFU", f"{rates.mfu_causal:.1%}"))

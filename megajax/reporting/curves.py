@@ -9,7 +9,7 @@ import numpy as np
 from megajax.charts import LineChart, Mark, Series
 from megajax.metrics.plot import running_mean
 from megajax.reporting.attempts import Attempt
-from megajax.reporting.history import ROUTINE, STATUS, History, Steps
+from megajax.reporting.history import ROUTINE, STATUS, History
 from megajax.reporting.run_summary import details
 
 LOSS_SIZE = {"width": 1160, "height": 380}
@@ -42,7 +42,7 @@ def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:
     lines = [mark for mark in marks if mark.line]
     last = float(history.steps.step[-1]) if len(history.steps) else 1.0
     charts = [_loss(history)] if len(history.steps) else []
-    charts += _other_charts(history.steps, {run.first_step + 1 for run in runs}, history.layers.values.keys())
+    charts += _other_charts(history, {run.first_step + 1 for run in runs})
     return [
         replace(chart, last=last, **(LOSS_SIZE | {"marks": marks} if chart.title == "Loss" else {"marks": lines}))
         for chart in charts
@@ -71,11 +71,9 @@ def _with_mean(series: Series, *, always: bool = False) -> list[Series]:
     return [replace(series, style="faint"), replace(series, name=name, y=running_mean(y, window))]
 
 
-def _other_charts(steps: Steps, compiling: Collection[int], layers: Collection[str]) -> Iterator[LineChart]:
-    """All charts except the loss.
-
-    compiling: steps whose time includes a compilation, omitted from curves of speed. layers: columns of layer metrics.
-    """
+def _other_charts(history: History, compiling: Collection[int]) -> Iterator[LineChart]:
+    """All charts except the loss. compiling: steps whose time includes a compilation, omitted from curves of speed."""
+    steps, layers = history.steps, history.layers.values
     compiles = np.isin(steps.step, list(compiling)) if len(steps) > len(compiling) else np.zeros(len(steps), bool)
 
     def chart(
@@ -99,7 +97,7 @@ def _other_charts(steps: Steps, compiling: Collection[int], layers: Collection[s
     if steps.median("mfu_causal") is not None:
         mfu = {"causal attention": "mfu_causal", "full attention": "mfu_full"}
         yield chart("MFU", "model FLOP/s over the peak; ", mfu, percent=True, speed=True)
-    else:
+    elif history.shows_flops:
         tflops = {"causal attention": "tflops_per_device_causal", "full attention": "tflops_per_device_full"}
         yield chart("TFLOP/s per device", "of the model; ", tflops, speed=True)
     yield chart("Step time", "s", {"step": "step_seconds", "waiting for data": "seconds_data_wait"})

@@ -142,6 +142,11 @@ class History:
         """Name of the folder."""
         return self.folder.resolve().name
 
+    @property
+    def shows_flops(self) -> bool:
+        """Whether FLOP/s are shown: not for runs on CPUs, where they are close to 0."""
+        return {event.fields.get("device_kind") for event in self.events if event.name == "start"} != {"cpu"}
+
 
 def read_history(run_dir: Path) -> History:
     """Read the run in `run_dir`. Missing files and incomplete lines are listed in `faults`.

@@ -137,7 +137,7 @@ def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, s
         yield "tokens/s", count(speed), f"median; {count(steps.median('tokens_per_second_per_device') or 0)} per device"
     if (mfu := steps.median("mfu_causal")) is not None:
         yield "MFU", f"{mfu:.1%}", f"median; {steps.median('mfu_full') or 0:.1%} with full attention"
-    elif (rate := steps.median("tflops_per_device_causal")) is not None:
+    elif history.shows_flops and (rate := steps.median("tflops_per_device_causal")) is not None:
         full = steps.median("tflops_per_device_full") or 0
         yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} with full attention"
     if (run_goodput := goodput(history, runs)) is not None:
@@ -152,10 +152,12 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
         yield "started", moment(runs[0].begin)
         yield "last event or step", moment(runs[-1].end)
         starts = [run.start for run in runs if run.start]
-        devices, processes = (
-            " and ".join(sorted({str(start.get(name, "?")) for start in starts})) for name in ("devices", "processes")
+        devices, processes, kinds = (
+            " and ".join(sorted({str(start[name]) for start in starts if name in start}))
+            for name in ("devices", "processes", "device_kind")
         )
-        yield "devices", f"{devices}, in {processes} process{'es' * (processes != '1')}"
+        kind = f" x {kinds}" if kinds else ""
+        yield "devices", f"{devices or '?'}{kind}, in {processes or '?'} process{'es' * (processes != '1')}"
     if len(steps):
         yield "skipped updates", f"{int(steps.total('skipped')):,}"
         first = ", ".join(f"step {step:,} ({kind})" for step, kind in list(steps.nonfinite.items())[:5])

@@ -16,6 +16,7 @@ from megajax.report import main
 from megajax.reporting.attempts import attempts
 from megajax.reporting.curves import curves
 from megajax.reporting.history import read_history
+from megajax.reporting.run_summary import summarize
 
 
 class Outline(HTMLParser):
@@ -135,6 +136,12 @@ def test_constant_and_unknown_metrics_have_no_curve(fake_run: Callable) -> None:
     run.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     titles = [chart.title for chart in curves(read_history(run.folder.path), [])]
     assert "Loss scale" in titles and "TFLOP/s per device" in titles and "MFU" not in titles
+    events = run.folder.events.read_text()
+    for kind, shown in (("NVIDIA H100", True), ("cpu", False)):
+        run.folder.events.write_text(events.replace('"devices":', f'"device_kind": "{kind}", "devices":'))
+        history = read_history(run.folder.path)
+        assert ("TFLOP/s per device" in [chart.title for chart in curves(history, [])]) == shown
+        assert ("TFLOP/s per device" in [name for name, *_ in summarize(history, routine=1).figures]) == shown
 
 
 def test_front_door(tmp_path: Path, eventful: Path) -> None:

@@ -112,6 +112,7 @@ def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, mon
     assert "NCCL_LAUNCH_MODE=GROUP (MegaJAX)" in single_spaced
     assert "GPU memory 0.92 of it for arrays" in single_spaced and "start step 2 of" in single_spaced
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
+    assert "throughput per GPU (TFLOP/s/GPU): 0.0" in text and "Megatron-LM's formula" in text
     assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 1
     first = lines(cfg)[0]
     assert first["memory_device"] == 2**20 < MEMORY and first["mfu_causal"] > 0

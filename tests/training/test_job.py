@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import resource
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -51,9 +53,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
-    """Six steps without a pause."""
+    """Six steps without a pause; what they print is in output.txt beside the run's folder."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(run_config(folder), reporter=close_run) == 0
+    with (folder.parent / "output.txt").open("w") as file, redirect_stdout(file):
+        assert train(run_config(folder), reporter=close_run) == 0
     return folder
 
 
@@ -93,6 +96,18 @@ def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(uninterrupt
 def test_a_run_leaves_a_page_that_knows_how_it_ended(uninterrupted):
     page = (uninterrupted / "report.html").read_text(encoding="utf-8")
     assert "step 6 of 6: done; exit code 0" in page and "Host memory" in page
+
+
+def test_on_a_cpu_no_line_has_figures_of_gpus(uninterrupted):
+    """Neither the lines nor the page have FLOP/s or Megatron-LM's formula; metrics.jsonl has what is known."""
+    output = (uninterrupted.parent / "output.txt").read_text()
+    assert "tokens/s/device: " in output and "memory of the compiled step: " in output
+    page = (uninterrupted / "report.html").read_text(encoding="utf-8")
+    for text in (output, page):
+        assert not re.search("TFLOP|MFU|Megatron", text)
+    last = steps(uninterrupted)[6]
+    assert last["tflops_per_device_full"] > 0 and last["mfu_full"] is None
+    assert lines(uninterrupted, "events")[0]["device_kind"] == "cpu"
 
 
 def test_memory_of_the_process_is_in_every_line(uninterrupted):
