@@ -98,7 +98,7 @@ def parse(
     advice to an error, from the config and the devices of each process. Raises ConfigError with all problems of the
     file and the command line together.
     """
-    settings, problems = _tokens(argv)
+    settings, problems = _tokens(argv, [plain_name(flag.name) for flag in flags if schema.lists(flag.kind)])
     own_flags = {plain_name(flag.name): flag for flag in flags}
     source = _pop_flag(settings, "config")
     devices = None if "devices" in own_flags else _pop_flag(settings, "devices")
@@ -266,11 +266,9 @@ def use_devices(devices: str | None) -> None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
 
 
-def _tokens(argv: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Name -> value; the last one of a repeated name. A name takes the next argument unless that is a name too."""
-    settings: dict[str, Any] = {}
-    problems = []
-    arguments = list(argv)
+def _tokens(argv: Sequence[str], lists: Iterable[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
+    """Name -> value: all of a repeated name in `lists`, else the last. A name takes the next argument but a name."""
+    settings, problems, arguments = dict[str, Any](), list[Problem](), list(argv)
     while arguments:
         argument = arguments.pop(0)
         if argument in ("-h", "--help"):
@@ -286,7 +284,9 @@ def _tokens(argv: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
         if name == XLA:
             problems += _add_options(settings, value)
             continue
-        if name in settings and process_index() == 0:
+        if name in settings and name in lists and not isinstance(value, Mark):
+            value = Text(f"{settings[name]},{value}")
+        elif name in settings and process_index() == 0:
             text = f"warning: --{name} is given more than once; the last one counts ({_value_text(value)})"
             print(text, file=sys.stderr)
         settings.pop(name, None)

@@ -8,7 +8,7 @@ from megajax.command_line import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.paths import PathText
-from megajax.job.origin import TRUST_FLAG
+from megajax.job.origin import IGNORE_FLAG, TRUST_FLAG
 from megajax.tools.conversion_flags import flag_problems
 from megajax.tools.conversion_progress import Progress
 
@@ -31,6 +31,7 @@ FLAGS = (
     Flag("verify", help="read the result back and compare all of it"),
     Flag("base", PathText | None, help="model of --from=peft:DIR: hf:DIR or a run; default: the one the adapter names"),
     Flag("merge", help="add low-rank adapters to the weights"),
+    IGNORE_FLAG,
     TRUST_FLAG,
     Flag("average", tuple[PathText, ...], (), help="average the weights of these steps of runs, instead of --from"),
     Flag("average-last", int | None, help="average this number of the newest steps of --from"),
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
     options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
     arguments = (flags["from"], flags["average"], flags["average_last"], flags["base"])
     choices = {"merge": flags["merge"], "vocabulary": flags["vocabulary"], "trusted": flags["trust_code"]}
+    choices["ignore"] = flags["ignore"]
     stored = open_source(*arguments, **choices)
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
     before, calibration, text = stored, None, None

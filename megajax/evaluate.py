@@ -1,6 +1,6 @@
 """Evaluate a model on tasks: `python -m megajax.evaluate --run=RUN --tasks=NAME:FILE,...`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.data.config import MockConfig
-from megajax.job.origin import MODEL_FLAGS, TRUST_FLAG, run_config, run_folder
+from megajax.job.origin import IGNORE_FLAG, MODEL_FLAGS, TRUST_FLAG, demand_folder, run_config, run_folder
 from megajax.mesh.identity import find_identity
 from megajax.mesh.xla import set_process
 from megajax.models.protocol import demand_causal
@@ -30,6 +30,7 @@ lm-eval:NAME; for runs fine-tuned on these benchmarks, glue:SPLIT, race:SPLIT, s
 docs/evaluation.md and docs/tasks.md describe the file formats."""
 FLAGS = (
     *MODEL_FLAGS[:2],
+    IGNORE_FLAG,
     TRUST_FLAG,
     Flag("tasks", str | None, help="tasks; default: the run's evaluation.tasks"),
     Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     flags, config = command.flags, command.config
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
-    equal = {name: flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows")}
+    equal = {name: flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows", "ignore")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     resolve("megajax.job.compile_cache:use_cache")(config.xla)
     tasks = config.evaluation.tasks
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     evaluation = resolve("megajax.tasks.command:Evaluation")(source, tasks, output, flags["cache"], flags["rows"])
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
-        weights = resolve("megajax.job.stored_weights:all_weights")
+        weights = partial(resolve("megajax.job.stored_weights:all_weights"), ignore=flags["ignore"])
         code = resolve("megajax.tasks.command:evaluate")(config, evaluation, weights)
     finish()
     return code
@@ -73,17 +74,18 @@ def base(flags: Mapping[str, Any]) -> Source:
         raise ConfigError(
             [Problem("--include-path", "needs a task lm-eval:NAME, but --tasks has none")], "command line"
         )
+    demand_folder(flags["ignore"], folder)
     if folder is not None:
-        return Source(f"hf:{folder}", folder_config(folder))
+        return Source(f"hf:{folder}", folder_config(folder, flags["ignore"]))
     return run_config(run, EvaluatedConfig, trusted=flags["trust_code"])
 
 
-def folder_config(folder: Path) -> EvaluatedConfig:
+def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
     """The model of a Hugging Face folder and its tokenizer.json. Only the task split reads the synthetic data.
 
     Raises UserError for a folder without a model, unsupported settings, or a model that is not a causal language model.
     """
-    model = read_foreign(f"hf:{folder}").model
+    model = read_foreign(f"hf:{folder}", ignore).model
     demand_causal(model, f"--hf={folder}: ")
     return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=HuggingFaceTokenizerConfig(path=str(folder)))
 

@@ -60,6 +60,9 @@ class CheckpointConfig(Builds):
     weights: tuple[WeightsConfig, ...] = ()
     """Start from weights of other runs, with a fresh optimizer, schedule and order of rows, as for fine-tuning.
     Ignored by a run with checkpoints of its own. On the command line: --checkpoint.weights='[{run: runs/a}]'."""
+    ignore: tuple[str, ...] = ()
+    """Unknown settings in config.json of hf:DIR that are accepted, with * for any text, such as text_config.note; other
+    unknown settings are errors."""
     changed_data: Literal["refuse", "accept"] = "refuse"
     """What to do if the contents of data files or settings of `data` have changed when the run resumes: refuse, or
     accept, and compare with the new data from then on. The run continues at the next row of the new data."""

@@ -202,7 +202,8 @@ class CheckpointManager(CheckpointReader):
         self.wait()
         if step in self._peers.broadcast(self.steps()):
             return False
-        text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1, sort_keys=True)
+        # Not sorted: the config.json of the weights' source keeps its order.
+        text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1)
         leaves = arrays.flatten(state)
         self._saves += 1
         path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"

@@ -1,5 +1,6 @@
 """Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,8 +97,10 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
         step = open_step(origin.run, trusted=origin.trusted)
         weights, family = run_weights(step, model), step.meta.get("source", {}).get("family", "")
     else:
-        opened = open_model(Path(str(origin.hf)))
+        opened = open_model(Path(str(origin.hf)), origin.ignore)
         weights, family = opened.weights, opened.family.name
+        if opened.note:
+            print(f"{weights.where}: {opened.note}", file=sys.stderr)
     if adapter is None:
         return weights
     if (adapter / PEFT_CONFIG).is_file():

@@ -1,6 +1,6 @@
 """The origin of a model for evaluation or text generation, and its settings; imports neither jax nor flax."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +17,12 @@ from megajax.inference.config import GenerationConfig, InferenceConfig
 TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name classes, files and programs that are not of "
                   "MegaJAX, and run them")  # fmt: skip
 """For verbs that read runs, whose folders may come from strangers."""
+IGNORE_FLAG = Flag("ignore", tuple[str, ...], (), help="unknown settings in config.json of hf:DIR that do not matter")
 MODEL_FLAGS = (
     Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
     Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
     Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
+    IGNORE_FLAG,
     TRUST_FLAG,
 )
 """The flags that `origin_of` reads."""
@@ -40,6 +42,8 @@ class Origin(NamedTuple):
     """A PEFT folder, or a run with `model.lora`."""
     trusted: bool = False
     """Whether the configs of runs may name code that is not of MegaJAX."""
+    ignore: tuple[str, ...] = ()
+    """Patterns of unknown settings in config.json of `hf` that are accepted."""
 
 
 def origin_of(flags: Mapping[str, Any]) -> Origin:
@@ -58,7 +62,15 @@ def origin_of(flags: Mapping[str, Any]) -> Origin:
         hf = Path(base)
     if run is None and hf is None:
         raise ConfigError([Problem("--run", "must be given, or --hf=DIR", "name one model")], "command line")
-    return Origin(run, hf, adapter, trusted)
+    demand_folder(flags["ignore"], hf)
+    return Origin(run, hf, adapter, trusted, flags["ignore"])
+
+
+def demand_folder(ignore: Sequence[str], folder: Path | None) -> None:
+    """Raises ConfigError for settings to ignore without a Hugging Face folder that has settings."""
+    if ignore and folder is None:
+        message = "names settings of config.json, but no Hugging Face folder is read"
+        raise ConfigError([Problem("--ignore", message, "leave it out")], "command line")
 
 
 def run_folder(path: Path) -> Path:
@@ -93,7 +105,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     Raises UserError for a model or a tokenizer that can't be read.
     """
     if origin.hf is not None:
-        return Source(f"hf:{origin.hf}", folder_config(origin.hf, root))
+        return Source(f"hf:{origin.hf}", folder_config(origin.hf, root, origin.ignore))
     if origin.run is None:
         raise ValueError("an origin has a run or a folder")
     source = run_config(origin.run, trusted=origin.trusted)
@@ -112,9 +124,9 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     return Source(source.name, config)
 
 
-def folder_config[C: GenerationConfig](folder: Path, root: type[C]) -> C:
+def folder_config[C: GenerationConfig](folder: Path, root: type[C], ignore: Sequence[str]) -> C:
     """The settings of a Hugging Face folder. Raises UserError if it is no model, or has unsupported settings."""
-    model = resolve("megajax.checkpoint.weights.formats:read_foreign")(f"hf:{folder}").model
+    model = resolve("megajax.checkpoint.weights.formats:read_foreign")(f"hf:{folder}", ignore).model
     if not hasattr(model, "schema"):
         raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
     names = [path.name for path in folder.iterdir()]

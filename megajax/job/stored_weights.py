@@ -68,8 +68,14 @@ class StoredWeights(Protocol):
         """The model's config; None if only shapes are compared."""
         ...
 
+    def note(self) -> str:
+        """A text to follow `where`, about settings that were ignored."""
+        ...
 
-def open_weights(name: Path, declared: Mapping[str, ParamSpec], paths: set[str], replicated: Any) -> StoredWeights:
+
+def open_weights(
+    name: Path, declared: Mapping[str, ParamSpec], paths: set[str], replicated: Any, ignore: Sequence[str]
+) -> StoredWeights:
     """The weights of a run, or of FORMAT:DIR.
 
     Args:
@@ -77,22 +83,25 @@ def open_weights(name: Path, declared: Mapping[str, ParamSpec], paths: set[str],
         declared: all weights and observations of this run's model, on one device.
         paths: the weights and observations to load.
         replicated: the sharding of an array that every device holds whole.
+        ignore: patterns of unknown settings of another library's model that are accepted.
 
     Raises UserError for a folder without checkpoints, and if another library's tensors do not fit.
     """
     if foreign_format(name) is None:
         return RunWeights(name, replicated)
-    return ForeignFolder(name, declared, paths)
+    return ForeignFolder(name, declared, paths, ignore)
 
 
-def all_weights(name: Path, program: Program) -> tuple[dict[str, Array], str]:
+def all_weights(name: Path, program: Program, ignore: Sequence[str] = ()) -> tuple[dict[str, Array], str]:
     """The weights and observations of a run or of FORMAT:DIR, as inputs of `Program.eval_step`, and their source.
 
+    ignore: patterns of unknown settings of another library's model that are accepted.
     Missing observations are zeros. Raises one UserError with all weights that are missing or do not fit.
     """
     state = program.state_like()
     likes: dict[str, Any] = {**state.params, **state.observed}
-    stored = open_weights(name, declared_by(program.cfg.model), set(likes), getattr(state.step, "sharding", None))
+    replicated = getattr(state.step, "sharding", None)
+    stored = open_weights(name, declared_by(program.cfg.model), set(likes), replicated, ignore)
     shapes, targets = stored.shapes(), {path: TargetArray(like, program.arrays[path]) for path, like in likes.items()}
     stored_tokens, tokens = stored.vocabulary(), ids_below(program.cfg.model)
     problems = []
@@ -108,7 +117,7 @@ def all_weights(name: Path, program: Program) -> tuple[dict[str, Array], str]:
     present = {path: target for path, target in targets.items() if path in shapes}
     missing = {path: like for path, like in likes.items() if path not in shapes}
     zeros = {path: jnp.zeros(like.shape, like.dtype, device=like.sharding) for path, like in missing.items()}
-    return stored.read(present, program.partition.order_of) | zeros, stored.where
+    return stored.read(present, program.partition.order_of) | zeros, stored.where + stored.note()
 
 
 def shape_problem(path: str, stored: Sequence[int], shape: Sequence[int]) -> str:
@@ -174,12 +183,15 @@ class RunWeights:
     def model(self) -> None:
         """None: a run may start from another kind of model, for example experts from a dense model."""
 
+    def note(self) -> str:
+        return ""
+
 
 class ForeignFolder:
     """The weights of another library's checkpoint: each process reads its devices' parts, one layer at a time."""
 
-    def __init__(self, name: Path, declared: Mapping[str, ParamSpec], paths: set[str]):
-        self.where, self._foreign = str(name), read_foreign(name)
+    def __init__(self, name: Path, declared: Mapping[str, ParamSpec], paths: set[str], ignore: Sequence[str]):
+        self.where, self._foreign = str(name), read_foreign(name, ignore)
         self._weights = _fitting(self._foreign, declared, paths)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -201,6 +213,9 @@ class ForeignFolder:
 
     def model(self) -> Any:
         return self._foreign.model
+
+    def note(self) -> str:
+        return f", {note}" if (note := self._foreign.note()) else ""
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], paths: set[str]) -> ForeignWeights:

@@ -95,7 +95,7 @@ class SourceWeights:
         declared = {path.removeprefix(before): declarations[path] for path in (*inside, *observed)}
         names = {path.removeprefix(before) for path in (*paths, *observed)}
         replicated = getattr(state.step, "sharding", None)
-        stored = open_weights(source.run, declared, names, replicated)
+        stored = open_weights(source.run, declared, names, replicated, parts.cfg.checkpoint.ignore)
         arrays: dict[str, Any] = {**state.params, **state.observed}
         required = {path: TargetArray(arrays[path], parts.program.arrays[path]) for path in (*paths, *observed)}
         optional = {path: required.pop(path) for path in observed}
@@ -145,7 +145,8 @@ class SourceWeights:
         copies = sum(rule.source is not None for rule in derived.values())
         copied = f", {copies} of them experts from dense layers" if derived else ""
         grown = f", {', '.join(tables)} for {self._own_vocabulary()} tokens" if tables else ""
-        say(f"{len(set(loaded) & set(self.targets))} weights of {self.stored.where}{resized}{grown}{copied}")
+        changes = f"{resized}{grown}{copied}{self.stored.note()}"
+        say(f"{len(set(loaded) & set(self.targets))} weights of {self.stored.where}{changes}")
         return loaded
 
     def _demand_same_model(self) -> None:

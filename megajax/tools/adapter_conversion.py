@@ -37,6 +37,7 @@ def open_source(
     merge: bool,
     vocabulary: int | None = None,
     trusted: bool = False,
+    ignore: Sequence[str] = (),
 ) -> StoredModel:
     """Like `conversion.open_source`; also opens peft:DIR with the weights of `base`, by default the base that it names.
 
@@ -45,11 +46,11 @@ def open_source(
     if name is not None and name.startswith(PEFT):
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps to average")
-        stored = _with_adapter(Path(name.removeprefix(PEFT)), base, trusted=trusted)
+        stored = _with_adapter(Path(name.removeprefix(PEFT)), base, trusted, ignore)
     elif base is not None:
         raise UserError(f"--base={base}: only an adapter has a base model, and --from={name} is not peft:DIR")
     else:
-        stored = conversion.open_source(name, average, last, vocabulary, trusted=trusted)
+        stored = conversion.open_source(name, average, last, vocabulary, trusted=trusted, ignore=ignore)
     if not merge:
         return stored
     if (lora := getattr(stored.model, "lora", None)) is None:
@@ -121,12 +122,12 @@ def _demand_adapters_alone(stored: StoredModel, target: str) -> None:
         )
 
 
-def _with_adapter(folder: Path, base: str | None, *, trusted: bool) -> StoredModel:
+def _with_adapter(folder: Path, base: str | None, trusted: bool, ignore: Sequence[str]) -> StoredModel:
     recorded_base = base_of(folder)
     if base is None and (recorded_base is None or not Path(recorded_base).is_dir()):
         problem = "names no base model" if recorded_base is None else f"names {recorded_base}, which is not a folder"
         raise UserError(f"{folder} {problem}: give --base=hf:DIR or --base=RUN")
-    stored = conversion.open_source(base or f"hf:{recorded_base}", trusted=trusted)
+    stored = conversion.open_source(base or f"hf:{recorded_base}", trusted=trusted, ignore=ignore)
     if getattr(stored.model, "lora", None) is not None:
         raise UserError(f"--base={base} already has adapters; convert it with --merge first")
     adapter = read_adapter(folder, stored.model, _rows(stored))

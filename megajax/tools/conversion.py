@@ -90,6 +90,8 @@ class StoredModel:
     """The original source of the weights."""
     left_out: Sequence[str] = ()
     """Names of tensors that the model does not use."""
+    note: str = ""
+    """About settings of the source that were ignored."""
     tensors: Tensors | None = None
     """The tensors of the weights in another library's format."""
     table: Sequence[Mapped] | None = None
@@ -173,6 +175,7 @@ def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
             *(n for n in unmapped if any(fnmatchcase(n, pattern) for pattern in foreign.ignored)),
             *foreign.copies,
         ],
+        note=foreign.note(),
         tensors=foreign.tensors,
         table=table,
     )
@@ -217,19 +220,22 @@ def open_source(
     vocabulary: int | None = None,
     *,
     trusted: bool = False,
+    ignore: Sequence[str] = (),
 ) -> StoredModel:
     """FORMAT:DIR, a run or one of its steps; or the mean of the steps `average`, or of the `last` newest of a run.
 
     vocabulary: number of tokens, for a Megatron-LM checkpoint that does not record it. trusted: whether the config of a
-    run may name code that is not of MegaJAX. Raises UserError if the source
-    does not exist or its tensors do not fit the model.
+    run may name code that is not of MegaJAX. ignore: patterns of unknown settings of a folder's model that are
+    accepted. Raises UserError if the source does not exist or its tensors do not fit the model.
     """
     if average:
         return _run([open_step(Path(path), trusted=trusted) for path in average])
     if name is not None and format_of(name) is not None:
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps to average")
-        return _megatron(name, vocabulary) if format_of(name) == MEGATRON else _foreign(name, read_foreign(name))
+        if format_of(name) == MEGATRON:
+            return _megatron(name, vocabulary)
+        return _foreign(name, read_foreign(name, ignore))
     if last is None:
         return _run([open_step(Path(name or ""), trusted=trusted)])
     steps = open_checkpoints(name or "")[0].steps()
@@ -255,9 +261,11 @@ def write(stored: StoredModel, target: str, options: Options, advance: Advance) 
         problem = f"the weights are quantized ({quantized_dtype}), which is written to runs only"
         raise UserError(f"--to={target}: {problem}\nConvert from the unquantized weights.")
     if format_name is None:
-        return _write_run(stored, Path(target), options, advance)
-    write_folder = _write_megatron if format_name == MEGATRON else _write_huggingface
-    return write_folder(stored, folder, options, advance)
+        lines = _write_run(stored, Path(target), options, advance)
+    else:
+        write_folder = _write_megatron if format_name == MEGATRON else _write_huggingface
+        lines = write_folder(stored, folder, options, advance)
+    return [*lines, *[stored.note] * bool(stored.note)]
 
 
 def elements(stored: StoredModel) -> int:
@@ -398,7 +406,7 @@ def _write_megatron(stored: StoredModel, target: Path, options: Options, advance
 
 def verify(stored: StoredModel, target: str, advance: Advance) -> str:
     """Reads the target back and compares it. Returns a summary; raises UserError if they differ."""
-    result = stored.verify(open_source(target, trusted=stored.trusted), advance)
+    result = stored.verify(open_source(target, trusted=stored.trusted, ignore=["*"]), advance)
     return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
 
 

@@ -39,6 +39,9 @@ def flag_problems(flags: Mapping[str, Any]) -> list[Problem]:
         problems.append(Problem("--dtype", f"is {flags['dtype']}", f"use {', '.join(DTYPES)}"))
     if not 0 < flags["shard_size"] < LARGEST_SHARD:
         problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
+    names = [name or "" for name in (flags["from"], flags["base"])]
+    if flags["ignore"] and not any(name.startswith(("hf:", "peft:")) for name in names):
+        problems.append(Problem("--ignore", "names settings of config.json, but hf:DIR is not read", "leave it out"))
     return [*problems, *_quantization_problems(flags)]
 
 

@@ -262,7 +262,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2, "depth": 1}, "partial_rotary_factor": 0.5},
         [
-            "rope_parameters.depth=1: this setting of rope_type=linear",
+            "rope_scaling.depth=1: this setting",
             "partial_rotary_factor=0.5: this family rotates whole heads",
         ],
     ),

@@ -134,7 +134,7 @@ def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> 
 
 
 def test_origins(folder: Path) -> None:
-    origin = {"run": None, "hf": None, "adapter": folder / "adapter", "trust_code": False}
+    origin = {"run": None, "hf": None, "adapter": folder / "adapter", "trust_code": False, "ignore": ()}
     assert origin_of(origin) == Origin(hf=folder / "base", adapter=folder / "adapter")
     assert origin_of({**origin, "adapter": folder / "lora"}) == Origin(run=folder / "lora")
     assert origin_of({**origin, "run": folder / "run"}).hf is None

@@ -320,18 +320,19 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     table = resolved(family.rows(model), declared_by(model))
     tensors = {tensor.name: 0.1 * draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(family.config_json(model)))
+    (tmp_path / "config.json").write_text(json.dumps({**family.config_json(model), "depth_scale": 2.0}))
     vocabulary = {"<eos>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     lines = [" ".join(f"w{n}" for n in draw.integers(1, VOCABULARY, size)) for size in (3, 9, 14)]
     texts = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in lines])
-    common = [f"--hf={tmp_path}", "--precision.compute=float32"]
+    common = [f"--hf={tmp_path}", "--precision.compute=float32", "--ignore=depth_scale"]
     settings = [*common, "--parallel.data=1", *[f"--xla={name}={str(value).lower()}" for name, value in QUICK.items()]]
     assert main([*settings, f"--tasks=lambada:{texts}:strict=true", f"--output={tmp_path}"]) == 0
-    program, _ = prepare(folder_config(tmp_path))
-    weights = all_weights(Path(f"hf:{tmp_path}"), program)[0]
+    program, _ = prepare(folder_config(tmp_path, ["depth_scale"]))
+    weights, source = all_weights(Path(f"hf:{tmp_path}"), program, ["depth_scale"])
+    assert source == f"hf:{tmp_path}, ignored settings: depth_scale=2.0"
     total = 0.0
     with jax.default_matmul_precision("highest"):
         for text in lines:

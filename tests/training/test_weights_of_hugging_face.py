@@ -1,6 +1,8 @@
 """Runs that start from a Hugging Face folder: on several devices, with more tokens, and what is refused."""
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(
-    tmp_path: Path, source: WeightsConfig, model: DecoderConfig = MODEL, parallel: ParallelConfig | None = None
+    tmp_path: Path,
+    source: WeightsConfig,
+    model: DecoderConfig = MODEL,
+    parallel: ParallelConfig | None = None,
+    ignore: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
 ) -> Run:
     parallel = parallel or ParallelConfig(data=1)
     sizes = [parallel.pipeline, parallel.data or 1, parallel.tensor]
@@ -62,10 +69,10 @@ def started(
         data=MockConfig(),
         parallel=parallel,
         evaluation=EvaluationConfig(batches=0),
-        checkpoint=CheckpointConfig(weights=(source,)),
+        checkpoint=CheckpointConfig(weights=(source,), ignore=ignore),
     )
     devices = jax.devices()[: int(np.prod(sizes))]
-    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, lambda line: None))
+    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, say))
 
 
 def hf(folder: Path, **settings: Any) -> WeightsConfig:
@@ -117,6 +124,17 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         started(tmp_path, hf(folder, **source), model)
+
+
+def test_unknown_settings_are_accepted_by_name(folder: Path, tmp_path: Path) -> None:
+    noted, said = tmp_path / "noted", list[str]()
+    shutil.copytree(folder, noted)
+    settings = json.loads((folder / "config.json").read_text())
+    (noted / "config.json").write_text(json.dumps({**settings, "depth_scale": 2.0}))
+    with pytest.raises(UserError, match=r"\(train: --checkpoint.ignore=depth_scale\)"):
+        started(tmp_path, hf(noted))
+    started(tmp_path, hf(noted), ignore=("depth_scale",), say=said.append)
+    assert said[0].endswith(f" weights of hf:{noted}, ignored settings: depth_scale=2.0")
 
 
 @pytest.mark.slow

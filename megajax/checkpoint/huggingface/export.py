@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.huggingface.family import UNUSED, Family, Settings
+from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.folder import CONFIG
 from megajax.checkpoint.huggingface.registry import families, lost_settings
 from megajax.checkpoint.huggingface.shards import ShardWriter
+from megajax.checkpoint.huggingface.unused_settings import is_unused
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.model_differences import differences
 from megajax.checkpoint.weights.run_writer import Advance
@@ -66,7 +67,7 @@ def config_for(
         return {**special, **family.config_json(model)}
     if not differences(model, family.adjusted(family.read(Settings(dict(recorded))), names)):
         return dict(recorded)
-    unused = {name: value for name, value in recorded.items() if name in UNUSED or name in family.unused}
+    unused = {name: value for name, value in recorded.items() if is_unused(name, family.unused)}
     return {**unused, **family.config_json(model)}
 
 

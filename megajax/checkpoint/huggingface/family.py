@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
+from megajax.checkpoint.huggingface.unused_settings import is_unused
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.config.errors import UserError
 from megajax.layers.segments import blocks_of
@@ -15,24 +16,6 @@ LARGEST = 2**31 - 1
 LARGEST_FLOAT = sys.float_info.max
 VALUE_LENGTH = 40
 """Largest number of characters of a wrong value in a message."""
-UNUSED = frozenset({
-    # Generation, initial values, dropout, caches, files and other heads: no effect on a forward pass.
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bos_token_id", "cls_token_id",
-    "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id", "forced_eos_token_id", "id2label",
-    "initializer_factor", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_new_tokens",
-    "model_type", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "sep_token_id",
-    "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
-    # Settings of preprocessor_config.json, which families of vision models read.
-    "image_mean", "image_std",
-    # Older versions of transformers wrote all settings of generation and of outputs into config.json.
-    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
-    "forced_bos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "prefix",
-    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "suppress_tokens",
-    "temperature", "tf_legacy_loss", "top_k", "top_p", "torchscript", "typical_p",
-})  # fmt: skip
-
 
 MOST_LAYERS = 10_000
 """More layers are an error in the file, and would take long to build."""
@@ -104,14 +87,27 @@ def to_settings(layer: Any, names: Names) -> dict[str, Any]:
     return {setting: getattr(layer, field) for field, (setting, _) in names.items()}
 
 
+class Findings(NamedTuple):
+    """What a config.json and its nested mappings were found to hold."""
+
+    problems: list[str]
+    """Wrong values, unsupported values and unknown settings, a line each."""
+    unknown: dict[str, Any]
+    """Settings that no family reads, by name; off and known ones are not among them."""
+    untaken: list[str]
+    """Names of all settings that were not taken."""
+
+
 class Settings:
     """A config.json whose settings are taken one by one.
 
     `finish` reports all wrong values, unsupported values and settings that were not taken together.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
-        self.remaining, self.where, self.problems = dict(values), where, list[str]()
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json", path: str = ""):
+        """path: before the names of settings in messages, such as text_config. with the dot."""
+        self.remaining, self.where, self._path = dict(values), where, path
+        self.findings = Findings([], {}, [])
         self._assumed: dict[str, Any] = {}
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
@@ -170,10 +166,14 @@ class Settings:
         """Fields of a layer config."""
         return {field: self.take(name, default) for field, (name, default) in names.items()}
 
-    def part(self, name: str) -> "Settings":
-        """A nested mapping of settings, empty if it is absent. Its problems are added to those of this one."""
-        inner = Settings(self.take(name, {}), f"{self.where}: {name}")
-        inner.problems = self.problems
+    def part(self, name: str, values: Mapping[str, Any] | None = None) -> "Settings":
+        """A nested mapping of settings, empty if it is absent. Its findings are added to those of this one.
+
+        values: instead of the setting's own.
+        """
+        values = self.take(name, {}) if values is None else values
+        inner = Settings(values, f"{self.where}: {name}", f"{self._path}{name}.")
+        inner.findings = self.findings
         return inner
 
     def need(self, name: str, kind: type | None = None) -> Any:
@@ -186,7 +186,7 @@ class Settings:
         fallback = self._assumed.get(name, _PLACEHOLDERS.get(kind or object))
         if fallback is None:
             raise UserError(f"{self.where} has no {name}")
-        self.problems.append(f"{name}: must be given")
+        self.findings.problems.append(f"{self._path}{name}: must be given")
         return fallback
 
     def peek(self, name: str) -> Any:
@@ -196,25 +196,39 @@ class Settings:
 
     def refuse(self, name: str, value: Any, reason: str) -> None:
         """Reports a wrong or unsupported value."""
-        self.problems.append(f"{name}={value}: {reason}")
+        self.findings.problems.append(f"{self._path}{name}={value}: {reason}")
 
-    def close(self, ignored: Collection[str] = ()) -> None:
-        """Reports the remaining settings, except those that are off or match a pattern of `ignored`."""
+    def close(self, unused: Collection[str] = ()) -> None:
+        """Finds the remaining settings that are unknown: not off, and without a match in the patterns `unused`."""
+        self.findings.untaken.extend(self._path + name for name in self.remaining)
         for name, value in self.remaining.items():
-            harmless = name in UNUSED or any(fnmatchcase(name, pattern) for pattern in ignored)
-            if not harmless and value not in (None, False, [], {}):
-                self.refuse(name, value, "this setting is not supported")
+            if value not in (None, False, [], {}) and not is_unused(name, unused):
+                self.findings.unknown[self._path + name] = value
 
     def architecture(self) -> str:
         """The first of `architectures`, or ""."""
         return next(iter(self.remaining.get("architectures") or ()), "")
 
-    def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises UserError with all problems, see `close`."""
-        self.close(ignored)
-        if self.problems:
-            lines = "\n".join(f"  {problem}" for problem in self.problems)
-            raise UserError(f"{self.where} has wrong or unsupported settings:\n{lines}")
+    def finish(self, unused: Collection[str] = (), ignore: Collection[str] = ()) -> dict[str, Any]:
+        """Raises UserError with all problems, see `close`.
+
+        ignore: patterns of unknown settings that are accepted. Returns those with their values.
+        """
+        self.close(unused)
+        problems, unknown, untaken = self.findings
+        accepted = {name: value for name, value in unknown.items() if any(fnmatchcase(name, p) for p in ignore)}
+        refused = [name for name in unknown if name not in accepted]
+        lines = [*problems, *[f"{name}={unknown[name]}: this setting is not supported" for name in refused]]
+        for pattern in ignore:
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in untaken):
+                lines.append(f"{pattern}: is to be ignored, but no unknown setting has this name")
+        if lines:
+            names = ",".join(refused)
+            advice = f"\nTo accept settings without effect: --ignore={names} (train: --checkpoint.ignore={names})"
+            advice = advice if refused else ""
+            listing = "\n".join(f"  {line}" for line in lines)
+            raise UserError(f"{self.where} has wrong or unsupported settings:\n{listing}{advice}")
+        return accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

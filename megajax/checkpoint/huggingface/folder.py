@@ -1,6 +1,6 @@
 """A Hugging Face model folder: config.json, safetensors, tokenizer files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ class HuggingFaceModel(NamedTuple):
     tensors: Tensors
     table: Sequence[Mapped]
     weights: ForeignWeights
+    note: str
+    """About accepted settings, see `ForeignModel.note`."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -61,25 +63,28 @@ def _pixels(folder: Path) -> dict[str, Any]:
     return {name: settings[name] for name in ("image_mean", "image_std") if settings.get(name)}
 
 
-def read_model(folder: Path) -> ForeignModel:
-    """The model of a folder. Raises UserError for unsupported settings and damaged files."""
-    _, _, model = _open(folder)
+def read_model(folder: Path, ignore: Collection[str] = ()) -> ForeignModel:
+    """The model of a folder. ignore: patterns of unknown settings in config.json that are accepted.
+
+    Raises UserError for unsupported settings and damaged files.
+    """
+    _, _, model = _open(folder, ignore)
     return model
 
 
-def open_model(folder: Path) -> HuggingFaceModel:
+def open_model(folder: Path, ignore: Collection[str] = ()) -> HuggingFaceModel:
     """The model of a folder; tensors are checked but not read yet. Raises UserError with everything that differs."""
-    family, config, foreign = _open(folder)
+    family, config, foreign = _open(folder, ignore)
     declared = declared_by(foreign.model)
     table = resolved(foreign.rows, declared)
     demand_fit(foreign.tensors, table, foreign.ignored)
     weights = ForeignWeights(foreign.tensors, table, declared)
-    return HuggingFaceModel(family, config, foreign.model, foreign.tensors, table, weights)
+    return HuggingFaceModel(family, config, foreign.model, foreign.tensors, table, weights, foreign.note())
 
 
-def model_of(folder: Path | str) -> Any:
+def model_of(folder: Path | str, ignore: Collection[str] = ()) -> Any:
     """The model config of a folder's config.json. Raises UserError for unsupported settings."""
-    return _read_settings(Path(folder)).model
+    return _read_settings(Path(folder), ignore).model
 
 
 class _ConfigJson(NamedTuple):
@@ -90,21 +95,23 @@ class _ConfigJson(NamedTuple):
     """config.json without quantization_config."""
     model: Any
     dequantize: Callable[[Tensors], Tensors]
+    accepted: dict[str, Any]
+    """Unknown settings that are accepted, with their values."""
 
 
-def _read_settings(folder: Path) -> _ConfigJson:
+def _read_settings(folder: Path, ignore: Collection[str]) -> _ConfigJson:
     config = read_config(folder)
     settings = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
     family = family_of(settings)
     dequantize, model = dequantizer(settings), _model(family, settings)
-    settings.finish(family.unused)
+    accepted = settings.finish(family.unused, ignore)
     try:
         check(model)
     except ConfigError as error:
         lines = "\n".join(f"  {problem}" for problem in error.problems)
         raise UserError(f"{settings.where} gives an invalid model:\n{lines}") from error
     config.pop("quantization_config", None)
-    return _ConfigJson(family, config, model, dequantize)
+    return _ConfigJson(family, config, model, dequantize, accepted)
 
 
 def _model(family: Family, settings: Settings) -> Any:
@@ -112,12 +119,12 @@ def _model(family: Family, settings: Settings) -> Any:
     try:
         return family.read(settings)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        lines = "".join(f"\n  {problem}" for problem in settings.problems)
+        lines = "".join(f"\n  {problem}" for problem in settings.findings.problems)
         raise UserError(f"{settings.where} can't be read as {family.name} ({error}){lines}") from error
 
 
-def _open(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
-    family, config, model, dequantize = _read_settings(folder)
+def _open(folder: Path, ignore: Collection[str]) -> tuple[Family, dict[str, Any], ForeignModel]:
+    family, config, model, dequantize, accepted = _read_settings(folder, ignore)
     files = dequantize(SafetensorsFolder(folder))
     tensors, model = rename_tensors(files, family, model)
     model = family.adjusted(model, tensors.entries())
@@ -129,6 +136,7 @@ def _open(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
         ignored=family.ignored,
         family=family.name,
         settings=config,
+        accepted=accepted,
         names={name: stored_name for name, stored_name in tensors.names.items() if name != stored_name},
         copies=[name for name in files.entries() if name not in originals],
     )

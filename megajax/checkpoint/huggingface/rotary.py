@@ -30,14 +30,12 @@ def rope(settings: Settings, length: int, *, base: float = 10000.0, partial: boo
     length: max_position_embeddings; base: default of rope_theta; partial: whether the family can rotate a part of each
     head.
     """
-    outer = {name: settings.take(name) for name in ("rope_theta", "partial_rotary_factor")}
+    base, fraction = settings.take("rope_theta", base, float), settings.take("partial_rotary_factor", 1.0)
     parameters, scaling = settings.take("rope_parameters", {}), settings.take("rope_scaling", {})
-    merged = {**outer, **(scaling or parameters)}
-    inner = Settings({name: value for name, value in merged.items() if value is not None}, "rope_parameters")
-    inner.problems = settings.problems
+    inner = settings.part("rope_scaling" if scaling else "rope_parameters", scaling or parameters)
     old_type = inner.take("type", kind=str)
     kind = inner.take("rope_type", old_type or "default")
-    plain = RopeConfig(base=inner.take("rope_theta", base, float), fraction=inner.take("partial_rotary_factor", 1.0))
+    plain = RopeConfig(base=inner.take("rope_theta", base), fraction=inner.take("partial_rotary_factor", fraction))
     if plain.fraction != 1 and not partial:
         settings.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
     # dynamic: frequencies change only for texts longer than max_position_embeddings, which rows never are.
@@ -46,8 +44,7 @@ def rope(settings: Settings, length: int, *, base: float = 10000.0, partial: boo
         settings.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
         return plain
     config = kinds[kind](inner, plain, length)
-    for name, value in inner.remaining.items():
-        settings.refuse(f"rope_parameters.{name}", value, f"this setting of rope_type={kind} is not supported")
+    inner.close()
     return config
 
 

@@ -88,6 +88,13 @@ class ForeignModel:
     """Name of a tensor in the table -> its name in the files, if they differ."""
     copies: Sequence[str] = ()
     """Tensors in the files that are copies of others."""
+    accepted: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the model lacks, accepted by the user, with their values."""
+
+    def note(self) -> str:
+        """A text about the accepted settings, such as "ignored settings: a=1"; "" without any."""
+        values = ", ".join(f"{name}={value}" for name, value in self.accepted.items())
+        return f"ignored settings: {values}" if values else ""
 
 
 class ForeignWeights:

@@ -1,6 +1,6 @@
 """Checkpoints of other libraries in settings and commands: hf:DIR."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ def foreign_format(name: str | Path) -> str | None:
     return before if colon and before in FORMATS else None
 
 
-def read_foreign(name: str | Path) -> Any:
-    """The `foreign.ForeignModel` of FORMAT:DIR. Raises UserError if the folder does not exist or can't be read."""
+def read_foreign(name: str | Path, ignore: Collection[str] = ()) -> Any:
+    """The `foreign.ForeignModel` of FORMAT:DIR. ignore: patterns of unknown settings of the model that are accepted.
+
+    Raises UserError if the folder does not exist or can't be read.
+    """
     before, _, folder = str(name).partition(":")
     if not Path(folder).is_dir():
         raise UserError(f"{name}: there is no folder {folder}")
     module, _, function = FORMATS[before].partition(":")
-    return getattr(import_module(module), function)(Path(folder).absolute())
+    return getattr(import_module(module), function)(Path(folder).absolute(), ignore)

@@ -66,7 +66,8 @@ def write_step(
         writer.finish()
     finally:
         writer.abandon()
-    text = json.dumps({"step": number, "meta": dict(meta)}, allow_nan=False, indent=1, sort_keys=True)
+    # Not sorted: a config.json in it keeps its order.
+    text = json.dumps({"step": number, "meta": dict(meta)}, allow_nan=False, indent=1)
     disk.write_durably(step / META, text)
     integrity.complete_step(step)
     return step
