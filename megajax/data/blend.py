@@ -5,6 +5,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,16 +13,18 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.attention_work import lengths_of_row
-from megajax.data.cache import Arrays, index_folder, load_or_build
+from megajax.data.cache import Arrays, NewArray, index_folder, load_or_build
 from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
-from megajax.data.index import IndexRequest, RowIndex, build_index, least_tokens
+from megajax.data.index import IndexRequest, RowIndex, build_index, least_tokens, split_tokens
 from megajax.data.indexed import integer_tokens
 from megajax.data.row_source import check_row, data_seed, files_of
 from megajax.data.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
 
 MAXIMUM_DATASETS = 32766
 """Dataset numbers are int16."""
+CHUNK = 1 << 20
+"""Rows that are numbered at a time, to limit memory."""
 BLOCK = 4096
 """Rows whose target counts are computed at a time."""
 
@@ -34,6 +37,8 @@ class Dataset(Protocol):
     sequence_length: int
     passes: int
     """Number of epochs over the split."""
+    index_files: tuple[Path, ...]
+    """The cache files of the index."""
 
     def order(self) -> str: ...
     def __len__(self) -> int: ...
@@ -47,6 +52,8 @@ class BlendIndex(NamedTuple):
     """int16 [n]."""
     samples: np.ndarray
     """int64 [n]."""
+    counts: np.ndarray
+    """int64 [D], number of rows of each dataset."""
 
 
 def normalize_weights(weights: Sequence[float]) -> np.ndarray:
@@ -60,13 +67,13 @@ def rows_by_weight(rows: int, weights: np.ndarray, surplus: float = 0.0) -> list
     return [math.ceil(math.ceil(rows * weight) * (1 + surplus)) for weight in weights.tolist()]
 
 
-def _greedy(weights: np.ndarray, rows: int, limits: np.ndarray | None = None) -> np.ndarray:
-    """For each row, the dataset with the largest shortfall (the first among equals), int16 [rows].
+def _greedy(weights: np.ndarray, sequence: np.ndarray, limits: np.ndarray | None = None) -> None:
+    """Writes, for each row, the dataset with the largest shortfall (the first among equals), int16 [rows].
 
     The shortfall w_d · max(i, 1) - count_d is computed in float64 in this order, because rounding decides near-ties.
     About a million rows per second for any number of datasets. limits: maximum number of rows of each dataset.
     """
-    sequence = np.empty(rows, np.int16)
+    rows = len(sequence)
     counts, shortfall = np.zeros(len(weights)), np.empty(len(weights))
     largest, subtract = shortfall.argmax, np.subtract
     if limits is not None:
@@ -82,27 +89,33 @@ def _greedy(weights: np.ndarray, rows: int, limits: np.ndarray | None = None) ->
             if limits is not None and counts[dataset] == limits[dataset]:
                 counts[dataset] = np.inf
         sequence[start : start + len(datasets)] = datasets
-    return sequence
 
 
-def _numbered(datasets: np.ndarray) -> BlendIndex:
-    """Uses the rows of each dataset in the order 0, 1, 2, …"""
-    by_dataset = np.argsort(datasets, kind="stable")
-    counts = np.bincount(datasets)
-    samples = np.empty(len(datasets), np.int64)
-    samples[by_dataset] = np.arange(len(datasets)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return BlendIndex(datasets, samples)
+def _numbered(datasets: np.ndarray, count: int, new: NewArray) -> BlendIndex:
+    """Uses the rows of each of `count` datasets in the order 0, 1, 2, …"""
+    samples, counts = new(len(datasets), np.int64), np.zeros(count, np.int64)
+    for start in range(0, len(datasets), CHUNK):
+        part = datasets[start : start + CHUNK]
+        by_dataset, sizes = np.argsort(part, kind="stable"), np.bincount(part, minlength=count)
+        first = np.repeat(counts - (np.cumsum(sizes) - sizes), sizes)
+        samples[start + by_dataset] = first + np.arange(len(part))
+        counts += sizes
+    return BlendIndex(datasets, samples, counts)
 
 
-def weighted_index(weights: Sequence[float], rows: int) -> BlendIndex:
-    """Blend index of `rows` rows in proportion to the weights."""
-    return _numbered(_greedy(normalize_weights(weights), rows))
+def weighted_index(weights: Sequence[float], rows: int, new: NewArray = np.zeros) -> BlendIndex:
+    """Blend index of `rows` rows in proportion to the weights. new: allocates the arrays."""
+    datasets = new(rows, np.int16)
+    _greedy(normalize_weights(weights), datasets)
+    return _numbered(datasets, len(weights), new)
 
 
-def exhaustive_index(lengths: Sequence[int]) -> BlendIndex:
-    """Blend index that uses every row of every dataset once, in proportion to their lengths."""
+def exhaustive_index(lengths: Sequence[int], new: NewArray = np.zeros) -> BlendIndex:
+    """Blend index that uses every row of every dataset once, in proportion to their lengths. new: see above."""
     limits = np.array(lengths, np.float64)
-    return _numbered(_greedy(limits / limits.sum(), int(limits.sum()), limits))
+    datasets = new(int(limits.sum()), np.int16)
+    _greedy(limits / limits.sum(), datasets, limits)
+    return _numbered(datasets, len(lengths), new)
 
 
 class BlendedDataset:
@@ -112,16 +125,22 @@ class BlendedDataset:
         UserError: the index needs more rows of a dataset than it has.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], index: BlendIndex, weights: Sequence[float]):
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        index: BlendIndex,
+        weights: Sequence[float],
+        index_files: tuple[Path, ...] = (),
+    ):
         self.datasets, self.index, self.weights = tuple(datasets), index, tuple(weights)
-        counts = np.bincount(index.datasets, minlength=len(self.datasets))
-        for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
+        for dataset, count in zip(self.datasets, index.counts.tolist(), strict=True):
             if count > len(dataset):
                 raise UserError(
                     f"{dataset.tokens.prefix}: the blend draws {count} rows, but only {len(dataset)} were built. "
                     "Raise data.surplus, two- or tenfold."
                 )
         self.sequence_length = self.datasets[0].sequence_length
+        self.index_files = (*index_files, *(file for dataset in self.datasets for file in dataset.index_files))
         self.passes = max(dataset.passes for dataset in self.datasets)
 
     def order(self) -> str:
@@ -218,7 +237,7 @@ class BlendBuilder[Data: Dataset]:
         counts: Sequence[int | None] = [rows if single else None] * len(files)
         if weights is not None and rows is not None:
             counts = rows_by_weight(rows, weights, self.config.surplus)
-        identities = [tokens.identity() for tokens in files]
+        identities = [tokens.identity(self.folder) for tokens in files]
         datasets = []
         for tokens, identity, count in zip(files, identities, counts, strict=True):
             bounds = split_bounds(share, self.units(tokens))
@@ -232,17 +251,18 @@ class BlendBuilder[Data: Dataset]:
         description = {"kind": "blend", "data": identities, "lengths": lengths, "rows": rows}
         description["weights"] = None if weights is None else weights.tolist()
 
-        def build() -> Arrays:
+        def build(new: NewArray) -> Arrays:
             if rows is None:
-                index = exhaustive_index(lengths)
+                index = exhaustive_index(lengths, new)
             elif weights is None:
-                index = weighted_index(lengths, min(rows, sum(lengths)))
+                index = weighted_index(lengths, min(rows, sum(lengths)), new)
             else:
-                index = weighted_index(weights.tolist(), sum(rows_by_weight(rows, weights)))
+                index = weighted_index(weights.tolist(), sum(rows_by_weight(rows, weights)), new)
             return index._asdict()
 
-        index = BlendIndex(**load_or_build(self.folder, description, build))
-        return BlendedDataset(datasets, index, lengths if weights is None else weights.tolist())
+        arrays = load_or_build(self.folder, description, build)
+        scaled = lengths if weights is None else weights.tolist()
+        return BlendedDataset(datasets, BlendIndex(**arrays), scaled, arrays.files)
 
 
 class DatasetBuilder(BlendBuilder[GPTDataset]):
@@ -278,19 +298,23 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         description = {"kind": "gpt", "data": identity, "split": split, **asdict(request), **asdict(self.options)}
         description |= {"tokenizer": self.tokenizer.identity, "pad": pad_token(self.tokenizer)}
         name = f"{tokens.prefix}, split {split}"
-        arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
+        arrays = load_or_build(
+            self.folder, description, lambda new: build_index(tokens.lengths, request, name, new)._asdict()
+        )
         index = RowIndex(**arrays)
         passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
-        split_tokens = int(tokens.lengths[request.first : request.last].sum(dtype=np.int64))
-        if split_tokens < least_tokens(request):
-            plural = "s" * (split_tokens != 1)
+        total = split_tokens(tokens.lengths, request, least_tokens(request))
+        if total < least_tokens(request):
+            plural = "s" * (total != 1)
             warnings.warn(
-                f"{name}: has {split_tokens} token{plural}, but a row reads {least_tokens(request)}: its documents are "
+                f"{name}: has {total} token{plural}, but a row reads {least_tokens(request)}: its documents are "
                 f"repeated within rows, {passes} times in all, as in Megatron-LM. Give it a larger share in "
                 "data.split, or more data.",
                 stacklevel=2,
             )
-        return self.make(tokens, identity, index, passes)
+        dataset = self.make(tokens, identity, index, passes)
+        dataset.index_files = arrays.files
+        return dataset
 
     def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
         """The dataset of an index."""

@@ -1,30 +1,62 @@
 """An on-disk cache of arrays, keyed by a description of all inputs.
 
-After a cache miss, a process builds the arrays, writes them with a checksum under a temporary name, and renames the
-file. Several hosts may build the same file at once: the contents are equal, so the order of the renames does not
-matter. No barrier and no shared file system is needed.
+After a cache miss, one process builds the arrays in a temporary file, which gets its name when it is complete. Other
+processes that need the same arrays wait on a lock of the file system, which a process that dies releases. In a folder
+without such locks, there is one builder per host. All processes map the finished file, so a host holds it in memory
+once.
+
+The file ends with a table of contents and its checksum, which are checked whenever the file is opened. The checksum of
+the arrays is computed when they are built, and compared by `verify` only.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import mmap
 import os
+import struct
+import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from megajax.config.errors import UserError
 from megajax.write_errors import write_fault
 
-MAGIC = b"MEGAJAX ARRAYS 1\n"
+MAGIC = b"MEGAJAX ARRAYS 2\n"
 ALIGNMENT = 64
-DIGEST_BYTES = 32
+TAIL = struct.Struct("<32sQ")
+"""SHA-256 and first byte of the table of contents; the last bytes of a file."""
+PART = 1 << 24
+"""Bytes that are verified at a time."""
+CONTENTS_BYTES = 1 << 28
+"""Maximum size of a table of contents."""
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of file systems without locks."""
 
 type Arrays = dict[str, np.ndarray]
+type NewArray = Callable[[tuple[int, ...] | int, Any], np.ndarray]
+"""(shape, dtype) -> zeros to fill, in a file or in memory."""
+
+
+class CachedArrays(dict[str, np.ndarray]):
+    """Arrays by name.
+
+    Attributes:
+        files: the file that they are mapped from; () if they are in memory.
+    """
+
+    files: tuple[Path, ...] = ()
+
+
+class _CannotStore(Exception):
+    """The cache cannot be written."""
 
 
 def user_cache() -> Path:
@@ -43,49 +75,165 @@ def content_key(description: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def load_or_build(folder: Path, description: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `build` computes, from the cache if it has an intact file for this description.
+def load_or_build(
+    folder: Path, description: Mapping[str, object], build: Callable[[NewArray], Mapping[str, np.ndarray]]
+) -> CachedArrays:
+    """The arrays that `build` computes, from the cache if it has a file for this description. Read-only.
 
-    A damaged file, or one with another description, is replaced. If the folder is not writable, the arrays are kept in
-    memory, with a warning.
+    A file that is incomplete, or has another description, is replaced. If the folder is not writable, the arrays are
+    kept in memory, with a warning.
 
     Args:
         folder: folder of cache files; created if missing.
         description: all inputs of the arrays, as JSON values.
-        build: computes the arrays.
+        build: computes the arrays. Large ones are filled where its argument has allocated them, in the file.
     """
-    path = folder / f"{content_key(description)[:40]}.arrays"
-    cached = _read(path, description)
-    if cached is not None:
+    path = folder / f"{content_key({'format': MAGIC.decode(), 'arrays': description})[:40]}.arrays"
+    if (cached := _read(path, description)) is not None:
         return cached
-    if path.exists():
-        warnings.warn(f"{path}: damaged, or not of this version: built again.", stacklevel=2)
-    arrays = build()
     try:
-        _write(path, description, arrays)
-    except OSError as error:
+        with _sole_builder(path) as temporary:
+            if (cached := _read(path, description)) is not None:
+                return cached  # another process has built it
+            if path.exists():
+                warnings.warn(f"{path}: damaged: built again.", stacklevel=2)
+            _write(temporary, description, build)
+            with _storing():
+                temporary.replace(path)
+            if (cached := _read(path, description)) is not None:
+                return cached
+    except _CannotStore as error:
         warnings.warn(
-            f"index cache {folder} cannot be written ({write_fault(error)}): indices are kept in memory "
-            "and built again at the next start. Set data.cache_dir to a writable folder.",
-            stacklevel=2,
+            f"index cache {folder} cannot be written ({error}): indices are kept in memory and built again "
+            "at the next start. Set data.cache_dir to a writable folder.",
+            stacklevel=1,  # one warning for all arrays
         )
-    return arrays
+    return CachedArrays(build(np.zeros))
 
 
-def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> None:
-    head = {"description": description, "arrays": {k: [a.dtype.str, a.shape] for k, a in arrays.items()}}
-    digest = hashlib.sha256()
-    with atomic_write(path) as file:
+@contextmanager
+def _storing() -> Generator[None]:
+    """Raises _CannotStore for an OSError in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise _CannotStore(write_fault(error)) from error
 
-        def write(data: bytes | memoryview) -> None:
-            digest.update(data)
-            file.write(data)
 
-        write(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
-        for _, values in sorted(arrays.items()):  # in the order of the keys of `head`
-            write(bytes(-file.tell() % ALIGNMENT))
-            write(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
-        file.write(digest.digest())
+@contextmanager
+def _sole_builder(path: Path) -> Generator[Path]:
+    """An empty temporary file for `path`, once no other process has one; removed unless it has been renamed.
+
+    The temporary file is the lock itself, so a process that is killed leaves one file at most, which the next one
+    overwrites.
+
+    Raises:
+        _CannotStore: the folder cannot be written.
+    """
+    temporary, locks = path.with_name(f"{path.name}.tmp"), []
+    try:
+        with _storing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                locks.append((temporary, _lock(temporary)))
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                # One builder per host, which writes a file of its own.
+                host_folder = Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}"
+                host_folder.mkdir(mode=0o700, exist_ok=True)
+                host_lock = host_folder / f"{path.name}.lock"
+                locks.append((host_lock, _lock(host_lock)))
+                temporary.unlink(missing_ok=True)
+                temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+                temporary.touch()
+            os.truncate(temporary, 0)
+        yield temporary
+    finally:
+        for name, descriptor in locks:
+            if _is_open_as(name, descriptor):
+                name.unlink()
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # memory maps keep the file open
+            os.close(descriptor)
+        if locks and locks[0][0] != temporary:
+            temporary.unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> int:
+    """Waits for the lock of a file, which is created if missing -> its descriptor. Raises OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_open_as(path, descriptor):
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # renamed or removed while this process waited
+
+
+def _is_open_as(path: Path, descriptor: int) -> bool:
+    """Whether the file of a descriptor has this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+class _Space:
+    """Allocates arrays in a file, one after another."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.end = file, len(MAGIC)
+        self._arrays: dict[int, tuple[np.ndarray, int]] = {}
+
+    def new(self, shape: tuple[int, ...] | int, dtype: Any) -> np.ndarray:
+        """Zeros in the file. Raises _CannotStore, for example if the disk is full."""
+        dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else shape
+        count = int(np.prod(shape, dtype=np.int64))
+        start = self.end + -self.end % ALIGNMENT
+        self.end = start + count * dtype.itemsize
+        if not count:
+            values = np.zeros(shape, dtype)
+        else:
+            page = start - start % mmap.ALLOCATIONGRANULARITY
+            with _storing():
+                # Without space on the disk, a write to the map would kill the process.
+                os.posix_fallocate(self._file.fileno(), start, self.end - start)
+                buffer = mmap.mmap(self._file.fileno(), self.end - page, offset=page)
+            values = np.frombuffer(buffer, dtype, count, start - page).reshape(shape)
+        self._arrays[id(values)] = values, start
+        return values
+
+    def start_of(self, values: np.ndarray) -> int:
+        """First byte of an array in the file; an array from elsewhere is appended."""
+        if id(values) not in self._arrays:
+            stored = self.new(values.shape, values.dtype)
+            stored[...] = values
+            values = stored
+        return self._arrays[id(values)][1]
+
+
+def _write(
+    path: Path, description: Mapping[str, object], build: Callable[[NewArray], Mapping[str, np.ndarray]]
+) -> None:
+    """Raises _CannotStore; errors of `build` pass through."""
+    with _storing():
+        file = path.open("r+b", buffering=0)
+    with file:
+        space = _Space(file)
+        arrays = build(space.new)
+        table = {name: [values.dtype.str, values.shape, space.start_of(values)] for name, values in arrays.items()}
+        with _storing():
+            file.write(MAGIC)
+            file.truncate(space.end)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts = {"description": description, "arrays": table, "sha256": digest}
+            contents = json.dumps(facts, sort_keys=True).encode()
+            file.write(contents + TAIL.pack(hashlib.sha256(contents).digest(), space.end))
+            os.fsync(file.fileno())
 
 
 @contextmanager
@@ -103,27 +251,50 @@ def atomic_write(path: Path) -> Generator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path, description: Mapping[str, object]) -> Arrays | None:
-    """Arrays of an intact and matching file, memory-mapped; None if there is none."""
+def _map(path: Path) -> mmap.mmap | None:
+    """A file, memory-mapped; None if there is none, or an empty one."""
     try:
         with path.open("rb") as file:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None
-    end = len(buffer) - DIGEST_BYTES
-    if end < len(MAGIC) or buffer[: len(MAGIC)] != MAGIC:
+
+
+def _contents(buffer: mmap.mmap) -> tuple[dict[str, Any], int] | None:
+    """The table of contents and its first byte; None if it is damaged."""
+    tail = len(buffer) - TAIL.size
+    if tail < len(MAGIC) or buffer[: len(MAGIC)] != MAGIC:
         return None
-    view = memoryview(buffer)
-    if hashlib.sha256(view[:end]).digest() != view[end:]:
+    digest, start = TAIL.unpack_from(buffer, tail)
+    if not tail - CONTENTS_BYTES <= start <= tail:
         return None
-    position = buffer.find(b"\n", len(MAGIC)) + 1
-    head = json.loads(buffer[len(MAGIC) : position])
-    if content_key(head["description"]) != content_key(description):
+    text = buffer[start:tail]
+    return (json.loads(text), start) if hashlib.sha256(text).digest() == digest else None
+
+
+def _read(path: Path, description: Mapping[str, object]) -> CachedArrays | None:
+    """The arrays of a complete and matching file, memory-mapped; None if there is none."""
+    buffer = _map(path)
+    parts = None if buffer is None else _contents(buffer)
+    if buffer is None or parts is None or content_key(parts[0]["description"]) != content_key(description):
         return None
-    arrays: Arrays = {}
-    for name, (dtype, shape) in head["arrays"].items():
-        position += -position % ALIGNMENT
+    arrays = CachedArrays()
+    arrays.files = (path,)
+    for name, (dtype, shape, start) in parts[0]["arrays"].items():
         count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(buffer, dtype, count, position).reshape(shape)
-        position += count * np.dtype(dtype).itemsize
+        arrays[name] = np.frombuffer(buffer, dtype, count, start).reshape(shape)
     return arrays
+
+
+def verify(path: Path) -> None:
+    """Compares the arrays of a file with the checksum from when they were built. Raises UserError if they differ."""
+    buffer, digest = _map(path), hashlib.sha256()
+    parts = None if buffer is None else _contents(buffer)
+    if parts is not None:
+        with path.open("rb", buffering=0) as file:
+            remaining = parts[1]
+            while data := file.read(min(remaining, PART)):
+                digest.update(data)
+                remaining -= len(data)
+    if parts is None or digest.hexdigest() != parts[0]["sha256"]:
+        raise UserError(f"{path}: damaged since it was built. Delete it: the next start builds it again.")

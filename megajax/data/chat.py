@@ -68,6 +68,7 @@ class ChatRows:
     ):
         self.sequence_length, self.skipped, self.packing = sequence_length, skipped, packing
         self._conversations, self._packs, self._pad, self._paths = conversations, packs, pad, paths
+        self.index_files = conversations.files
         self._multiple, self._mask_pad = config.pad_multiple, config.mask_pad
         self._shuffled, self._seed, self._apart = config.packing != "lines", seed, config.isolate_padding
         self._rows = len(packs) if rows is None else rows

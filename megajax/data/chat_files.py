@@ -48,6 +48,8 @@ class Conversations(NamedTuple):
     """int64 [L, 2], file and line number from 1."""
     skipped: np.ndarray
     """int64 [len(REASONS)], number of skipped lines."""
+    files: tuple[Path, ...] = ()
+    """The cache files of the arrays."""
 
     def line_lengths(self, multiple: int) -> np.ndarray:
         """Tokens of each line with conversations padded to a multiple, int64 [L]."""
@@ -164,7 +166,8 @@ class Reader:
             "end_token": self._end_token,
             "on_error": self._on_error,
         }
-        conversations = Conversations(**load_or_build(self._folder, description, lambda: self._build(paths)))
+        arrays = load_or_build(self._folder, description, lambda _: self._build(paths))
+        conversations = Conversations(**arrays, files=arrays.files)
         if len(conversations.lines) == 1:
             reasons = ", ".join(f"{count} {reason}" for reason, count in skipped_lines(conversations).items())
             skipped = f"; skipped lines: {reasons}" if reasons else ""

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.attention_work import lengths_of_row
 from megajax.data.config import CyclicConfig
-from megajax.data.row_source import check_row, files_of
+from megajax.data.row_source import check_row, files_of, index_files_of
 
 LARGEST = (1 << 32) // 20
 """With this many rows or more, PyTorch uses another algorithm for permutations."""
@@ -78,6 +79,11 @@ class CyclicRows:
     def files(self) -> list[str]:
         """The files that are read."""
         return files_of(self.source)
+
+    @property
+    def index_files(self) -> tuple[Path, ...]:
+        """The cache files of the source."""
+        return index_files_of(self.source)
 
     def number(self, row: int) -> int:
         """The row of the source that is row `row`."""

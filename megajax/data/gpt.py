@@ -33,7 +33,7 @@ class TokenSource(Protocol):
 
     def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]: ...
     def document_of(self, sequence: int) -> int: ...
-    def identity(self) -> str: ...
+    def identity(self, folder: Path) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +82,9 @@ class GPTDataset:
         tokenizer: vocabulary size, end-of-document and pad token.
         passes: number of epochs over the split's sequences.
 
+    Attributes:
+        index_files: the cache files of the index.
+
     Raises:
         UserError: on reading, a token outside the vocabulary.
     """
@@ -90,6 +93,7 @@ class GPTDataset:
         self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, tokenizer: Tokenizer, passes: int = 1
     ):
         self.tokens, self.index, self.options, self.passes = tokens, index, options, passes
+        self.index_files: tuple[Path, ...] = ()
         self.sequence_length = options.sequence_length
         self._vocabulary_size, self._eod, self._pad = tokenizer.vocabulary_size, tokenizer.eod, pad_token(tokenizer)
         length = options.sequence_length

@@ -60,6 +60,7 @@ class ShardImages:
 
     def __init__(self, paths: Sequence[Path], location: Location, maximum_pixels: int, left_out: Counter[str]):
         self._paths, self.location, self._maximum_pixels, self.left_out = paths, location, maximum_pixels, left_out
+        self.index_files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
         return len(self.location.labels)
@@ -270,7 +271,7 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
     paths = find_shards(patterns)
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     description = {"kind": "image shards", "shards": [list(fact) for fact in facts], "label": config.label}
-    arrays = load_or_build(index_folder(config.cache_dir), description, lambda: build_index(paths, config.label))
+    arrays = load_or_build(index_folder(config.cache_dir), description, lambda _: build_index(paths, config.label))
     unusable = json.loads(arrays["wrong"].tobytes())
     location = Location(**{name: arrays[name] for name in Location._fields})
     if unusable and (config.on_error == "stop" or not len(location.labels)):
@@ -278,7 +279,9 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
         raise UserError(f"{unusable[0][1]}. Repair or remove it, or set data.on_error=skip{more}")
     if not len(location.labels):
         raise UserError(f"{paths[0]}: no samples in {len(paths)} tar files")
-    return ShardImages(paths, location, config.maximum_pixels, Counter(reason for reason, _ in unusable))
+    images = ShardImages(paths, location, config.maximum_pixels, Counter(reason for reason, _ in unusable))
+    images.index_files = arrays.files
+    return images
 
 
 def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -48,6 +48,7 @@ class ImageTextLines:
     def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig):
         self._paths, self.lines, self._config = paths, lines, config
         self._template = ChatTemplate(config.template)
+        self.index_files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lines.sizes)
@@ -190,12 +191,14 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
                 )
     facts = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
     arrays = load_or_build(
-        index_folder(config.cache_dir), {"kind": "lines", "files": facts}, lambda: build_index(paths)
+        index_folder(config.cache_dir), {"kind": "lines", "files": facts}, lambda _: build_index(paths)
     )
     lines = Lines(**arrays)
     if not len(lines.sizes):
         raise UserError(f"{', '.join(map(str, paths))}: no lines")
-    return ImageTextLines(paths, lines, config)
+    text_lines = ImageTextLines(paths, lines, config)
+    text_lines.index_files = arrays.files
+    return text_lines
 
 
 def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -3,6 +3,9 @@
 E copies of the documents of a split are shuffled and concatenated into one stream of tokens. Row k of the stream starts
 at token k·S and has S tokens plus one extra, the last label, so adjacent rows share a token. Then the rows are
 shuffled. A single generator, seeded once, does both shuffles, and the arrays are bitwise equal to Megatron-LM's.
+
+All arrays are computed in chunks, where the caller allocates them. In memory-mapped files, they need no other memory:
+4 bytes for a document of each epoch, and 12 for a row.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.cache import NewArray
 
 SEPARATE_BELOW = 0.80
 """The last epoch is shuffled separately if less than this share of it is used."""
@@ -36,6 +40,10 @@ class IndexRequest:
     """1 if each row reads one token more than its length, else 0."""
     drop_last: bool = True
     """False: an incomplete last row is kept."""
+
+
+CHUNK = 1 << 20
+"""Documents or rows that are computed at a time, to limit memory."""
 
 
 class RowIndex(NamedTuple):
@@ -75,13 +83,24 @@ def least_tokens(request: IndexRequest) -> int:
     return request.extra + (request.sequence_length if request.drop_last else 1)
 
 
-def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowIndex:
+def split_tokens(lengths: np.ndarray, request: IndexRequest, enough: int) -> int:
+    """Tokens of a split if they are fewer than `enough`, else some number from `enough` on."""
+    total = 0
+    for start in range(request.first, request.last, CHUNK):
+        total += int(lengths[start : min(start + CHUNK, request.last)].sum(dtype=np.int64))
+        if total >= enough:
+            break
+    return total
+
+
+def build_index(lengths: np.ndarray, request: IndexRequest, name: str, new: NewArray = np.zeros) -> RowIndex:
     """Build the three arrays of a split. A split with too few tokens for a row is repeated until a row is full.
 
     Args:
         lengths: int32 [N], tokens of every sequence of the token file.
         request: split, rows, row length, seed.
         name: the split's name in errors.
+        new: allocates the arrays.
 
     Raises:
         UserError: the split has no sequences or no tokens.
@@ -103,56 +122,83 @@ def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowInd
             f"{request.sequence_length}. Give it a larger share in data.split, more data, or ask for fewer rows of it."
         )
     generator = np.random.RandomState(request.seed)
-    documents = _document_index(request, epochs, generator)
-    stream_ends = np.cumsum(lengths[documents], dtype=np.int64)
-    samples = _sample_index(stream_ends, int(lengths.max()), request)
+    documents = _document_index(request, epochs, generator, new)
+    samples = _sample_index(lengths, documents, tokens * epochs.count, request, new)
     rows = len(samples) - 1
-    shuffle = _shuffle_index(epochs.rows_before_last if epochs.separate_last else rows, rows, generator)
+    shuffle = _shuffle_index(epochs.rows_before_last if epochs.separate_last else rows, rows, generator, new)
     return RowIndex(documents, samples, shuffle)
 
 
-def _document_index(request: IndexRequest, epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:
-    sequences = np.arange(request.first, request.last, dtype=np.int32)
-    parts = (epochs.count - 1, 1) if epochs.separate_last else (epochs.count,)
-    shuffled = [np.tile(sequences, copies) for copies in parts]
-    for part in shuffled:
+def _count_up(values: np.ndarray, first: int) -> None:
+    """first, first + 1, … in place."""
+    for start in range(0, len(values), CHUNK):
+        part = values[start : start + CHUNK]
+        part[:] = np.arange(first + start, first + start + len(part), dtype=values.dtype)
+
+
+def _document_index(
+    request: IndexRequest, epochs: Epochs, generator: np.random.RandomState, new: NewArray
+) -> np.ndarray:
+    sequences = request.last - request.first
+    documents = new(epochs.count * sequences, np.int32)
+    _count_up(documents[:sequences], request.first)
+    filled = sequences
+    while filled < len(documents):
+        part = documents[filled : 2 * filled]
+        part[:] = documents[: len(part)]
+        filled += len(part)
+    together = epochs.count - epochs.separate_last
+    for part in (documents[: together * sequences], documents[together * sequences :]):
         generator.shuffle(part)
-    return np.concatenate(shuffled)
+    return documents
 
 
-def _sample_index(stream_ends: np.ndarray, longest: int, request: IndexRequest) -> np.ndarray:
+def _sample_index(
+    lengths: np.ndarray, documents: np.ndarray, total: int, request: IndexRequest, new: NewArray
+) -> np.ndarray:
     """Row k + 1 starts at token (k + 1)·S, in the document of the last token (including the extra one) of row k.
 
     If a row ends exactly at the end of a document, the next one starts at that document's last token, not in the next
     document.
 
     Args:
-        stream_ends: int64 [D], cumulative sum of document lengths in stream order.
-        longest: length of the longest sequence of the file; together with D, it determines the dtype.
+        lengths: int32 [N], tokens of every sequence of the file; the longest, with D, determines the dtype.
+        documents: int32 [D], sequences in stream order.
+        total: tokens of the stream.
         request: row length, extra token, whether to drop an incomplete last row.
+        new: allocates the array.
     """
-    length, extra, total = request.sequence_length, request.extra, int(stream_ends[-1])
+    length, extra = request.sequence_length, request.extra
     # Integer ceiling: Megatron-LM divides float32 numbers here, which is wrong above 2^24 tokens.
     rows = (total - extra) // length if request.drop_last else -(-(total - extra) // length)
-    dtype = np.int32 if max(len(stream_ends), longest) <= INT32_MAX else np.int64
-    samples = np.zeros((rows + 1, 2), dtype)
-    starts = np.arange(1, rows + 1, dtype=np.int64) * length
+    dtype = np.int32 if max(len(documents), int(lengths.max())) <= INT32_MAX else np.int64
+    samples = new((rows + 1, 2), dtype)
     # If the stream ends inside the last row, that row ends there too.
-    past_end = rows > 0 and int(starts[-1]) + extra > total
-    last_tokens = starts + (extra - 1)
-    positions = np.searchsorted(stream_ends, last_tokens[: rows - past_end], side="right")
-    before = np.where(positions > 0, stream_ends[positions - 1], 0)
-    samples[1 : rows + 1 - past_end, 0] = positions
-    samples[1 : rows + 1 - past_end, 1] = starts[: rows - past_end] - before
+    past_end = rows > 0 and rows * length + extra > total
+    row, chunk_start = 1, 0  # the next row, and the first token of the chunk
+    for first in range(0, len(documents), CHUNK):
+        ends = np.cumsum(lengths[documents[first : first + CHUNK]], dtype=np.int64)
+        ends += chunk_start
+        chunk_end = int(ends[-1])
+        last_row = min((chunk_end - extra) // length, rows - past_end)
+        while row <= last_row:
+            starts = np.arange(row, min(row + CHUNK, last_row + 1), dtype=np.int64) * length
+            positions = np.searchsorted(ends, starts + (extra - 1), side="right")
+            before = np.where(positions > 0, ends[positions - 1], chunk_start)
+            samples[row : row + len(starts), 0] = positions + first
+            samples[row : row + len(starts), 1] = starts - before
+            row += len(starts)
+        chunk_start = chunk_end
     if past_end:
-        last_start = int(stream_ends[-2]) if len(stream_ends) > 1 else 0
-        samples[rows] = len(stream_ends) - 1, total - last_start - extra
+        last_start = total - int(lengths[documents[-1]])
+        samples[rows] = len(documents) - 1, total - last_start - extra
     return samples
 
 
-def _shuffle_index(first: int, rows: int, generator: np.random.RandomState) -> np.ndarray:
+def _shuffle_index(first: int, rows: int, generator: np.random.RandomState, new: NewArray) -> np.ndarray:
     """0 .. rows-1, with [0, first) and [first, rows) each shuffled in place."""
-    shuffle = np.arange(rows, dtype=np.uint32 if rows < UINT32_MAX - 1 else np.int64)
+    shuffle = new(rows, np.uint32 if rows < UINT32_MAX - 1 else np.int64)
+    _count_up(shuffle, 0)
     generator.shuffle(shuffle[:first])
     if first < rows:
         generator.shuffle(shuffle[first:])

@@ -28,6 +28,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.cache import Arrays, load_or_build
 from megajax.data.reading import ReadFile, with_retries
 from megajax.write_errors import write_fault
 
@@ -39,7 +40,7 @@ CODES = (None, "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 UINT16_VOCABULARY = 65500
 """Vocabularies below this size are stored as uint16, all others as int32."""
 CHECK_ROWS = 1 << 22
-"""Table entries that are checked at a time, to limit the memory for opening a large index."""
+"""Table entries that are checked at a time, to limit memory. A larger index is not checked whole when it is opened."""
 
 
 def token_dtype(vocabulary_size: int | None) -> np.dtype:
@@ -70,6 +71,9 @@ type Piece = tuple[int, int, int | None]
 class IndexedTokens:
     """A validated token file; its index is memory-mapped, its tokens are read by position.
 
+    Opening it checks the header and the sizes of both files, and every entry of an index of up to `CHECK_ROWS`
+    sequences. Larger ones are checked by `identity`, once.
+
     Attributes:
         prefix: path without `.bin` / `.idx`.
         dtype: dtype of the stored tokens.
@@ -93,8 +97,7 @@ class IndexedTokens:
                     f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
                     "(python -m megajax.preprocess writes them)."
                 )
-        # A failed read raises an error; an unreadable page of the memory map would kill the process.
-        self._digest, self._index = with_retries(lambda: (_sha256(index), ReadFile(index)), str(index))
+        self._index = with_retries(lambda: ReadFile(index), str(index))
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
         lengths_at = HEADER_BYTES
@@ -109,8 +112,9 @@ class IndexedTokens:
         self.offsets = np.frombuffer(buffer, "<i8", sequences, offsets_at)
         self.document_table = np.frombuffer(buffer, "<i8", entries, documents_at)
         self.modes = np.frombuffer(buffer, "<i1", sequences, modes_at) if multimodal else None
-        total = _check_sequences(index, self.lengths, self.offsets, self.dtype.itemsize)
-        _check_documents(index, self.document_table, sequences, documents_at)
+        if sequences <= CHECK_ROWS:
+            self.check_tables()
+        total = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         self._bytes = with_retries(lambda: ReadFile(tokens), str(tokens))
         size = self._bytes.size
         if size != total:
@@ -182,11 +186,33 @@ class IndexedTokens:
         """Number of the document that contains a sequence."""
         return int(np.searchsorted(self.document_table, sequence, side="right")) - 1
 
-    def identity(self) -> str:
-        """SHA-256 of the content of `.idx` and the size of `.bin`: independent of file dates."""
-        digest = self._digest.copy()
-        digest.update(struct.pack("<Q", self._bytes.size))
-        return digest.hexdigest()
+    def check_tables(self) -> None:
+        """Checks every entry of the index. Raises UserError as the constructor."""
+        index, sequences = index_path(self.prefix), len(self)
+        _check_sequences(index, self.lengths, self.offsets, self.dtype.itemsize)
+        _check_documents(index, self.document_table, sequences, HEADER_BYTES + 12 * sequences)
+
+    def identity(self, folder: Path) -> str:
+        """SHA-256 of the content of `.idx` and the size of `.bin`: independent of names and dates.
+
+        It is computed once, with a check of every entry of the index, and kept in a folder of the cache until the file
+        changes.
+
+        Raises UserError: a damaged index. ReadError: the disk or file server fails.
+        """
+        index, size = index_path(self.prefix), self._bytes.size
+        facts = os.stat(index)
+        version = [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+        description = {"kind": "token file", "index": str(index.resolve()), "version": version, "tokens": size}
+
+        def read() -> Arrays:
+            # A failed read raises an error; an unreadable page of the memory map would kill the process.
+            digest = with_retries(lambda: _sha256(index), str(index))
+            self.check_tables()
+            digest.update(struct.pack("<Q", size))
+            return {"identity": np.frombuffer(digest.digest(), np.uint8)}
+
+        return load_or_build(folder, description, lambda _: read())["identity"].tobytes().hex()
 
 
 def integer_tokens(prefix: Path | str) -> IndexedTokens:
@@ -377,6 +403,7 @@ class IndexedWriter:
             UserError: the other dataset is damaged, has another dtype, or only one of the two has modes.
         """
         dataset = open_tokens(prefix)
+        dataset.check_tables()
         if dataset.dtype != self.dtype:
             raise UserError(
                 f"{prefix}: stored as {dataset.dtype.name}, cannot be merged into {self.prefix}, which is "

@@ -4,13 +4,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.config.images import ImagesConfig
-from megajax.data.row_source import check_row, data_seed, files_of, order_checksum
+from megajax.data.row_source import check_row, data_seed, files_of, index_files_of, order_checksum
 from megajax.data.splits import Range, Rows, Splits, parse_split, split_bounds
 
 TRIES = 1000
@@ -102,6 +103,11 @@ class ItemRows[Data: Items]:
     def files(self) -> list[str]:
         """The files that are read."""
         return files_of(self.items)
+
+    @property
+    def index_files(self) -> tuple[Path, ...]:
+        """The cache files of the items."""
+        return index_files_of(self.items)
 
     def item(self, row: int, attempt: int = 0) -> int:
         """The item of a row, or of the row `attempt` places later in the same pass."""

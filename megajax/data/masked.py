@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +57,8 @@ class SampleMap(NamedTuple):
     """Row i has its own generator with seed + i."""
     passes: int
     """Number of epochs over the split's documents."""
+    files: tuple[Path, ...] = ()
+    """The cache files of the index."""
 
 
 class MaskedSamples:
@@ -70,6 +73,7 @@ class MaskedSamples:
 
     def __init__(self, tokens: IndexedTokens, samples: SampleMap, tokenizer: MaskingTokenizer):
         self.tokens, self.index, self.passes = tokens, samples.index, samples.passes
+        self.index_files = samples.files
         unmasked = tuple(tokenizer.specials[role] for role in ("cls", "sep") if role in tokenizer.specials)
         continues = np.zeros(tokenizer.vocabulary_size, bool) if tokenizer.continues is None else tokenizer.continues
         self.ngrams = NgramMasking(samples.masking, continues, unmasked)
@@ -156,9 +160,10 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
         )
         name = f"{tokens.prefix}, split {split}"
 
-        def build() -> dict[str, np.ndarray]:
+        def build(_: object) -> dict[str, np.ndarray]:
             samples, passes = build_masked_index(tokens.lengths, tokens.document_table, request, name)
             return {"samples": samples, "passes": np.array([passes])}
 
         arrays = load_or_build(self.folder, {"kind": "masked", "data": identity, **asdict(request)}, build)
-        return self.make(tokens, SampleMap(arrays["samples"], self.masking, self.seed, int(arrays["passes"][0])))
+        samples = SampleMap(arrays["samples"], self.masking, self.seed, int(arrays["passes"][0]), arrays.files)
+        return self.make(tokens, samples)

@@ -49,9 +49,9 @@ class PairedTokens:
         """The files that are read."""
         return tuple(file for side in self.sides for file in side.files())
 
-    def identity(self) -> str:
-        """Hash of both files' identities."""
-        return hashlib.sha256("".join(side.identity() for side in self.sides).encode()).hexdigest()
+    def identity(self, folder: Path) -> str:
+        """Hash of both files' identities; see `IndexedTokens.identity`."""
+        return hashlib.sha256("".join(side.identity(folder) for side in self.sides).encode()).hexdigest()
 
 
 class Pairs:
@@ -77,7 +77,7 @@ class Pairs:
         passes: int = 1,
     ):
         self.tokens, self.numbers, self.passes = tokens, numbers, passes
-        self.lengths, self.sequence_length = lengths, lengths[1]
+        self.lengths, self.sequence_length, self.index_files = lengths, lengths[1], tuple[Path, ...]()
         self._special, self._vocabulary_size = two_sided_specials(tokenizer), tokenizer.vocabulary_size
 
     def order(self) -> str:

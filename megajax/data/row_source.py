@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sized
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,9 +21,9 @@ class RowSource(Protocol):
 
     Optional members, which a run reports: `passes` (int, epochs over its text), `order()` (str that changes with the
     order of the rows), `files()` (paths of the files that it reads; a resumed run checks whether their content has
-    changed), `skipped` (reason -> number of skipped rows; may grow as rows are read), and `packing`
-    (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are balanced over data groups
-    without being read.
+    changed), `index_files` (paths of the cache files of its index, for `--verify-data`), `skipped` (reason -> number of
+    skipped rows; may grow as rows are read), and `packing` (`megajax.data.packing.Packing`). With `document_lengths`
+    (see `lengths_of_row`), rows are balanced over data groups without being read.
     """
 
     def __len__(self) -> int: ...
@@ -32,6 +33,11 @@ class RowSource(Protocol):
 def files_of(source: Any) -> list[str]:
     """The files that a row source reads: its `files()`, without duplicates; [] if it has no such method."""
     return list(dict.fromkeys(os.fspath(file) for file in source.files())) if hasattr(source, "files") else []
+
+
+def index_files_of(source: Any) -> tuple[Path, ...]:
+    """The cache files of a row source: its `index_files`, or ()."""
+    return tuple(getattr(source, "index_files", ()))
 
 
 def check_row(source: Sized, row: int) -> None:

@@ -4,14 +4,17 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megajax.config.markup import read_yaml
+from megajax.data.cache import verify
 from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group_files, sample_checksums
 from megajax.data.progress import Progress
-from megajax.data.row_source import files_of
+from megajax.data.row_source import files_of, index_files_of
 from megajax.data.splits import Splits
 from megajax.job.equal_files import demand_equal_files
+from megajax.mesh.gpus import machine_name
 from megajax.mesh.peers import Peers
 
 MOVABLE = re.compile(r"data\.(?:(train|valid|test)_)?paths?$")
@@ -29,7 +32,7 @@ class DataFiles:
     """Checksums of the data files of a run's splits.
 
     Attributes:
-        verify: read every byte of each file; otherwise samples.
+        verify: read every byte of each file, and of the cached indices; otherwise samples.
         sums: split -> the checksum of each of its files; empty before `read_sums`.
     """
 
@@ -59,11 +62,26 @@ class DataFiles:
         groups = {name: group_files(split_files) for name, split_files in files.items() if split_files}
         unique = list(dict.fromkeys(group for split_groups in groups.values() for group in split_groups))
         demand_equal_files(Peers("inputs"), [*unique, *self._inputs])
+        if self.verify:
+            self._verify_indices(Peers("indices"), [file for source in splits for file in index_files_of(source)])
         if unique:
             by_group = dict(zip(unique, self._sums(unique), strict=True))
             self.sums = {name: [by_group[group] for group in split_groups] for name, split_groups in groups.items()}
         self._has_sums = True
         return self.sums
+
+    def _verify_indices(self, peers: Peers, files: Sequence[Path]) -> None:
+        """Compares cached indices with their checksums, divided over the processes of each host. A collective."""
+        machines = peers.gather(machine_name())
+        place = machines[: peers.index].count(machines[peers.index])
+        own_files = list(dict.fromkeys(files))[place :: machines.count(machines[peers.index])]
+
+        def verify_own() -> None:
+            for file in own_files:
+                verify(file)
+                self._progress()
+
+        peers.check(verify_own)
 
     def _sums(self, groups: Sequence[Group]) -> list[FileSum]:
         peers, started = Peers("data"), time.monotonic()

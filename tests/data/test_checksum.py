@@ -144,7 +144,9 @@ def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
     assert files_of(cyclic) == pair(first)
     blend = build(BlendConfig(paths=("0.5", str(first), "0.5", str(second)), **cache))
     assert files_of(blend) == [*pair(first), *pair(second)]
-    twice = BlendedDataset([single, single], BlendIndex(np.zeros(1, np.int16), np.zeros(1, np.int64)), [1, 1])
+    twice = BlendedDataset(
+        [single, single], BlendIndex(np.zeros(1, np.int16), np.zeros(1, np.int64), np.array([1, 0])), [1, 1]
+    )
     assert files_of(twice) == pair(first)
     assert files_of(build(MockConfig())) == []
 

@@ -1,9 +1,12 @@
-"""Index files: reused if intact and of the same content, else rebuilt."""
+"""Index files: reused if intact and of the same content, else rebuilt, by one process while others wait."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +16,9 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write
 
+from megajax.config.errors import UserError
 from megajax.data import blend
-from megajax.data.cache import load_or_build
+from megajax.data.cache import load_or_build, verify
 from megajax.data.config import BlendConfig, Rows
 from megajax.models.config import text_schema
 
@@ -25,7 +29,7 @@ class Builder:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self) -> dict[str, np.ndarray]:
+    def __call__(self, _: object = None) -> dict[str, np.ndarray]:
         self.calls += 1
         return {
             "a": np.arange(6, dtype=np.int64).reshape(3, 2),
@@ -49,7 +53,7 @@ def test_built_once_per_description(tmp_path: Path) -> None:
     assert build.calls == 2 and len(list((tmp_path / "new").iterdir())) == 2
 
 
-@pytest.mark.parametrize("harm", ["cut", "flip", "empty", "other", "header"])
+@pytest.mark.parametrize("harm", ["cut", "contents", "empty", "other", "header"])
 def test_a_damaged_file_is_built_again(tmp_path: Path, harm: str) -> None:
     build = Builder()
     load_or_build(tmp_path, {"seed": 1}, build)
@@ -59,15 +63,27 @@ def test_a_damaged_file_is_built_again(tmp_path: Path, harm: str) -> None:
         load_or_build(tmp_path / "other", {"seed": 2}, build)
         content = bytearray(next((tmp_path / "other").iterdir()).read_bytes())
         build.calls = 1
-    elif harm in ("flip", "header"):
-        content[20 if harm == "header" else 200] ^= 1
+    elif harm in ("contents", "header"):
+        content[5 if harm == "header" else -60] ^= 1
     path.write_bytes({"cut": content[:-40], "empty": b""}.get(harm, bytes(content)))
-    with pytest.warns(UserWarning, match=rf"{path}: damaged, .* built again") as warned:
+    with pytest.warns(UserWarning, match=rf"{path}: damaged: built again") as warned:
         check(load_or_build(tmp_path, {"seed": 1}, build))
     assert len(warned) == 1
     assert build.calls == 2
     check(load_or_build(tmp_path, {"seed": 1}, build))
     assert build.calls == 2
+
+
+def test_arrays_are_compared_with_their_checksum_on_request(tmp_path: Path) -> None:
+    """Not at each start, which would read terabytes."""
+    (path,) = load_or_build(tmp_path, {"seed": 1}, Builder()).files
+    verify(path)
+    content = bytearray(path.read_bytes())
+    content[64] ^= 1  # of the first array
+    path.write_bytes(content)
+    assert load_or_build(tmp_path, {"seed": 1}, pytest.fail)["a"][0, 0] == 1
+    with pytest.raises(UserError, match=rf"{path}: damaged since it was built. Delete it"):
+        verify(path)
 
 
 KILLED = """
@@ -80,7 +96,7 @@ def killed(*_):
 
 setattr(*{"written": (os, "fsync", killed), "renamed": (pathlib.Path, "replace", killed)}[sys.argv[2]])
 arrays = {"a": np.arange(6, dtype=np.int64).reshape(3, 2)}
-cache.load_or_build(pathlib.Path(sys.argv[1]), {"seed": 1}, lambda: arrays)
+cache.load_or_build(pathlib.Path(sys.argv[1]), {"seed": 1}, lambda _: arrays)
 """
 
 
@@ -96,19 +112,90 @@ def test_a_job_that_is_killed_while_it_writes_leaves_nothing_under_the_name(tmp_
     assert build.calls == 1
 
 
-def test_two_jobs_build_at_once(tmp_path: Path) -> None:
-    barrier = threading.Barrier(2, timeout=30)
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks in the folder"])
+def test_one_job_builds_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+    if not locks:
+        lock = fcntl.flock
 
-    def build() -> dict[str, np.ndarray]:
-        barrier.wait()  # both have missed the file
-        return Builder()()
+        def of_other_folders(descriptor: int, operation: int) -> None:
+            if Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent == tmp_path / "cache":
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            lock(descriptor, operation)
 
-    with ThreadPoolExecutor(2) as pool:
-        for arrays in pool.map(lambda _: load_or_build(tmp_path, {"seed": 1}, build), range(2)):
+        monkeypatch.setattr(fcntl, "flock", of_other_folders)
+        (tmp_path / "host").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "host"))
+    build = Builder()
+
+    def build_slowly(new: Any) -> dict[str, np.ndarray]:
+        time.sleep(0.3)
+        return build(new)
+
+    with ThreadPoolExecutor(4) as pool:
+        for arrays in pool.map(lambda _: load_or_build(tmp_path / "cache", {"seed": 1}, build_slowly), range(4)):
             check(arrays)
-    (path,) = tmp_path.iterdir()
-    assert path.suffix == ".arrays"
-    check(load_or_build(tmp_path, {"seed": 1}, pytest.fail))
+    assert build.calls == 1
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".arrays"]
+    assert locks or not list((tmp_path / "host").glob("*/*"))
+
+
+DIES = """
+import os, pathlib, sys
+import numpy as np
+from megajax.data import cache
+
+def build(new):
+    new((1000, 3), np.int64)[:] = 7
+    print("building", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), 9)
+
+cache.load_or_build(pathlib.Path(sys.argv[1]), {"seed": 1}, build)
+"""
+
+
+def test_a_builder_that_dies_leaves_no_one_waiting(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DIES, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dying,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert dying.stdout is not None and dying.stdout.readline() == b"building\n"
+        build = Builder()
+        waiting = pool.submit(load_or_build, tmp_path, {"seed": 1}, build)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        dying.communicate(b"\n")
+        check(waiting.result(60))
+    assert build.calls == 1 and dying.returncode == -9
+    assert [path.suffix for path in tmp_path.iterdir()] == [".arrays"]
+
+
+def test_arrays_are_filled_in_the_file(tmp_path: Path) -> None:
+    def build(new: Any) -> dict[str, np.ndarray]:
+        large, empty = new((3, 70_000), np.int32), new(0, np.uint8)
+        assert not large.any()
+        large[:] = np.arange(210_000).reshape(3, -1)
+        return {"large": large, "more": np.arange(5), "empty": empty}
+
+    for _ in range(2):
+        arrays = load_or_build(tmp_path, {}, build)
+        np.testing.assert_array_equal(arrays["large"].ravel(), np.arange(210_000, dtype=np.int32))
+        assert arrays["more"].tolist() == [0, 1, 2, 3, 4] and arrays["empty"].shape == (0,)
+        assert not arrays["large"].flags.writeable
+        verify(*arrays.files)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is reserved before it is written: a write to a memory map of a full disk would kill the process."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.warns(UserWarning, match=r"cannot be written \(No space left on device; .*\): .* kept in memory"):
+        check(load_or_build(tmp_path, {"seed": 1}, Builder()))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -124,9 +211,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = blend.build_index
 
-    def build_and_count(lengths: np.ndarray, request: Any, name: str) -> Any:
+    def build_and_count(lengths: np.ndarray, request: Any, name: str, new: Any) -> Any:
         names.append(name)
-        return original(lengths, request, name)
+        return original(lengths, request, name, new)
 
     monkeypatch.setattr(blend, "build_index", build_and_count)
     return names
@@ -161,6 +248,6 @@ def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, builds: list[s
 def test_names_of_arrays_need_no_order(tmp_path):
     arrays = {"second": np.arange(3), "first": np.ones(70, np.uint32)}
     for _ in range(2):  # built, then read
-        stored = load_or_build(tmp_path, {"kind": "order"}, lambda: arrays)
+        stored = load_or_build(tmp_path, {"kind": "order"}, lambda _: arrays)
         for name, values in arrays.items():
             np.testing.assert_array_equal(stored[name], values)

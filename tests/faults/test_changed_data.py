@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 from gangs import CONFIG, TINY, TRAIN, Started, launcher, started
+from peer_threads import ThreadPeers, together
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
+from megajax.data.config import BlendConfig, CyclicConfig, Rows
+from megajax.data.cyclic import CyclicRows
 from megajax.data.indexed import IndexedWriter
+from megajax.data.row_source import index_files_of
 from megajax.data.splits import Splits
+from megajax.job import data_files
 from megajax.job import resume as resuming
 from megajax.job.data_files import DataFiles
 from megajax.job.resume import Resume
+from megajax.models.config import text_schema
 from megajax.optim.config import ScheduleConfig
 
 
@@ -138,6 +145,36 @@ def test_verifying_notices_what_lies_between_the_blocks_of_a_sample(attempt: Att
     attempt(large)
     with pytest.raises(UserError, match="checksum of its whole content: "):
         attempt(large, verify=True)
+
+
+def test_verifying_reads_the_cached_index_too(attempt: Attempts, file: Path, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "text", 0)
+    config = BlendConfig(paths=(str(prefix),), split="1", cache_dir=str(tmp_path / "cache"))
+    text = SimpleNamespace(vocabulary_size=1000, eod=0, pad=None, identity="test")
+    rows = config.build(tokenizer=text, schema=text_schema(8, 1000), rows=Rows(None), seed=1).train
+    (index,) = index_files_of(CyclicRows(CyclicConfig(), source=rows, rows=4, shards=1, micro_rows=2))
+    attempt(file, valid=rows, verify=True)
+    content = bytearray(index.read_bytes())
+    content[64] ^= 1
+    index.write_bytes(content)
+    attempt(file, valid=rows)
+    with pytest.raises(UserError, match=rf"{index}: damaged since it was built"):
+        attempt(file, valid=rows, verify=True)
+
+
+def test_the_processes_of_a_host_divide_the_cached_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes on two hosts: each host reads all files, because its disk may have its own."""
+    names, checked = [Path(f"{number}") for number in range(5)], [list[Path]() for _ in range(3)]
+    hosts = ("a", "b", "a")
+
+    def verify_share(peers: ThreadPeers) -> None:
+        threading.current_thread().name = str(peers.index)
+        DataFiles(verify=True)._verify_indices(peers, [*names, names[0]])
+
+    monkeypatch.setattr(data_files, "machine_name", lambda: hosts[int(threading.current_thread().name)])
+    monkeypatch.setattr(data_files, "verify", lambda file: checked[int(threading.current_thread().name)].append(file))
+    together(3, verify_share)
+    assert checked == [names[::2], names, names[1::2]]
 
 
 def test_verifying_for_the_first_time_says_so(attempt: Attempts, file: Path) -> None:

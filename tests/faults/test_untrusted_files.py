@@ -61,7 +61,7 @@ class Payload:
 
 
 def test_a_pickle_in_place_of_an_index_is_built_again(tmp_path: Path) -> None:
-    def build() -> dict[str, np.ndarray]:
+    def build(_: object) -> dict[str, np.ndarray]:
         return {"a": np.arange(3)}
 
     load_or_build(tmp_path / "cache", {}, build)
