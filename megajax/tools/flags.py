@@ -10,7 +10,7 @@ from megajax.config.nearest import either, nearest_names
 type Settings = Mapping[str, Any]
 """Dotted names of settings -> values."""
 
-DEFINE = "give the script's arguments after its name, and other variables with --define=NAME=VALUE"
+DEFINE = "give the script's arguments after its name, other variables with --define=NAME=VALUE, or the flag after --"
 UNKNOWN = "\ufffe"
 """Placeholder in a word for a part whose value is unknown."""
 
@@ -53,7 +53,14 @@ class Refused:
     reason: str
 
 
-type Fate = Mapped | Unnecessary | Refused
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """No setting corresponds to the flag, and what happens instead is worth a note."""
+
+    text: str
+
+
+type Fate = Mapped | Unnecessary | Noted | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +78,17 @@ class Flag:
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list)}
 
 
+ANSWERS: Mapping[str, Callable[[str], Fate]] = {"refused": Refused, "unnecessary": Unnecessary, "note": Noted}
+
+
 def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Iterator[Flag]:
     """The rows of a text like megatron_flags.txt, which explains the format. functions: for its rows, by name."""
     for line in text[text.index("\n# ") :].replace("\n  ", " ").splitlines():
         names, arrow, answer = line.partition(" => ")
         if arrow:
             start, colon, rest = answer.partition(": ")
-            if start in ("refused", "unnecessary"):
-                fate = Refused(rest) if start == "refused" else Unnecessary(rest)
+            if (kind := ANSWERS.get(start)) is not None:
+                fate: Fate = kind(rest)
             elif colon:
                 fate = Mapped(tuple(rest.split()), functions[start])
             else:
@@ -215,6 +225,10 @@ class Arguments:
             return
         place = name.located(f"--{row.name}")
         unknown = dict.fromkeys(reason for word in values for reason in word.unknown)
+        if unknown and isinstance(row.fate, Unnecessary) and len(values) == 1:
+            # The value has no effect.
+            self.flags[row.name] = values[0].text.replace(UNKNOWN, "…")
+            return
         if unknown and (row.kind is bool or (row.kind is not list and not values[0].unknown)):
             # An unknown part after a complete flag may be anything, even more flags.
             self.problems.append(Problem(values[-1].place or place, "; ".join(unknown), DEFINE))

@@ -4,7 +4,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from megajax.tools.config_source import python_source
 from megajax.tools.flags import UNKNOWN, Word, spellings
 from megajax.tools.json_output import first_word
 from megajax.tools.megatron_flags import FLAGS, SCRIPTS, Converted, convert
-from megajax.tools.shell import Command, read_script
+from megajax.tools.shell.interpreter import read_script
+from megajax.tools.shell.state import Command
 from megajax.write_errors import write_fault
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
-python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS]      a shell script, read and not run
+python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS] [-- --num-layers 24 …]
+                                                                           a shell script, read and not run, and
+                                                                           flags to add to those of its command
 python -m megajax.tools.megatron_args [options] FILE.yaml                  a file of flags and values (or .json)
 
 Writes a config file from a Megatron-LM command line, with Megatron-LM's defaults for flags that are not given. Reports
@@ -32,7 +35,21 @@ the result for each flag on standard error. Unsupported flags are refused: nothi
   --force               overwrite an existing file
   --partial             write the config even if flags are refused, without their effect
   --define=NAME=VALUE   a variable that the script takes from its environment; may be repeated
+  --assume=LINE=ANSWER  true or false, for a condition of the script that is not known; may be repeated
+  --command=NUMBER      which one to convert if the script trains several times
 """
+
+
+FOREIGN = {
+    "pretrain_mimo.py": "models of several encoders (MIMO) are not part of this version",
+    "mimo/train.py": "models of several encoders (MIMO) are not part of this version",
+    "multimodal/train.py": "its images, prompts and models are its own; pretrain_vlm.py is the nearest",
+    "train_rl.py": "reinforcement learning is a config of its own here, see docs/reinforcement.md",
+    "modelopt/finetune.py": "quantization-aware and distilled fine-tuning of modelopt are not part of this version",
+    "detxoify_lm/finetune_gpt.py": "it is a training script of its own",
+    "tasks/main.py": "it evaluates a task: use megajax.evaluate",
+}
+"""Other training scripts of Megatron-LM (the ends of their paths), and why they are refused."""
 
 
 @dataclass
@@ -43,6 +60,9 @@ class Options:
     force: bool = False
     partial: bool = False
     defined: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    """Line of a script -> what to assume of the condition there."""
+    command: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,8 @@ class Training:
     words: tuple[Word, ...]
     devices: int | None = None
     """Processes, one for each GPU; None: torchrun's flags do not give the count."""
+    notes: tuple[str, ...] = ()
+    """What was assumed to read the script."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,8 +89,10 @@ def main(argv: list[str]) -> int:
     options, rest = _options(argv)
     training, source = _training(rest, options)
     name = Path(training.script).name
-    if name.startswith("pretrain_") and name not in SCRIPTS:
-        raise UserError(f"{source}: {name} is not supported. This version reads {', '.join(SCRIPTS)}")
+    if training.notes:
+        print("script:", *(f"  {note}" for note in training.notes), sep="\n", file=sys.stderr)
+    if reason := _foreign(training.script):
+        raise UserError(f"{source}: {training.script} is not supported: {reason}. This tool reads {', '.join(SCRIPTS)}")
     converted = convert(training.words, script=name, devices=training.devices)
     print("\n".join(_report(converted)), file=sys.stderr)
     if converted.problems or converted.config is None:
@@ -96,7 +120,7 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     options, rest = Options(), list(argv)
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, value = rest.pop(0)[2:].partition("=")
-        if name in ("output", "define") and not equals:
+        if name in ("output", "define", "assume", "command") and not equals:
             if not rest:
                 raise UserError(f"--{name} needs a value: --{name}=…")
             value = rest.pop(0)
@@ -106,12 +130,19 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
             case "define":
                 key, _, text = value.partition("=")
                 options.defined[key] = text
+            case "assume":
+                key, _, text = value.partition("=")
+                options.answers[key] = text
+            case "command":
+                if not value.isdigit():
+                    raise UserError(f"--command={value}: expected a whole number")
+                options.command = int(value)
             case "force" | "partial":
                 if equals:
                     raise UserError(f"--{name} takes no value, got {value}")
                 setattr(options, name, True)
             case _:
-                hint = did_you_mean(name, ("output", "define", "force", "partial"))
+                hint = did_you_mean(name, ("output", "define", "assume", "command", "force", "partial"))
                 raise UserError(
                     f"--{name} is not a flag of this tool{hint and f': {hint}'}\nGive Megatron-LM's flags after --"
                 )
@@ -132,32 +163,53 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
         raise UserError(f"{path} cannot be read: {error}") from error
     if path.suffix in (".yaml", ".yml", ".json"):
         return Training("", tuple(_file_words(path))), str(path)
+    arguments, flags = list(rest[1:]), []
+    if "--" in arguments:
+        place = arguments.index("--")
+        arguments, flags = arguments[:place], arguments[place + 1 :]
     try:
-        commands = read_script(text, arguments=rest[1:], defined=options.defined)
+        script = read_script(text, path=str(path), arguments=rest[1:], defined=options.defined, answers=options.answers)
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
-    return find_training(commands, str(path)), str(path)
+    training = find_training(script.commands, str(path), options.command)
+    words = (*training.words, *map(Word, flags))
+    return replace(training, words=words, notes=script.notes), str(path)
 
 
-def find_training(commands: Sequence[Command], place: str) -> Training:
+def find_training(commands: Sequence[Command], place: str, number: int | None = None) -> Training:
     """The command that runs a Python file with flags, pretrain_*.py before others.
 
+    number: which one of several, from 1.
+
     Raises:
-        UserError: no such command, or several.
+        UserError: no such command, or several without a number.
     """
     for command in commands:
         if command.words[0].text.startswith("--"):
-            message = f"line {command.line}: {command.words[0].text} belongs to no command"
+            message = f"{command.place}: {command.words[0].text} belongs to no command"
             raise UserError(f"{place}, {message}: the line before it has a comment, or does not end in \\")
     runs = [training for command in commands if (training := as_training(command.words)) is not None]
     runs = [run for run in runs if any(word.text.startswith("--") for word in run.words)] or runs
     runs = [run for run in runs if run.script.rpartition("/")[2].startswith("pretrain")] or runs
     if not runs:
         raise UserError(f"{place}: no command runs a Python file, such as torchrun … pretrain_gpt.py --num-layers …")
-    if len(runs) > 1:
-        scripts = ", ".join(f"{run.script} ({run.words[0].place if run.words else 'without flags'})" for run in runs)
-        raise UserError(f"{place}: several commands train: {scripts}. Keep only one of them in the script.")
+    if number is not None and number in range(1, len(runs) + 1):
+        return runs[number - 1]
+    if len(runs) > 1 or number is not None:
+        scripts = ", ".join(
+            f"{count}: {run.script} ({run.words[0].place if run.words else 'without flags'})"
+            for count, run in enumerate(runs, 1)
+        )
+        raise UserError(f"{place}: the commands that train are {scripts}. Choose one with --command=NUMBER.")
     return runs[0]
+
+
+def _foreign(script: str) -> str:
+    """Why a Python file is not one that this tool reads; '' if it is, or if it is not known."""
+    path = Path(script)
+    if path.name.startswith("pretrain_") and path.name not in SCRIPTS:
+        return FOREIGN.get(path.name, "its model is not part of this version")
+    return next((reason for end, reason in FOREIGN.items() if f"/{script}".endswith(f"/{end}")), "")
 
 
 def as_training(argv: Sequence[Word]) -> Training | None:

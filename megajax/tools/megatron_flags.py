@@ -10,7 +10,7 @@ from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
-from megajax.tools.flags import Arguments, Flag, Mapped, Refused, Unnecessary, Word, read_table
+from megajax.tools.flags import Arguments, Flag, Mapped, Noted, Refused, Unnecessary, Word, read_table
 from megajax.tools.megatron_data import data
 from megajax.tools.megatron_encoders import (
     bert_embedding,
@@ -71,7 +71,7 @@ ONE_OF, ONLY_WITH, ABOVE_ZERO = (
     tuple(tuple(line.split()) for line in re.findall(rf"^{title}: (.*)$", TABLE, re.MULTILINE))
     for title in ("one of", "only with", "above zero")
 )
-"""Groups of mutually exclusive flags; (flag, other flag, the value of it that the first one needs); flags that must be
+"""Groups of mutually exclusive flags; (flag, flags with or without =value, one of which it needs); flags that must be
 positive."""
 
 POSITION_KINDS = ("position-embedding-type", "use-rotary-position-embeddings", "multi-latent-attention")
@@ -130,11 +130,10 @@ def _contradictions(args: Arguments) -> list[Problem]:
         if len(exclusive) > 1:
             first, *rest = map(args.flag_text, exclusive)
             problems.append(Problem(first, f"contradicts {' and '.join(rest)}", "give one of them"))
-    for name, required, value in ONLY_WITH:
-        actual = "selective" if flags.get("recompute-activations") else flags.get(required)
-        if name in flags and actual != value:
-            state = f"but it is {actual}" if actual else "which is not given"
-            problems.append(Problem(args.flag_text(name), f"needs --{required} {value}, {state}"))
+    for name, *companions in ONLY_WITH:
+        if flags.get(name) and not any(_is_given(args, companion) for companion in companions):
+            needs = " or ".join(f"--{companion.replace('=', ' ')}" for companion in companions)
+            problems.append(Problem(args.flag_text(name), f"needs {needs}", "Megatron-LM refuses it otherwise"))
     if flags.get("recompute-activations") and flags.get("recompute-granularity") == "full":
         message = "contradicts --recompute-granularity full: it means selective"
         problems.append(Problem("--recompute-activations", message, "give one of them"))
@@ -145,6 +144,15 @@ def _contradictions(args: Arguments) -> list[Problem]:
         message = "does not turn off learned positions, the default, without another flag"
         problems.append(Problem("--no-position-embedding", message, "add --position-embedding-type none, or rope"))
     return problems
+
+
+def _is_given(args: Arguments, companion: str) -> bool:
+    """Whether NAME or NAME=VALUE is among the flags."""
+    name, _, value = companion.partition("=")
+    actual = args.flags.get(name)
+    if name == "recompute-granularity" and args.flags.get("recompute-activations"):
+        actual = "selective"
+    return actual == value if value else bool(actual)
 
 
 def _with_flags(problem: Problem, args: Arguments) -> Problem:
@@ -195,6 +203,8 @@ def _converted(args: Arguments, config: RunConfig | None, problems: list[Problem
         match row.fate:
             case Unnecessary(reason) if not is_refused:
                 unnecessary.append((text, reason))
+            case Noted(note) if value is not False:
+                args.remark(name, note)
             case Refused() if value is False:
                 unnecessary.append((text, "off by default"))
             case Refused() if value == row.default:

@@ -27,6 +27,8 @@ from megajax.tools.megatron_model import (
 )
 from megajax.tools.megatron_moe import mixture
 
+STANDARD_LAYERS = ("mamba_stack_spec", "hybrid_stack_spec", "local", "transformer_engine")
+"""Specifications of the same layers as without --spec."""
 LETTERS = "M*+-E"
 """Letters of supported layers."""
 
@@ -34,6 +36,8 @@ LETTERS = "M*+-E"
 def decoder_stack(args: Arguments) -> Settings:
     """The layers of a hybrid pattern, one letter for each; without a pattern, the layers of a GPT."""
     text = hybrid_pattern(args)
+    if args["spec"] and args["spec"][-1] not in STANDARD_LAYERS:
+        args.refuse("spec", "specifications are Megatron-LM's Python; set model.stack.pattern instead")
     if text is None:
         return stack(args)
     layers(args)  # compares the pattern with --num-layers

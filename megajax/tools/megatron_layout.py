@@ -1,12 +1,12 @@
 """The layout that Megatron-LM's flags describe."""
 
 import re
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_hybrid import hybrid_layout
-from megajax.tools.megatron_model import layers
+from megajax.tools.megatron_model import hybrid_pattern, layers
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 SHARDING = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero1", "optim_grads_params": "fsdp"}
@@ -24,6 +24,7 @@ def model_devices(args: Arguments) -> int:
 def parallel(args: Arguments) -> Settings:
     """The settings of the layout."""
     tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
+    _demand_equal_stages(args, max(pipeline, 1))
     chunks = _virtual_stages(args, max(pipeline, 1))
     if args["sequence-parallel"] and tensor == 1:
         args.remark("sequence-parallel", "is off with --tensor-model-parallel-size 1, as in Megatron-LM")
@@ -102,6 +103,22 @@ def _sharding(args: Arguments) -> str:
             args.remark("data-parallel-sharding-strategy", text)
         return kind
     return "zero1" if args["use-distributed-optimizer"] else "replicate"
+
+
+def _demand_equal_stages(args: Arguments, pipeline: int) -> None:
+    """Without flags for it, Megatron-LM has no stages of different sizes."""
+    uneven = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout")
+    added = sum(args[f"account-for-{part}-in-pipeline-split"] for part in ("embedding", "loss"))
+    count = args["num-layers"]
+    if count is None or hybrid_pattern(args) is not None or any(args[name] is not None for name in uneven):
+        return
+    if (count + added) % pipeline:
+        sizes = f"{count} layers{f' and {added} for embedding and loss' if added else ''}"
+        message = f"Megatron-LM refuses {sizes} on {pipeline} stages: the number of layers has to be divisible by it"
+        hint = (
+            f"give --pipeline-model-parallel-size {gcd(count + added, pipeline)}, or --decoder-last-pipeline-num-layers"
+        )
+        args.problem("pipeline-model-parallel-size", message, hint)
 
 
 def _virtual_stages(args: Arguments, pipeline: int) -> int:

@@ -71,9 +71,30 @@ def sequence_length(args: Arguments) -> int:
 def hybrid_pattern(args: Arguments) -> str | None:
     """One letter for each layer of a hybrid; after each /, the layers of a depth of multi-token prediction."""
     text, ahead = args[PATTERN], args["mtp-hybrid-override-pattern"]
+    if text is None and (args["hybrid-attention-ratio"] or args["hybrid-mlp-ratio"]):
+        text = _even_pattern(needed(args, "num-layers"), args["hybrid-attention-ratio"], args["hybrid-mlp-ratio"])
+        args.remark("hybrid-attention-ratio", f"removed from Megatron-LM; its layers are --{PATTERN} {text}")
     if text is None or ahead is None or "/" in text:
         return text
     return text + f"/{ahead}" * (args["mtp-num-layers"] or 1)
+
+
+def _even_pattern(count: int, attention_share: float, mlp_share: float) -> str:
+    """Layers of a hybrid from the shares of attention and MLPs, spread evenly as Megatron-LM up to 0.15 did."""
+    letters = ["M"] * max(count, 1)
+    attention_count, mlp_count = round(count * attention_share), round(count * mlp_share)
+    mamba_count = count - attention_count
+    intervals = [("*", mamba_count / (attention_count + 1))]
+    if mlp_count:
+        intervals.append(("-", (mamba_count - mlp_count) / mlp_count))
+    for letter, interval in intervals:
+        left = interval
+        for place, current in enumerate(letters):
+            if current == "M":
+                is_due = left < 0.5
+                letters[place] = letter if is_due else "M"
+                left += interval if is_due else -1
+    return "".join(letters)
 
 
 def stack(args: Arguments, count: int | None = None, *, experts: bool = True) -> Settings:

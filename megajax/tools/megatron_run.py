@@ -298,15 +298,31 @@ def checkpoint(args: Arguments) -> Settings:
     newest = args["most-recent-k"] if args["most-recent-k"] > 0 else None
     settings["checkpoint.keep_last"] = newest if newest is not None or retain is None else 1
     settings["checkpoint.keep_every"] = retain
-    if load is not None and load != save:
-        settings["checkpoint.load"] = Path(load)
+    source, only_weights = _start(args)
+    if source is not None:
+        settings["checkpoint.load"] = Path(source)
+        settings |= {"checkpoint.parts": "weights"} if only_weights else {}
         text = "must be a MegaJAX run (megajax.convert makes one); loaded only if the run's folder has no checkpoint"
-        args.remark("load", text)
-    elif load is not None:
+        args.remark("load" if source == load else "pretrained-checkpoint", text)
+    if load is not None and load == save:
         args.remark("load", "equals --save: a run resumes from its own folder without a setting")
         if args["exit-on-missing-checkpoint"]:
             args.refuse("exit-on-missing-checkpoint", "a run whose folder is empty starts from the beginning")
     return settings
+
+
+def _start(args: Arguments) -> tuple[str | None, bool]:
+    """The run to start from besides the run's own folder, and whether to take its weights only."""
+    save, load, pretrained = args["save"], args["load"], args["pretrained-checkpoint"]
+    flags = [name for name in ("finetune", "no-load-optim") if args[name]]
+    if load is not None and load != save:
+        if flags:
+            args.remark(flags[0], "loads the weights alone: steps and the position in the data start at 0")
+        return load, bool(flags)
+    for name in flags if load is not None else ():
+        args.remark(name, "a run resumes from its own folder with its whole state; set checkpoint.load and "
+                    "checkpoint.parts=weights to start from the weights of another run")  # fmt: skip
+    return pretrained, pretrained is not None
 
 
 def local_checkpoint(args: Arguments) -> Settings:

@@ -20,6 +20,12 @@ from megajax.tokenizers.config import (
 from megajax.tools.flags import Arguments
 
 GPT2_VOCABULARY = 50257
+VOCABULARIES = {
+    "Llama2Tokenizer": ("Llama 2's", 32000),
+    "BertWordPieceCase": ("BERT's cased one", 28996),
+    "BertWordPieceLowerCase": ("BERT's uncased one", 30522),
+}
+"""--tokenizer-type -> the vocabulary that its name says, and the number of its tokens."""
 TIKTOKEN_VOCABULARY = 1 << 17
 """Number of ids of TikTokenizer without --vocab-size."""
 SENTINELS = 100
@@ -148,7 +154,14 @@ def _model(args: Arguments) -> str:
 
 
 def _vocab_size(args: Arguments, file: str | None) -> int:
-    """--vocab-size, which is required if the tokens of `file` can't be counted."""
+    """--vocab-size, which is required if neither `file` nor the tokenizer's type gives it."""
+    name, size = VOCABULARIES.get(args["tokenizer-type"], ("", 0))
+    if size and not args["vocab-size"] and file != UNSET:
+        size += args["vocab-extra-ids"] or (SENTINELS if args["tokenizer-type"] == "BertWordPieceCase" else 0)
+        text = f"{file} can't be read to count its tokens: assumed to be {name}, with {size} tokens"
+        flag = "tokenizer-model" if args["tokenizer-model"] else "vocab-file"
+        args.remark(flag, f"{text}; with more tokens in the file a run fails at its start; see --vocab-size")
+        return size
     if not args["vocab-size"] and file != UNSET:
         args.problem("vocab-size", "must be given" + (f": {file} can't be read to count its tokens" if file else ""))
     return args["vocab-size"] or 1

@@ -121,7 +121,7 @@ CASES = {
     "disable-bias-linear": "--disable-bias-linear",
     "add-qkv-bias": "--disable-bias-linear | --add-qkv-bias",
     "qk-layernorm": "--qk-layernorm",
-    "fp32-residual-connection": "--fp32-residual-connection",
+    "fp32-residual-connection": "--bf16 | --fp32-residual-connection",
     "qk-l2-norm": "--qk-l2-norm",
     "window-size": "--window-size 8,0",
     "window-attn-skip-freq": "--window-size 8,0 --window-attn-skip-freq 2",
@@ -282,6 +282,8 @@ CASES = {
         f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel | --expert-model-parallel-size 2"
         " --expert-tensor-parallel-size 1",
     "hybrid-layer-pattern": HYBRID,
+    "hybrid-attention-ratio": "--mamba-num-groups 2 | --hybrid-attention-ratio 0.25",
+    "hybrid-mlp-ratio": "--mamba-num-groups 2 --hybrid-attention-ratio 0.25 | --hybrid-mlp-ratio 0.5",
     "mtp-hybrid-override-pattern": f"{HYBRID} | --mtp-num-layers 1 --mtp-hybrid-override-pattern *",
     "mamba-state-dim": f"{HYBRID} | --mamba-state-dim 64",
     "mamba-head-dim": f"{HYBRID} | --mamba-head-dim 32",
@@ -339,6 +341,9 @@ CASES = {
     "merge-file": FILES,
     "save": "--save s",
     "load": "--load l",
+    "pretrained-checkpoint": "--pretrained-checkpoint p",
+    "finetune": "--load l | --finetune",
+    "no-load-optim": "--load l | --no-load-optim",
     "save-interval": "--save s --save-interval 5",
     **dict.fromkeys((f"non-persistent-{name}" for name in ("save-interval", "ckpt-type", "local-ckpt-dir")), LOCAL),
     **dict.fromkeys(("replication", "replication-factor", "replication-jump"), f"{LOCAL} {REPLICATION}"),
@@ -371,7 +376,9 @@ CASES = {
 """Mapped flag -> a line in which it changes one of its settings. None: the flag changes nothing by itself, and another
 test covers it. Settings are compared with those of the base line, or of the part before " | "."""
 CASES_OF = {
+    "pretrain_bert.py": {"tokenizer-type": f"{BERT} | --tokenizer-type BertWordPieceCase"},
     "pretrain_t5.py": {
+        "tokenizer-type": f"{T5} | --tokenizer-type BertWordPieceCase",
         "num-layers": f"{T5} | --num-layers 6",
         "encoder-num-layers": f"{T5} | --without num-layers --encoder-num-layers 6",
         "seq-length": f"{T5} | --seq-length 24",

@@ -14,7 +14,7 @@ from megajax.data.config import ChatConfig, FillInMiddleConfig
 from megajax.models.config import BertConfig, LlavaConfig, T5Config
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
-from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
+from megajax.tools.flags import Flag, Mapped, Noted, Refused, Unnecessary, Word
 from megajax.tools.megatron_flags import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
 from megajax.training.config import StepRampConfig
 from megajax.training.run_config import RunConfig
@@ -41,10 +41,10 @@ def test_rows_are_complete() -> None:
         match row.fate:
             case Mapped(settings, by):
                 assert settings and (by is not None or len(settings) == 1), row.name
-            case Unnecessary(reason) | Refused(reason):
+            case Unnecessary(reason) | Noted(reason) | Refused(reason):
                 assert len(reason.split()) >= 3, row.name
         assert row.kind is not bool or row.default in (None, False) or isinstance(row.fate, Unnecessary), row.name
-    for names in (*ONE_OF, *((flag, required) for flag, required, _ in ONLY_WITH)):
+    for names in (*ONE_OF, *([name.partition("=")[0] for name in names] for names in ONLY_WITH)):
         assert all(name in FLAGS for name in names), names
 
 

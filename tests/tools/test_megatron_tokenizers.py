@@ -71,7 +71,7 @@ def test_the_tokens_of_a_vocabulary_file_are_counted(tmp_path):
     [
         ("--tokenizer-type Other", "--tokenizer-type: expected one of GPT2BPETokenizer, HuggingFaceTokenizer"),
         ("--tokenizer-type Llama2Tokenizer", "--tokenizer-model: must be given with --tokenizer-type Llama2Tokenizer"),
-        (f"{MODEL} Llama2Tokenizer --without vocab-size", "--vocab-size: must be given: m can't be read"),
+        (f"{MODEL} GPTSentencePieceTokenizer --without vocab-size", "--vocab-size: must be given: m can't be read"),
         ("--tokenizer-type BertWordPieceCase", "--vocab-file: must be given with --tokenizer-type BertWordPieceCase"),
         (f"{MODEL} Llama2Tokenizer --special-tokens <a>", "needs --tokenizer-sentencepiece-legacy"),
         (f"{TIKTOKEN} --tiktoken-pattern v3", "--tiktoken-pattern: expected v1 or v2, got v3"),
