@@ -100,6 +100,7 @@ class IndexedTokens:
         self._index = with_retries(lambda: ReadFile(index), str(index))
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
+        self._width = self.dtype.itemsize
         lengths_at = HEADER_BYTES
         offsets_at = lengths_at + 4 * sequences
         documents_at = offsets_at + 8 * sequences
@@ -146,13 +147,16 @@ class IndexedTokens:
             OSError: the disk or file server fails.
         """
         self._demand_index(pieces[0][0])
-        parts, starts, total, width = [], [], 0, self.dtype.itemsize
+        parts, starts, total = [], [], 0
+        lengths, offsets, width = self._lengths, self._offsets, self._width
         for number, start, stop in pieces:
-            length = self._lengths[number]
-            size = max(0, (length if stop is None or stop > length else stop) - start) * width
-            parts.append((self._offsets[number] + start * width, size))
-            starts.append(total // width)
-            total += size
+            length = lengths[number]
+            count = (length if stop is None or stop > length else stop) - start
+            if count < 0:
+                count = 0
+            parts.append((offsets[number] + start * width, count * width))
+            starts.append(total)
+            total += count
         return self._bytes.read(parts, self.dtype, lambda part: f"sequence {pieces[part][0]}"), starts
 
     def document(self, number: int) -> np.ndarray:

@@ -135,20 +135,20 @@ class ReadFile:
             ChangedFile: the file ends before the end of a part.
             OSError: the disk or file server fails.
         """
-        descriptor, pieces, number = self._descriptor(), [], 0
+        descriptor, pieces = self._descriptor(), []
         try:
-            for number, (offset, size) in enumerate(parts):
+            for offset, size in parts:
                 piece = os.pread(descriptor.number, size, offset)
                 while len(piece) < size:  # the file ends, or the system gives less than 2 GiB at a time
                     more = os.pread(descriptor.number, size - len(piece), offset + len(piece))
                     if not more:
-                        raise self.changed(f"{name(number)} lacks its bytes from {offset + len(piece):,} on")
+                        raise self.changed(f"{name(len(pieces))} lacks its bytes from {offset + len(piece):,} on")
                     piece += more
                 pieces.append(piece)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 self._open = None  # the file handle is stale: reopen the file for the next try
-            raise OSError(error.errno, f"{name(number)}: {error.strerror}", str(self.path)) from error
+            raise OSError(error.errno, f"{name(len(pieces))}: {error.strerror}", str(self.path)) from error
         return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype)
 
     def changed(self, missing: str) -> ChangedFile:

@@ -59,8 +59,8 @@ def check_vocabulary(tokens: np.ndarray, size: int, file: object, locate: Callab
         file: the file of the tokens, for the message.
         locate: position in `tokens` -> location in the file, for the message.
     """
-    signed = tokens.dtype.kind == "i"
-    if len(tokens) and (tokens.max() >= size or (signed and tokens.min() < 0)):
+    unsigned = tokens.view(f"u{tokens.itemsize}")  # negative numbers are large ones
+    if len(tokens) and np.maximum.reduce(unsigned) >= size:
         first = int(np.argmax((tokens >= size) | (tokens < 0)))
         raise UserError(
             f"{file}: token {int(tokens[first])} in {locate(first)} lies outside the vocabulary of {size}. The file "
