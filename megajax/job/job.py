@@ -142,6 +142,8 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
     log = Writers([job.stack.enter_context(files), job.console])
     if primary:
         job.folder.write_config(config_yaml, "\n".join(diff_from_defaults(job.cfg)) + "\n")
+        if job.files is not None and (line := job.files.write(job.folder.path)):
+            job.console.say(line)
     # First, because `start` begins an attempt in events.jsonl; earlier events follow, with their own times.
     log.event(
         "start",

@@ -3,13 +3,15 @@
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
+from megajax.checkpoint.weights.provenance import META, Ancestor, Provenance
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
 from megajax.job.data_files import DataFiles
@@ -60,8 +62,10 @@ def _matters(name: str, cfg: RunConfig) -> bool:
     return FREE.match(name) is None
 
 
-def checkpoint_meta(parts: Parts, config_yaml: str, data: DataFiles | None = None) -> dict[str, Any]:
-    """The metadata of a checkpoint."""
+def checkpoint_meta(
+    parts: Parts, config_yaml: str, data: DataFiles | None = None, provenance: Provenance | None = None
+) -> dict[str, Any]:
+    """The metadata of a checkpoint. provenance: of its weights."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
     return {
         "facts": facts(parts),
@@ -73,6 +77,7 @@ def checkpoint_meta(parts: Parts, config_yaml: str, data: DataFiles | None = Non
         "config": config_yaml,
         "seed": parts.cfg.seed,
         "versions": packages,
+        META: asdict(provenance or Provenance()),
     }
 
 
@@ -100,6 +105,12 @@ class Resume:
     """Logs the event `restored`."""
     data: DataFiles = field(default_factory=DataFiles)
     """The data files of this run."""
+
+    @property
+    def ancestor(self) -> Ancestor:
+        """The checkpoint."""
+        meta, checkpoints = self.reader.meta(self.step), Path(self.reader.folder)
+        return Ancestor.of(meta, checkpoints, meta["facts"].get("model.vocabulary_size"))
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """Raises UserError with all changed settings, or with the arrays that don't fit; nothing is written."""

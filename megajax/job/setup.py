@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.weights.provenance import Provenance
 from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
@@ -16,6 +17,7 @@ from megajax.job.equal_files import input_groups
 from megajax.job.failure import FailureLog
 from megajax.job.hang import Pulse
 from megajax.job.local_saves import LocalSaves, Start
+from megajax.job.model_files import ModelFiles
 from megajax.job.preflight import demand_health
 from megajax.job.resume import Resume
 from megajax.job.stop import Stopping
@@ -53,6 +55,10 @@ class JobSetup:
     compiles: CompileLog
     data: DataFiles
     run: Run
+    provenance: Provenance
+    """Of the run's weights, for checkpoints."""
+    files: ModelFiles | None
+    """Written for a new run; None: the run resumes."""
 
     @property
     def cfg(self) -> RunConfig:
@@ -120,6 +126,9 @@ def set_up_job(
     if state is None and (line := frozen_weights_warning(run.program)):
         console.say(line)
     console.show("MegaJAX", banner.banner(run, origin, changes))
+    ancestor, files = None if state is None else state.ancestor, None
+    if not local.belongs_to_run(start):
+        files = ModelFiles(run.cfg, run.parts.tokenizer, ancestor)
     return JobSetup(
         stack=stack,
         started=started,
@@ -135,6 +144,8 @@ def set_up_job(
         compiles=compiles,
         data=data,
         run=run,
+        provenance=files.provenance if files else ancestor.provenance if ancestor else Provenance(),
+        files=files,
     )
 
 

@@ -55,7 +55,9 @@ class Steps:
             event,
             console.say,
             job.activity,
-            lambda: checkpoint_meta(job.run.parts, config_yaml, job.data) | {"spikes": guard.spikes.state()},
+            lambda: (
+                checkpoint_meta(job.run.parts, config_yaml, job.data, job.provenance) | {"spikes": guard.spikes.state()}
+            ),
             cfg.steps,
         )
         job.local.meta = self.save.meta

@@ -15,7 +15,8 @@ from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.formats import foreign_format, read_foreign
 from megajax.checkpoint.weights.placement import placed
-from megajax.checkpoint.weights.tensor_table import tensors_of
+from megajax.checkpoint.weights.provenance import Ancestor, Provenance
+from megajax.checkpoint.weights.tensor_table import resolved, tensors_of
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.job.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks
@@ -70,6 +71,10 @@ class StoredWeights(Protocol):
 
     def note(self) -> str:
         """A text to follow `where`, about settings that were ignored."""
+        ...
+
+    def ancestor(self) -> Ancestor:
+        """What a run that starts from these weights records about them."""
         ...
 
 
@@ -186,6 +191,9 @@ class RunWeights:
     def note(self) -> str:
         return ""
 
+    def ancestor(self) -> Ancestor:
+        return Ancestor.of(self.reader.meta(self.step), self.reader.folder, self.vocabulary())
+
 
 class ForeignFolder:
     """The weights of another library's checkpoint: each process reads its devices' parts, one layer at a time."""
@@ -216,6 +224,11 @@ class ForeignFolder:
 
     def note(self) -> str:
         return f", {note}" if (note := self._foreign.note()) else ""
+
+    def ancestor(self) -> Ancestor:
+        format_name, _, folder = self.where.partition(":")
+        table = resolved(self._foreign.rows, declared_by(self._foreign.model))
+        return Ancestor(Provenance.of(format_name, self._foreign, table), Path(folder).absolute(), self.vocabulary())
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], paths: set[str]) -> ForeignWeights:

@@ -15,6 +15,7 @@ from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.model_differences import describe_differences, differences
+from megajax.checkpoint.weights.provenance import Ancestor
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.job.stored_weights import StoredWeights, TargetArray, open_weights, shape_problem
@@ -29,19 +30,24 @@ IGNORED_SETTINGS = ("sequence_length", "vocabulary_size", "prediction*", "lora*"
 """Settings that may differ from the source's: rows may be shorter, tables may grow, and parts may be added."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class InitialWeights:
     """Builds the first state of a run from stored weights."""
 
     sources: Sequence[WeightsConfig]
     say: Callable[[str], None]
     """Prints a line."""
+    ancestor: Ancestor | None = None
+    """The source of the whole model, known after the call; None: there are only sources of parts."""
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """A fresh state with the weights of the sources. Raises UserError for one that is missing or does not fit."""
         fresh, loaded = cache(parts.program.fresh_state()), dict[str, Array]()
         for source in self.sources:
-            loaded |= SourceWeights.of(source, parts, like).weights(lambda: fresh().params, self.say)
+            weights = SourceWeights.of(source, parts, like)
+            loaded |= weights.weights(lambda: fresh().params, self.say)
+            if not source.into:
+                self.ancestor = weights.stored.ancestor()
         state = fresh()
         if fresh_paths := sorted(set(state.params) - set(loaded)):
             self.say(f"fresh weights: {listed(fresh_paths)}")

@@ -170,6 +170,15 @@ class ChatTemplate:
         return len(beginning)
 
 
+TEMPLATE = "chat_template.jinja"
+"""The file of a template beside a tokenizer."""
+
+
+def template_text(source: str, setting: str = "data.template") -> str:
+    """The text of a template; see `ChatTemplate`. Raises UserError."""
+    return _read(source, setting)[0]
+
+
 def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     """A template's text, and the special tokens that its file names."""
     if "{" in source:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.huggingface.export import SHARD_BYTES, family_for, write_model
+from megajax.checkpoint.huggingface.folder import CONFIG
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer_config
 from megajax.checkpoint.megatron.checkpoint import MegatronModel
 from megajax.checkpoint.new_folder import new_folder
@@ -30,9 +31,11 @@ from megajax.checkpoint.weights.foreign import (
 )
 from megajax.checkpoint.weights.formats import foreign_format, read_foreign
 from megajax.checkpoint.weights.model_differences import describe_differences, differences
+from megajax.checkpoint.weights.provenance import FILES, META, Provenance, tensor_dtypes
 from megajax.checkpoint.weights.run_writer import Advance, StateArray, write_step
 from megajax.checkpoint.weights.runs import MeanWeights, RunModel, open_step
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
+from megajax.config.budget import read_json
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
@@ -44,25 +47,7 @@ from megajax.tools.weights_config import continued_config, model_facts, special_
 from megajax.training.run_config import RunConfig
 
 MEGATRON = "megatron"
-FILES = "tokenizer"
-"""Folder of a run for the tokenizer files that came with the weights."""
 STEPS = "checkpoints"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """The original source of weights, recorded in checkpoints so that they can be exported to it unchanged."""
-
-    format: str = ""
-    family: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The model's description in that format, such as a config.json."""
-    dtype: str = ""
-    """Dtype of most tensors."""
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Dtypes of the other tensors, by name."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the family's table -> name in the files, if they differ."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ class StoredModel:
     """Folder with files that came with the weights."""
     config: Callable[[Path, Sequence[str]], RunConfig]
     """(folder of a new run, its tokenizer files) -> the config of a run from these weights."""
-    origin: Origin = field(default_factory=Origin)
+    origin: Provenance = field(default_factory=Provenance)
     """The original source of the weights."""
     left_out: Sequence[str] = ()
     """Names of tensors that the model does not use."""
@@ -127,16 +112,10 @@ class StoredModel:
             dtype = converted.weights.read(path, tuple(slice(0, 0) for _ in shape)).dtype
             if all(
                 jnp.promote_types(source_dtype, dtype) == dtype
-                for source_dtype in _dtypes(self.tensors, self.table).values()
+                for source_dtype in tensor_dtypes(self.tensors, self.table).values()
             ):
                 return verify_tensors(self.tensors, self.table, converted.weights, advance)
         return verify_weights(self.weights, converted.weights, self.declared, advance, converted.table)
-
-
-def _dtypes(tensors: Tensors, table: Sequence[Mapped]) -> dict[str, str]:
-    """Tensor name -> dtype name."""
-    entries = tensors.entries()
-    return {tensor.name: entries[tensor.name].dtype.name for tensor in table}
 
 
 def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
@@ -150,8 +129,7 @@ def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
     declared, files = declared_by(foreign.model), Path(name.partition(":")[2])
     table = resolved(foreign.rows, declared)
     demand_fit(foreign.tensors, table, foreign.ignored)
-    dtypes, names = _dtypes(foreign.tensors, table), {tensor.name for tensor in table}
-    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    names = {tensor.name for tensor in table}
     unmapped = (name for name in foreign.tensors.entries() if name not in names)
 
     def config(run: Path, files_of_run: Sequence[str]) -> RunConfig:
@@ -163,14 +141,7 @@ def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
         weights=ForeignWeights(foreign.tensors, table, declared),
         files=files,
         config=config,
-        origin=Origin(
-            format=format_of(name) or "",
-            family=foreign.family,
-            settings=foreign.settings,
-            dtype=usual,
-            dtypes={tensor: dtype for tensor, dtype in dtypes.items() if dtype != usual},
-            names=foreign.names,
-        ),
+        origin=Provenance.of(format_of(name) or "", foreign, table),
         left_out=[
             *(n for n in unmapped if any(fnmatchcase(n, pattern) for pattern in foreign.ignored)),
             *foreign.copies,
@@ -202,7 +173,7 @@ def _run(steps: Sequence[RunModel]) -> StoredModel:
         weights=last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps]),
         files=last.run / FILES,
         config=lambda run, files: continued_config(last.config, run),
-        origin=Origin(**last.meta.get("source", {})),
+        origin=Provenance.of_meta(last.meta, last.path),
         trained=True,
         trusted=last.trusted,
     )
@@ -298,7 +269,7 @@ def _write_run(stored: StoredModel, run: Path, options: Options, advance: Advanc
             "config": text,
             "seed": cfg.seed,
             "versions": {name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy")},
-            "source": asdict(stored.origin),
+            META: asdict(stored.origin),
         }
         write_step(
             folder / STEPS,
@@ -352,9 +323,13 @@ def _data_setting(data: Any) -> str:
 
 
 def _write_huggingface(stored: StoredModel, target: Path, options: Options, advance: Advance) -> list[str]:
-    origin = stored.origin if stored.origin.format == "hf" else Origin()
+    origin = stored.origin if stored.origin.format == "hf" else Provenance(special_tokens=stored.origin.special_tokens)
     family = family_for(stored.model, options.family, origin.family)
     usual = jnp.dtype(origin.dtype or "float32")
+
+    special = origin.special_tokens
+    if not (special or origin.settings):
+        special = special_tokens(stored.config(target, []))
 
     def dtype_of(name: str) -> np.dtype:
         return jnp.dtype(origin.dtypes.get(name, usual))
@@ -369,12 +344,13 @@ def _write_huggingface(stored: StoredModel, target: Path, options: Options, adva
             dtypes=dtype_of,
             recorded=origin.settings,
             names=origin.names if family.name == origin.family else {},
-            special={} if origin.settings else special_tokens(stored.config(target, [])),
+            special=special,
             shard_bytes=options.shard_bytes,
             advance=advance,
         )
         files = copy_files(stored.files, folder)
         count = len([*folder.glob("*.safetensors")])
+        changes = _changes(origin.settings, read_json(folder / CONFIG, unique=False))
     written_paths = {piece.path for tensor in table for piece in tensor.pieces}
     left_out = [path for path in stored.weights.shapes() if path not in written_paths]
     dtypes = Counter((options.dtype or dtype_of(tensor.name)).name for tensor in table)
@@ -382,8 +358,16 @@ def _write_huggingface(stored: StoredModel, target: Path, options: Options, adva
         f"{target}: {len(table)} tensors of {family.name} in {count} file{'s' * (count > 1)}, "
         + ", ".join(f"{number} in {dtype}" for dtype, number in dtypes.items()),
         *[f"left out, not in the format: {listed(left_out)}"] * bool(left_out),
-        *[f"tokenizer: {', '.join(files)}"] * bool(files),
+        *[f"{CONFIG}: that of the source" + (f", but {'; '.join(changes)}" if changes else "")] * bool(origin.settings),
+        f"tokenizer: {', '.join(files)}" if files else f"tokenizer: none, because there is none in {stored.files}",
     ]
+
+
+def _changes(recorded: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
+    """Settings that differ, a line each."""
+    names = [*written, *(name for name in recorded if name not in written)]
+    pairs = [(name, recorded.get(name, "absent"), written.get(name, "absent")) for name in names]
+    return [f"{name}={new}, not {old}" for name, old, new in pairs if new != old]
 
 
 def _write_megatron(stored: StoredModel, target: Path, options: Options, advance: Advance) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.huggingface.tokenizer_files import special_token_ids
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
 from megajax.data.config import (
@@ -77,5 +78,4 @@ def special_tokens(cfg: RunConfig) -> dict[str, int | None]:
         tokenizer = cfg.tokenizer.build()
     except UserError:
         return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    roles = {"eos": tokenizer.eod, "pad": tokenizer.pad, **tokenizer.specials}
-    return {f"{role}_token_id": roles.get(role) for role in ("bos", "eos", "pad")}
+    return special_token_ids(tokenizer)

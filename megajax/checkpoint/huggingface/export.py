@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ import numpy as np
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.folder import CONFIG
 from megajax.checkpoint.huggingface.registry import families, lost_settings
+from megajax.checkpoint.huggingface.rotary import ROPE, with_rope
 from megajax.checkpoint.huggingface.shards import ShardWriter
 from megajax.checkpoint.huggingface.unused_settings import is_unused
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
@@ -25,6 +27,9 @@ from megajax.config.nearest import did_you_mean
 SHARD_BYTES = 5_000_000_000
 DTYPE_SETTINGS = {"dtype", "torch_dtype"}
 """Names in a config.json, new and old."""
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LENGTHS = ("sequence_length", "encoder_length")
+"""Settings of a model config that are numbers of positions in a row."""
 LISTED_LINES = 5
 """Lines about what a family would lose."""
 
@@ -58,17 +63,38 @@ def config_for(
     names: Collection[str],
     special: Mapping[str, int | None] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """config.json: the recorded one if it still describes this model, else the family's description.
+    """config.json: what training changed is ours; everything else is the recorded one's.
 
-    Recorded settings without effect on a forward pass, such as ids of special tokens, are kept. names: of the tensors;
-    special: settings of special tokens, used if none are recorded.
+    A model trained on shorter rows keeps the recorded length, if no weight depends on it. names: of the tensors;
+    special: settings of special tokens, if the run has a tokenizer of its own or there is no recorded config.
     """
     if recorded.get("model_type") not in family.model_types:
-        return {**special, **family.config_json(model)}
-    if not differences(model, family.adjusted(family.read(Settings(dict(recorded))), names)):
-        return dict(recorded)
+        tokens = {name: recorded[name] for name in SPECIAL_TOKENS if name in recorded}
+        return {**tokens, **special, **family.config_json(model)}
+    source = family.adjusted(family.read(Settings(dict(recorded))), names)
+    model = _at_recorded_length(model, source)
+    if not differences(model, source):
+        return {**recorded, **special}
+    before, after = family.config_json(source), family.config_json(model)
+    changed = {name: value for name, value in after.items() if name not in before or value != before[name]}
+    unchanged = {name: value for name, value in recorded.items() if name in after or name not in before}
+    config = {**unchanged, **changed, **special}
+    config = with_rope(config, after) if ROPE & changed.keys() else config
+    if not differences(model, family.adjusted(family.read(Settings(dict(config))), names)):
+        return config
     unused = {name: value for name, value in recorded.items() if is_unused(name, family.unused)}
-    return {**unused, **family.config_json(model)}
+    return {**unused, **special, **after}
+
+
+def _at_recorded_length(model: Any, source: Any) -> Any:
+    """The model with the source's lengths, where they are longer and give weights of the same shapes."""
+    lengths = {name: getattr(source, name, 0) for name in LENGTHS}
+    longer = {name: length for name, length in lengths.items() if length > getattr(model, name, length)}
+    if not longer:
+        return model
+    stretched = replace(model, **longer)
+    shapes = [{path: spec.shape for path, spec in declared_by(config).items()} for config in (model, stretched)]
+    return stretched if shapes[0] == shapes[1] else model
 
 
 def write_model(
@@ -88,7 +114,7 @@ def write_model(
     """Writes config.json and the tensors into a folder -> the table.
 
     dtype: of all tensors; None: that of `dtypes`, a function of the name. recorded: config.json of the source;
-    special: ids of special tokens if there is none. names: name in the table -> name in the files, if they differ.
+    special: see `config_for`. names: name in the table -> name in the files, if they differ.
     Raises OSError if the folder can't be written.
     """
     table = exported(family, model)

@@ -111,6 +111,20 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
     return {**settings, "rope_scaling": {"rope_type": kind, **values}}
 
 
+ROPE = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+"""The settings of `rope_settings`."""
+
+
+def with_rope(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the rotary positions of `described`, in rope_parameters if it has that."""
+    settings = {name: described[name] for name in ROPE if name in described}
+    others = {name: value for name, value in config.items() if name not in ROPE}
+    if "rope_parameters" not in config:
+        return others | settings
+    scaling = settings.pop("rope_scaling", None) or {"rope_type": "default"}
+    return others | {"rope_parameters": {**scaling, **settings}}
+
+
 def windows(settings: Settings, layers: int, length: int, slides: Callable[[int], bool]) -> list[int | None]:
     """The window of each layer, without the query's own position, which transformers counts.
 

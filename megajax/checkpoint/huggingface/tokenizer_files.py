@@ -1,12 +1,15 @@
 """The tokenizer files of a model folder, and the tokenizer config of a run that reads them."""
 
+import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint.huggingface.tokenizer_json import tokenizer_json
 from megajax.checkpoint.named_files import demand_inside
 from megajax.config.budget import read_json
+from megajax.tokenizers.base import Tokenizer, read_file
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -22,6 +25,10 @@ NAMES = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """Files that are copied along with the weights."""
+GENERATION = "generation_config.json"
+OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
+"""Those of `NAMES` that belong to the model, whatever its tokenizer is."""
+OF_TOKENIZER = tuple(name for name in NAMES if name not in OF_MODEL)
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -36,6 +43,48 @@ def copy_files(source: Path, target: Path) -> list[str]:
     return present
 
 
+def vocabulary_files(config: Any) -> dict[str, Path]:
+    """The files that a tokenizer config names: usual name -> path."""
+    if isinstance(config, HuggingFaceTokenizerConfig):
+        path = Path(config.path)
+        return {"tokenizer.json": path / "tokenizer.json" if path.is_dir() else path}
+    if isinstance(config, GPT2TokenizerConfig):
+        return {"vocab.json": Path(config.vocabulary), "merges.txt": Path(config.merges)}
+    if isinstance(config, SentencePieceTokenizerConfig):
+        return {"tokenizer.model": Path(config.path)}
+    return {"vocab.txt": Path(config.vocabulary)} if isinstance(config, WordPieceTokenizerConfig) else {}
+
+
+def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files of a run's tokenizer, which AutoTokenizer of transformers reads to the same ids: name -> content.
+
+    Raises UserError if the format can't express the tokenizer.
+    """
+    originals = {name: read_file(str(path), name) for name, path in vocabulary_files(config).items()}
+    if not isinstance(config, HuggingFaceTokenizerConfig):
+        return originals | tokenizer_json(config, tokenizer)
+    folder = vocabulary_files(config)["tokenizer.json"].parent
+    beside = [name for name in OF_TOKENIZER if (folder / name).is_file()]
+    files = {name: read_file(str(folder / name), name) for name in beside} | originals
+    settings = dict(_settings(folder / "tokenizer_config.json"))
+    names = json.loads(tokenizer_json(config, tokenizer)["tokenizer_config.json"])
+    if not settings:
+        settings = names
+    elif config.eod is not None and _token(settings.get("eos_token")) != config.eod:
+        settings["eos_token"] = config.eod
+    if not config.special_tokens_in_text:
+        settings["split_special_tokens"] = True
+    if settings != _settings(folder / "tokenizer_config.json"):
+        files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+    return files
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Special tokens for a config.json. A token is None if the tokenizer has no such token."""
+    roles = {**tokenizer.specials, "eos": tokenizer.eod, "pad": tokenizer.pad}
+    return {f"{role}_token_id": roles.get(role) for role in ("bos", "eos", "pad")}
+
+
 def tokenizer_config(
     present: Collection[str], folder: Path, vocabulary_size: int | None, source: Path
 ) -> TokenizerConfig:
@@ -46,7 +95,11 @@ def tokenizer_config(
     settings = _settings(source / "tokenizer_config.json")
     if "tokenizer.json" in present:
         eod = _token(settings.get("eos_token")) or _token(settings.get("sep_token"))
-        return HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json"), eod=eod)
+        return HuggingFaceTokenizerConfig(
+            path=str(folder / "tokenizer.json"),
+            eod=eod,
+            special_tokens_in_text=settings.get("split_special_tokens") is not True,
+        )
     if {"vocab.json", "merges.txt"} <= set(present):
         return GPT2TokenizerConfig(vocabulary=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
     if models := [name for name in SENTENCEPIECE if name in present]:

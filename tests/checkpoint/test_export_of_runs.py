@@ -1,0 +1,360 @@
+"""From a Hugging Face folder over runs to a folder again: what training did not change is there."""
+
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from megajax import convert as convert_door
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.huggingface.export import config_for, write_model
+from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.huggingface.tokenizer_files import NAMES, tokenizer_config
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.provenance import Provenance
+from megajax.checkpoint.weights.runs import open_step
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.data.config import ChatConfig, MockConfig
+from megajax.inference.config import GenerationConfig, InferenceParallelConfig
+from megajax.inference.request import Sampling
+from megajax.inference.terminal import Session
+from megajax.job.inference import load as load_model
+from megajax.job.inference import start_engine
+from megajax.job.job import train
+from megajax.job.origin import Origin, generation_config
+from megajax.layers.config import LoRAConfig, RopeConfig, YarnScalingConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import LoggingConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+IDS = {"bos_token_id": 1, "eos_token_id": [4, 5], "pad_token_id": 0}
+DECODER = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+    **{"hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.02, "use_cache": True, **IDS},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **DECODER},
+        **{"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "head_dim": 4},
+        **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "transformers_version": "5.23.0"},
+    },
+    "qwen2": {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16", **DECODER},
+        **{"rope_theta": 1e6, "rope_scaling": None, "use_sliding_window": False, "sliding_window": 4096},
+        **{"max_window_layers": 2, "attention_dropout": 0.0},
+    },
+    "gpt2": {
+        **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16", "n_embd": 16},
+        **{"n_layer": 2, "n_head": 4, "n_positions": 32, "n_ctx": 32, "vocab_size": 300, "n_inner": None, **IDS},
+        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    },
+}
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+
+
+class Drawn:
+    """Small random weights."""
+
+    where = "drawn"
+
+    def __init__(self, model: Any):
+        draw = np.random.default_rng(0)
+        specs = declared_by(model)
+        self.arrays = {path: 0.1 * draw.normal(size=spec.shape).astype(np.float32) for path, spec in specs.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: array.shape for path, array in self.arrays.items()}
+
+    def read(self, path: str, box: Any) -> np.ndarray:
+        return self.arrays[path][box]
+
+
+def write_tokenizer(folder: Path, size: int = 262) -> None:
+    """A byte-level tokenizer whose first ids are special, with a chat template and settings of generation."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<pad>", "<s>", "<unk>", "<|im_start|>", "<|im_end|>", "</s>"]
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE())
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet)
+    engine.train_from_iterator(["the cat sat on the mat " * 9], trainer)
+    engine.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<pad>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({**IDS, "do_sample": True, "temperature": 0.6}))
+
+
+def write_folder(folder: Path, name: str, **changes: Any) -> Path:
+    """A folder of a family in bfloat16."""
+    config, family = MODELS[name] | changes, families()[name]
+    model = family.read(Settings(dict(config)))
+    folder.mkdir(parents=True)
+    options: dict[str, Any] = {"dtype": None, "dtypes": lambda tensor: jnp.dtype("bfloat16"), "names": {}}
+    write_model(folder, model, Drawn(model), family, recorded=config, **options)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quiet_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings for later programs."""
+    monkeypatch.setattr(convert_door, "use_devices", lambda devices: None)
+    monkeypatch.setattr(convert_door.signal, "signal", lambda number, handler: None)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("theirs") / "llama", "llama")
+
+
+def convert(*arguments: str) -> None:
+    assert convert_door.main([*arguments]) == 0
+
+
+def one_step(cfg: RunConfig, folder: Path, **changes: Any) -> Path:
+    """Trains for a step on rows of 16 tokens, into a folder."""
+    settings: dict[str, Any] = {
+        "model": replace(cfg.model, sequence_length=16),
+        "data": MockConfig(),
+        "schedule": ScheduleConfig(lr=1e-2),
+        "parallel": ParallelConfig(data=1),
+        "batch": BatchConfig(global_size=2, micro_size=2),
+        "evaluation": EvaluationConfig(every=None, batches=0),
+        "logging": LoggingConfig(every=1, plot=False, sample=False, live="never", report=False),
+        "steps": 1,
+        "run_dir": str(folder),
+    }
+    assert train(cfg.but(**settings | changes)) == 0
+    return folder
+
+
+def fresh(model: Any, **changes: Any) -> RunConfig:
+    """A config with the default tokenizer."""
+    return RunConfig(model=model, data=MockConfig(), **changes)
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name in NAMES}
+
+
+def demand_same(folder: Path, source: Path) -> None:
+    """All files beside the weights, config.json, and the names, shapes and dtypes of tensors."""
+    assert files_of(folder) == files_of(source) and len(files_of(source)) == 4
+    assert settings_of(folder) == settings_of(source)
+    tensors, others = (load_file(path / "model.safetensors") for path in (folder, source))
+    assert {name: (a.dtype, a.shape) for name, a in tensors.items()} == {
+        name: (a.dtype, a.shape) for name, a in others.items()
+    }
+    assert any((tensors[name] != others[name]).any() for name in tensors), "the run has trained"
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def back(llama, tmp_path_factory) -> tuple[Path, str]:
+    """The export of a run of one step, and what convert said."""
+    return chain(llama, tmp_path_factory.mktemp("chain"))
+
+
+def chain(source: Path, folder: Path) -> tuple[Path, str]:
+    """Folder, run, one step, folder again."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
+        patch.setattr(convert_door, "use_devices", lambda devices: None)
+        patch.setattr(convert_door.signal, "signal", lambda number, handler: None)
+        convert(f"--from=hf:{source}", f"--to={folder / 'run'}")
+        cfg = load(folder / "run/config.yaml")
+        rows = {"model": cfg.model} if cfg.model.learned_positions else {}  # the table has the length of the rows
+        tuned = one_step(cfg, folder / "tuned", **rows)
+        convert(f"--from={tuned}", f"--to=hf:{folder / 'back'}", "--verify")
+    return folder / "back", output.getvalue()
+
+
+def test_one_step_loses_nothing_of_a_folder(llama, back) -> None:
+    folder, output = back
+    demand_same(folder, llama)
+    assert "config.json: that of the source\n" in output and "tokenizer: tokenizer.json, " in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_one_step_loses_nothing_of_other_families(name, tmp_path) -> None:
+    source = write_folder(tmp_path / "theirs", name)
+    demand_same(chain(source, tmp_path)[0], source)
+
+
+@pytest.mark.slow
+def test_runs_of_runs_with_adapters_and_means_lose_nothing(llama, tmp_path) -> None:
+    """hf: directly, with the default tokenizer; adapters; another run from the merged weights; a mean of two."""
+    model = load_config_of(llama)
+    lora = replace(model, lora=LoRAConfig(rank=2, alpha=4.0))
+    adapted = one_step(
+        fresh(lora, checkpoint=CheckpointConfig(load=Path(f"hf:{llama}"))),
+        tmp_path / "adapted",
+        model=replace(lora, sequence_length=16),
+        optimizer=AdamWConfig(trainable=("*.lora_a", "*.lora_b")),
+    )
+    convert(f"--from={adapted}", "--merge", f"--to={tmp_path / 'merged'}")
+    weights = CheckpointConfig(weights=(WeightsConfig(run=tmp_path / "merged"),))
+    second = one_step(fresh(model, checkpoint=weights), tmp_path / "second")
+    state = CheckpointConfig(load=second)
+    third = one_step(fresh(model, checkpoint=state), tmp_path / "third", steps=2)
+    convert(f"--average={second}/1,{third}/2", f"--to={tmp_path / 'mean'}")
+    for number, run in enumerate((tmp_path / "merged", third, tmp_path / "mean")):
+        convert(f"--from={run}", f"--to=hf:{tmp_path / f'back{number}'}")
+        demand_same(tmp_path / f"back{number}", llama)
+    convert(f"--from={adapted}", "--merge", f"--to=hf:{tmp_path / 'back'}")
+    demand_same(tmp_path / "back", llama)
+    record = open_step(third).meta["source"]
+    assert record == open_step(second).meta["source"] and record["dtype"] == "bfloat16"
+
+
+def load_config_of(folder: Path) -> Any:
+    return families()["llama"].read(Settings(settings_of(folder)))
+
+
+def test_an_export_answers_in_a_chat(back, capsys) -> None:
+    """As `generate --hf=DIR --chat`: by its own template, tokenizer and end tokens."""
+    origin = Origin(hf=back[0])
+    config = generation_config(origin, GenerationConfig).base
+    assert config is not None
+    inference = replace(config.inference, compute="float32", cache_tokens=128, rows=1, length=64)
+    loaded = load_model(replace(config, inference=inference, parallel=InferenceParallelConfig()), origin)
+    assert loaded.stop_tokens == {4, 5} and loaded.conversation is not None
+    assert loaded.conversation.encode([{"role": "user", "content": "the cat"}])[0] == 3
+    sampling = Sampling(max_tokens=4)
+    lines = iter(["the cat", "/exit"])
+    capsys.readouterr()
+    session = Session(start_engine(loaded, queue=1), loaded.tokenizer, loaded.conversation, sampling, loaded.where)
+    session.chat(lambda prompt: next(lines), live=False)
+    assert capsys.readouterr().out.strip()
+
+
+def test_what_a_run_changes_is_in_its_export(llama, tmp_path, capsys) -> None:
+    """Longer rows by another scaling of rotary positions, more tokens with their tokenizer, and a chat template."""
+    model = load_config_of(llama)
+    block = model.stack.pattern[0]
+    rope = RopeConfig(base=block.mixer.rope.base, scaling=YarnScalingConfig(factor=2.0, original=4096))
+    blocks = (replace(block, mixer=replace(block.mixer, rope=rope)),)
+    stack = replace(model.stack, pattern=blocks)
+    tokenizer = tmp_path / "tokens"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer, size=272)
+    chats = tmp_path / "chats.jsonl"
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat"}]}
+    chats.write_text((json.dumps(line) + "\n") * 40)
+    weights = WeightsConfig(run=Path(f"hf:{llama}"), new_tokens="mean", changed=("*.rope.*",))
+    larger = replace(model, stack=stack, vocabulary_size=304, sequence_length=32)
+    cfg = fresh(
+        larger,
+        tokenizer=HuggingFaceTokenizerConfig(path=str(tokenizer / "tokenizer.json"), eod="<|im_end|>"),
+        checkpoint=CheckpointConfig(weights=(weights,)),
+    )
+    data = ChatConfig(train_paths=(str(chats),), template="chatml", cache_dir=str(tmp_path / "cache"))
+    run = one_step(cfg, tmp_path / "run", model=larger, data=data)
+    assert "for exports: generation_config.json of " in capsys.readouterr().out
+    convert(f"--from={run}", f"--to=hf:{tmp_path / 'back'}")
+    assert "config.json: that of the source, but " in capsys.readouterr().out
+    expected = settings_of(llama) | {"vocab_size": 304, "eos_token_id": 4}
+    settings = settings_of(tmp_path / "back")
+    scaling = settings.pop("rope_parameters")
+    expected.pop("rope_parameters")
+    assert settings == expected
+    assert (scaling["rope_type"], scaling["factor"], scaling["rope_theta"]) == ("yarn", 2.0, 10000.0)
+    files = files_of(tmp_path / "back")
+    assert files["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+    generation = json.loads(files["generation_config.json"])
+    assert generation == {
+        "bos_token_id": 1,
+        "eos_token_id": 4,
+        "pad_token_id": 0,
+        "do_sample": True,
+        "temperature": 0.6,
+    }
+    assert b"<|im_start|>" in files["chat_template.jinja"] and files["chat_template.jinja"] != TEMPLATE.encode()
+
+
+def test_the_length_is_the_longer_one_of_source_and_rows() -> None:
+    recorded, family = MODELS["llama"], families()["llama"]
+    model = family.read(Settings(dict(recorded)))
+    for length, expected in ((16, 4096), (8192, 8192)):
+        settings = config_for(replace(model, sequence_length=length), family, recorded, [])
+        assert settings == recorded | {"max_position_embeddings": expected}
+    recorded, family = MODELS["gpt2"], families()["gpt2"]
+    model = replace(family.read(Settings(dict(recorded))), sequence_length=16)
+    assert config_for(model, family, recorded, []) == recorded | {"n_positions": 16}  # its table has 16 rows
+
+
+def test_only_what_changed_is_written_in_the_words_of_the_source() -> None:
+    recorded, family = MODELS["llama"], families()["llama"]
+    settings = recorded | {"vocab_size": 320}
+    model = family.read(Settings(dict(settings)))
+    assert config_for(model, family, recorded, []) == settings
+    block = model.stack.pattern[0]
+    other = replace(block, mixer=replace(block.mixer, rope=RopeConfig(base=5e5)))
+    model = replace(model, stack=replace(model.stack, pattern=(other,)))
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert config_for(model, family, recorded, []) == settings | rope
+    older = {name: value for name, value in recorded.items() if name != "rope_parameters"} | {"rope_theta": 1e4}
+    assert config_for(model, family, older, []) == older | {"vocab_size": 320, "rope_theta": 5e5, "rope_scaling": None}
+    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+    source = family.read(Settings(dict(recorded)))
+    assert config_for(source, family, recorded, [], special) == recorded | special
+    as_qwen2 = config_for(family.read(Settings(dict(recorded))), families()["mistral"], recorded, [])
+    assert as_qwen2["eos_token_id"] == [4, 5] and as_qwen2["model_type"] == "mistral"
+
+
+def test_a_run_of_bytes_has_a_tokenizer_that_other_libraries_read(llama, tmp_path) -> None:
+    pytest.importorskip("tokenizers")
+    model = replace(load_config_of(llama), vocabulary_size=257)
+    run = one_step(fresh(model), tmp_path / "run")
+    convert(f"--from={run}", f"--to=hf:{tmp_path / 'back'}")
+    settings, folder = settings_of(tmp_path / "back"), tmp_path / "back"
+    ids = [settings[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")]
+    assert ids == [None, 256, None] and settings["torch_dtype"] == "float32"
+    config = tokenizer_config([*files_of(folder)], folder, 257, folder)
+    text = "def f():\n\treturn '日本 <|endoftext|>'  # é\r\n"
+    tokenizer = config.build()
+    assert tokenizer.encode(text).tolist() == [*text.encode()] and tokenizer.eod == 256
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_damaged_record_of_the_origin_is_refused() -> None:
+    for record in (
+        [],
+        {"dtype": "int8"},
+        {"dtypes": {"a": "no"}},
+        {"settings": "x"},
+        {"other": ""},
+        {"names": {"a": 1}},
+    ):
+        with pytest.raises(UserError, match="runs/a: the record `source` of its metadata is damaged"):
+            Provenance.of_meta({"source": record}, "runs/a")
+    assert Provenance.of_meta({}, "runs/a") == Provenance()
+
+
+def test_links_out_of_a_source_are_not_followed(llama, tmp_path) -> None:
+    source = write_folder(tmp_path / "theirs", "llama")
+    (source / "chat_template.jinja").unlink()
+    (tmp_path / "secret").write_text("secret")
+    (source / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    cfg = fresh(load_config_of(source), checkpoint=CheckpointConfig(load=Path(f"hf:{source}")))
+    with pytest.raises(UserError, match="is a link out of its folder"):
+        one_step(cfg, tmp_path / "run")
