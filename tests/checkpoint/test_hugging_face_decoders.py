@@ -274,7 +274,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
     "layers": ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types=(1 layers): num_hidden_layers=32"]),
     "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),
-    "soft caps": ("gemma2", {}, ["model_type=gemma2 is not supported"]),
+    "soft caps": ("gemma2", {}, ["model_type=gemma2 is not supported; it is a decoder"]),
 }
 
 

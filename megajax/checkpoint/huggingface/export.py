@@ -13,6 +13,7 @@ import numpy as np
 
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.folder import CONFIG
+from megajax.checkpoint.huggingface.kin import hint
 from megajax.checkpoint.huggingface.registry import families, lost_settings
 from megajax.checkpoint.huggingface.rotary import ROPE, with_rope
 from megajax.checkpoint.huggingface.shards import ShardWriter
@@ -40,7 +41,7 @@ def family_for(model: Any, name: str = "", recorded: str = "") -> Family:
     Raises UserError with the settings that would be lost.
     """
     if name and name not in families():
-        suggestion = did_you_mean(name, families()) or f"there are {', '.join(families())}"
+        suggestion = hint(name, families()) or did_you_mean(name, families()) or f"there are {', '.join(families())}"
         raise UserError(f"--family={name}: there is no such family; {suggestion}")
     order = [name] if name else [*[recorded] * (recorded in families()), *families()]
     losses = {candidate: lost_settings(model, families()[candidate]) for candidate in dict.fromkeys(order)}

@@ -5,6 +5,7 @@ The adapter of a tensor N.weight is base_model.model.N.lora_A.weight [rank, inpu
 several weights of the model, one adapter adapts all of them.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -229,7 +230,8 @@ def _unknown(name: str, names: Collection[str], tables: Collection[str]) -> str:
     """The problem of a tensor that does not belong to a linear layer. names: of tensors that do."""
     if "lora_embedding_" in name or any(name.startswith(f"{PREFIX}{table}.") for table in tables):
         return f"{name}: adapters of heads and tables are not supported"
-    similar = nearest_names(name, names, at_most=1)
+    numbers = re.findall(r"\d+", name)
+    similar = nearest_names(name, [other for other in names if re.findall(r"\d+", other) == numbers], at_most=1)
     return f"{name}: the model has no such layer" + (f"; it has {similar[0]}" if similar else "")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 
+from megajax.checkpoint.huggingface import kin
 from megajax.checkpoint.huggingface.families import (
     bert,
     clip,
@@ -23,7 +24,6 @@ from megajax.checkpoint.huggingface.families import (
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
 
 
 @cache
@@ -54,8 +54,8 @@ def family_of(settings: Settings) -> Family:
     by_type = {name: family for family in families().values() for name in family.model_types}
     kind = settings.peek("model_type")
     if not isinstance(kind, str) or kind not in by_type:
-        hint = did_you_mean(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
-        raise UserError(f"{settings.where}: model_type={kind} is not supported; {hint}")
+        advice = kin.hint(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
+        raise UserError(f"{settings.where}: model_type={kind} is not supported; {advice}")
     return by_type[kind]
 
 

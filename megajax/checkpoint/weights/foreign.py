@@ -4,6 +4,7 @@
 model, and reads any box of one: a device's shard, or a layer.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,6 +172,12 @@ def one_device(model: Any) -> Callable[[], nnx.Module]:
     return lambda: model.build(layout)
 
 
+def _alike(tensor: Mapped, names: Sequence[str], entries: Mapping[str, Entry]) -> list[str]:
+    """The names, of `names`, of tensors with the same shape in the same layer and of the same expert."""
+    shape, numbers = tensor.shape(), re.findall(r"\d+", tensor.name)
+    return [name for name in names if entries[name].shape == shape and re.findall(r"\d+", name) == numbers]
+
+
 def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str] = ()) -> None:
     """Raises one UserError with all tensors that are missing, unknown or of another shape.
 
@@ -181,7 +188,7 @@ def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str]
     problems = []
     for name, tensor in expected.items():
         if name not in entries:
-            similar = nearest_names(name, extra, at_most=1)
+            similar = nearest_names(name, _alike(tensor, extra, entries), at_most=1)
             problems.append(f"{name}: missing" + (f"; did you mean {similar[0]}?" if similar else ""))
         elif entries[name].shape != tensor.shape():
             problems.append(

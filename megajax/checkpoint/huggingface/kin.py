@@ -1,0 +1,78 @@
+"""Common values of model_type that are not supported, and the supported families with the nearest architecture.
+
+The spelling says nothing: mpt is a decoder, and mt5 an encoder-decoder.
+"""
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+from megajax.config.nearest import either
+
+
+class Kin(NamedTuple):
+    """Unsupported types with the same architecture."""
+
+    types: str
+    description: str
+    nearest: tuple[str, ...]
+    """Supported families."""
+
+
+KINDS = (
+    Kin("mpt bloom", "a decoder with ALiBi positions", ("gpt2",)),
+    Kin("opt gpt_neo gpt_bigcode openai-gpt xglm biogpt", "a decoder with other positions or attention", ("gpt2",)),
+    Kin(
+        "gptj gpt_neox codegen phi falcon persimmon stablelm starcoder2 nemotron cohere cohere2",
+        "a decoder with rotary positions and LayerNorm or parallel sub-layers",
+        ("llama",),
+    ),
+    Kin("gemma2 gemma3_text gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
+    Kin("olmo olmo2 olmo3 exaone4", "a decoder with other norms", ("llama", "qwen3")),
+    Kin("qwen glm glm4 chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2",)),
+    Kin(
+        "granite minicpm internlm internlm2 internlm3 baichuan smollm3 seed_oss arcee apertus ernie4_5 helium "
+        "hunyuan_v1_dense ministral ministral3 nanochat exaone aquila stablelm_epoch",
+        "a decoder with rotary positions and RMSNorm, but settings of its own",
+        ("llama",),
+    ),
+    Kin("phimoe olmoe dbrx jetmoe granitemoe minimax_m2 hunyuan_v1_moe grok-1", "a decoder with experts", ("mixtral",)),
+    Kin("llama4_text ernie4_5_moe flex_olmo", "a decoder with experts", ("qwen2_moe", "qwen3_moe")),
+    Kin("deepseek glm4_moe dots1 exaone_moe", "a decoder with shared experts", ("qwen2_moe", "deepseek_v3")),
+    Kin("kimi_k2 deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
+    Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
+    Kin("qwen3_next qwen3_5_text kimi_linear olmo_hybrid", "a decoder with gated delta nets", ("qwen3_moe",)),
+    Kin("falcon_mamba", "a Mamba with norms inside", ("mamba",)),
+    Kin("bamba jamba zamba zamba2 falcon_h1 granitemoehybrid", "a hybrid of Mamba and attention", ("nemotron_h",)),
+    Kin(
+        "roberta xlm-roberta camembert distilbert electra albert deberta deberta-v2 modernbert mobilebert mpnet ernie "
+        "nomic_bert roformer big_bird longformer rembert",
+        "an encoder with other embeddings, positions or sizes",
+        ("bert",),
+    ),
+    Kin("umt5 longt5 switch_transformers t5gemma", "an encoder-decoder with other positions or layers", ("t5", "mt5")),
+    Kin("bart mbart pegasus marian m2m_100 blenderbot", "an encoder-decoder with learned positions", ("t5",)),
+    Kin("deit beit dinov2 dinov3_vit vit_mae vit_msn ijepa", "a vision transformer with other parts", ("vit",)),
+    Kin("siglip2 siglip2_vision_model", "a vision tower with other image sizes", ("siglip",)),
+    Kin("chinese_clip altclip metaclip_2 blip groupvit xclip", "a model with an image and a text tower", ("clip",)),
+    Kin(
+        "llava_next llava_onevision vipllava mllama mistral3 paligemma gemma3 internvl internvl_chat qwen2_vl "
+        "qwen2_5_vl qwen3_vl idefics2 idefics3 smolvlm llava_llama llama4 kimi_k25",
+        "a model of images and text with other image parts",
+        ("llava",),
+    ),
+)  # fmt: skip
+"""One type is in one row."""
+
+
+def hint(name: str, supported: Collection[str]) -> str:
+    """The nearest supported families by architecture, or the supported name with other punctuation; "" if unknown."""
+    for kin in KINDS:
+        if name in kin.types.split():
+            return f"it is {kin.description}; nearest of the supported: {either(kin.nearest)}"
+    matches = [other for other in supported if _letters(other) == _letters(name)]
+    return f"did you mean {matches[0]}?" if matches else ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

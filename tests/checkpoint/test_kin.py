@@ -1,0 +1,70 @@
+"""Hints for what is not supported: of the same kind, not of the nearest spelling."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hugging_face_folders import write_llama
+from safetensors.numpy import load_file, save_file
+
+from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.huggingface.kin import KINDS
+from megajax.checkpoint.huggingface.registry import families, family_of
+from megajax.config.errors import UserError
+from megajax.models.presets.llama import llama3
+
+SUPPORTED = {name for family in families().values() for name in family.model_types}
+
+
+def refusal(kind: str) -> str:
+    with pytest.raises(UserError) as error:
+        family_of(Settings({"model_type": kind}))
+    return str(error.value)
+
+
+def test_unsupported_types_name_the_nearest_architecture() -> None:
+    assert refusal("mpt").endswith("it is a decoder with ALiBi positions; nearest of the supported: gpt2")
+    assert refusal("bart").endswith("nearest of the supported: t5")
+    assert refusal("umt5").endswith("nearest of the supported: t5 or mt5")
+    with pytest.raises(UserError, match="there is no such family; it is a decoder with ALiBi positions; nearest"):
+        family_for(llama3("debug"), "mpt")
+
+
+@pytest.mark.parametrize("kind", ["vits", "clap", "swin", "lama", "whisper", "flava", "sam", "t6", "git"])
+def test_no_type_is_suggested_for_its_spelling(kind: str) -> None:
+    assert f"model_type={kind} is not supported; supported: bert, " in refusal(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "meant"), [("GPT-OSS", "gpt_oss"), ("Qwen-2", "qwen2"), ("megatron_bert", "megatron-bert")]
+)
+def test_other_punctuation_is_recognised(kind: str, meant: str) -> None:
+    assert refusal(kind).endswith(f"did you mean {meant}?")
+
+
+def test_the_table_names_each_type_once_and_only_supported_families() -> None:
+    types = [name for kin in KINDS for name in kin.types.split()]
+    assert [name for name, count in Counter(types).items() if count > 1] == []
+    assert SUPPORTED.isdisjoint(types)
+    assert {name for kin in KINDS for name in kin.nearest} <= {*families()}
+
+
+def test_missing_tensors_are_not_mistaken_for_others(tmp_path: Path) -> None:
+    """The same layer and the same shape, or no suggestion."""
+    write_llama(tmp_path / "llama")
+    path = tmp_path / "llama/model.safetensors"
+    tensors = load_file(path)
+    block = "model.layers.{}.self_attn.{}_proj.weight"
+    moved = {block.format(0, "q"): "model.layers.0.self_attn.wq.weight", block.format(1, "k"): block.format(7, "k")}
+    tensors = {moved.get(name, name): values for name, values in tensors.items()}
+    tensors["model.layers.2.self_attn.v_prj.weight"] = np.zeros((3, 3), np.float16)
+    del tensors[block.format(2, "v")]
+    save_file(tensors, path)
+    with pytest.raises(UserError) as error:
+        open_model(tmp_path / "llama")
+    text = str(error.value)
+    assert f"{block.format(0, 'q')}: missing; did you mean model.layers.0.self_attn.wq.weight?" in text
+    assert f"{block.format(1, 'k')}: missing\n" in text and f"{block.format(2, 'v')}: missing\n" in text
