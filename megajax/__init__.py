@@ -1,7 +1,9 @@
 """MegaJAX: large-scale transformer training in JAX."""
 
 import sys
+from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 if sys.version_info < (3, 12):  # noqa: UP036 - a checkout runs without being installed, so pip has not checked it
     print(
@@ -24,3 +26,21 @@ if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].partition(".")[0] == __name
     sys.excepthook = _interrupted
 
 __version__ = "0.1.0"
+
+_ENTRIES = {
+    "load": "megajax.config:load",
+    "setup": "megajax.job.notebook:setup",
+    "visualize": "megajax.training.placement:visualize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use: `import megajax` is fast and imports no jax.
+    if name not in _ENTRIES:
+        raise AttributeError(f"module 'megajax' has no attribute {name!r}")
+    module, _, attribute = _ENTRIES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ENTRIES})

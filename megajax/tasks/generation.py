@@ -3,23 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.inference.assembly import make_engine
 from megajax.inference.completions import complete
-from megajax.inference.config import InferenceConfig
-from megajax.inference.loading import model_on_mesh
+from megajax.inference.from_run import engine_of_run, engine_refusal
 from megajax.inference.request import Sampling
-from megajax.mesh.config import ParallelConfig
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.compiler_options import inference_options
-from megajax.training.program import Program
 from megajax.training.scoring import Scorer, Stopped
 
 ROWS, BLOCK = 16, 16
-"""Maximum texts that an engine generates at once on each replica, and tokens of a block of its cache."""
+"""Maximum texts that an engine generates at once on each replica, and tokens of a block of an engine's cache."""
 
 
 @dataclass
@@ -60,36 +55,28 @@ def generate(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     for text in texts:
         if not 0 < text.most < scorer.length:
             raise UserError(f"{text.most} tokens to generate: a row of the model has {scorer.length}, prompt included")
-    if has_engine(scorer.program):
+    if engine_refusal(scorer.program.cfg.model, scorer.program.mesh) is None:
         return by_engine(scorer, texts)
     return by_recomputation(scorer, texts)
-
-
-def has_engine(program: Program) -> bool:
-    """Whether an engine can use the weights in this layout: no pipeline, one process, a model with a cache."""
-    shape = program.mesh.shape
-    if jax.process_count() > 1 or shape["pipeline"] * shape["expert"] * shape["context"] > 1:
-        return False
-    try:
-        program.cfg.model.cache_leaves(shape["tensor"])
-    except UserError:
-        return False
-    return not program.cfg.model.memory_length()
 
 
 def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     """`generate` with a key-value cache. Raises Stopped."""
     program, eod = scorer.program, scorer.tokenizer.eod
-    cfg, shape = program.cfg, program.mesh.shape
-    parallel = ParallelConfig(tensor=shape["tensor"], data=shape["data"], data_sharding="replicate")
-    options = inference_options(cfg.xla, program.mesh.devices.flat[0])
-    model = model_on_mesh(cfg.model, scorer.weights, parallel, program.mesh, cfg.precision, options)
     rows, prompts = min(ROWS, len(texts)), [text.prompt[text.most - scorer.length :].tolist() for text in texts]
     longest = max(len(prompt) + text.most for prompt, text in zip(prompts, texts, strict=True))
-    config = InferenceConfig(
-        rows=rows, compute=cfg.precision.compute, cache_tokens=rows * (longest + BLOCK), block=BLOCK
+    engine = engine_of_run(
+        program.cfg,
+        scorer.weights,
+        program.mesh,
+        inference_options(program.cfg.xla, program.mesh.devices.flat[0]),
+        scorer.tokenizer,
+        rows=rows,
+        cache_tokens=rows * (longest + BLOCK),
+        end_tokens={eod},
+        length=scorer.length,
+        queue=len(texts),
     )
-    engine = make_engine(model, config, scorer.tokenizer, end_tokens={eod}, length=scorer.length, queue=len(texts))
     requests = [(tuple(prompt), text.sampling()) for prompt, text in zip(prompts, texts, strict=True)]
     results = list[str]()
     answers = complete(engine, requests, interrupted=scorer.stopping)

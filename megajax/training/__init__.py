@@ -1,4 +1,4 @@
-"""Putting a run together and stepping it. `from megajax.training import setup` is the way in for notebooks."""
+"""Putting a run together and stepping it. Notebooks use `megajax.setup`, whose runs also generate text."""
 
 from typing import Any
 

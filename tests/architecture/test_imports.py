@@ -74,6 +74,8 @@ COMMUNICATES = {
 
 def rank(package: str) -> int:
     """Of a package, or of a module at the top: those are front doors unless they have a rank of their own."""
+    if not package:
+        return FRONT_DOOR  # megajax/__init__.py, by name only: what notebooks use
     if package in RANKS:
         return RANKS[package]
     folder = REPOSITORY / "megajax" / package

@@ -1,0 +1,78 @@
+"""Runs for notebooks: `megajax.setup` returns one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from megajax.config.errors import UserError
+from megajax.inference.completions import complete
+from megajax.inference.engine import end_tokens_of
+from megajax.inference.from_run import engine_of_run, engine_refusal
+from megajax.inference.prompts import Prompt, encode
+from megajax.inference.request import Sampling
+from megajax.training import session
+from megajax.training.compiler_options import inference_options
+from megajax.training.run_config import RunConfig
+
+
+class NotebookRun(session.Run):
+    """A run that also generates text."""
+
+    _steps: dict[Any, Any] | None = None
+    """Compiled steps of the engine, which all calls share."""
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """The continuation of a prompt by the current weights, without the prompt.
+
+        The settings are those of `megajax.inference.request.Sampling`; temperature=0 always takes the likeliest token.
+        Prompt and answer together have at most as many tokens as a row of the run.
+
+        Raises UserError for an invalid setting, a prompt that is too long, and a model or mesh without an engine:
+        several processes, or parallel.pipeline, expert or context above 1.
+        """
+        if (why := engine_refusal(self.cfg.model, self.mesh)) is not None:
+            raise UserError(f"run.generate: {why}")
+        tokenizer = self.parts.tokenizer
+        sampling = Sampling(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
+        )
+        # A new engine each time: the cache of an old one has keys and values of old weights.
+        engine = engine_of_run(
+            self.cfg,
+            self.state.inputs,
+            self.mesh,
+            inference_options(self.cfg.xla, self.mesh.devices.flat[0]),
+            tokenizer,
+            rows=1,
+            cache_tokens=None,
+            end_tokens=end_tokens_of(tokenizer),
+            length=self.cfg.model.row_positions(),
+            queue=1,
+        )
+        device: Any = engine.device
+        if self._steps is None:
+            self._steps = device.programs.compiled
+        device.programs.compiled = self._steps
+        ((answer,),) = complete(engine, [(encode(Prompt("prompt", prompt), tokenizer, None), sampling)])
+        return answer.text
+
+
+def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> NotebookRun:
+    """A run with fresh weights, on all devices or on those given; writes only data caches.
+
+    Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
+    can't be loaded.
+    """
+    run = session.setup(cfg, devices=devices)
+    return NotebookRun(run.parts, run.state, run.batches)

@@ -1,0 +1,78 @@
+"""`run.generate` of a notebook: by the present weights, on the mesh of the run."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import megajax as mj
+from megajax.config.errors import UserError
+from megajax.inference.from_run import engine_refusal
+from megajax.job import notebook
+from megajax.job.notebook import NotebookRun
+from megajax.mesh.mesh import find_devices
+
+SMALL = (
+    *("model.hidden=64", "model.stack.repeats=1", "model.stack.pattern.0.mlp.ffn=64", "model.sequence_length=32"),
+    *("batch.global_size=8", "batch.micro_size=2", "steps=20"),
+)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[NotebookRun]:
+    run = mj.setup(mj.load("quickstart.py", *SMALL, "parallel.tensor=2"), devices=find_devices()[:4])
+    yield run
+    run.close()
+
+
+def greedy(run: NotebookRun, prompt: str, count: int) -> str:
+    """By forward passes over whole rows."""
+    tokenizer, tokens = run.parts.tokenizer, [*run.parts.tokenizer.encode(prompt)]
+    for _ in range(count):
+        padded = np.pad(tokens, (0, 32 - len(tokens)))[None]  # one shape, so that it compiles once
+        logits = np.asarray(run.model(padded))[0, len(tokens) - 1, : tokenizer.vocabulary_size]
+        tokens.append(int(logits.argmax()))
+    return tokenizer.decode(tokens[-count:])
+
+
+def test_generate_continues_by_the_present_weights(run: NotebookRun) -> None:
+    answers = []
+    for _ in range(2):
+        answers.append(run.generate("def ", max_tokens=8, temperature=0))
+        assert answers[-1] == greedy(run, "def ", 8)
+        list(run.steps(6))
+    assert answers[0] != answers[1], "training has changed the weights"
+    assert run.generate("def ", max_tokens=5, seed=1) == run.generate("def ", max_tokens=5, seed=1)
+    assert len(run.generate("a" * 20, temperature=0)) <= 12, "a row has 32 tokens"
+
+
+def test_what_generate_refuses(run: NotebookRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="temperature"):
+        run.generate("def ", temperature=-1)
+    with pytest.raises(UserError, match="the prompt has 40 tokens"):
+        run.generate("a" * 40)
+    mesh: Any = SimpleNamespace(shape=dict(run.mesh.shape) | {"pipeline": 2, "context": 4})
+    why = "the mesh has pipeline=2 and context=4, an engine shards over data and tensor only"
+    assert engine_refusal(run.cfg.model, mesh) == why and engine_refusal(run.cfg.model, run.mesh) is None
+    assert engine_refusal(mj.load("t5.py:debug").model, run.mesh) == "encoder-decoder models continue no text"
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        assert engine_refusal(run.cfg.model, run.mesh) == "the run has 2 processes, an engine has one"
+    monkeypatch.setattr(notebook, "engine_refusal", lambda *_: why)
+    with pytest.raises(UserError, match=rf"run\.generate: {why}"):
+        run.generate("def ")
+
+
+def test_the_names_of_the_package_come_late() -> None:
+    """Importing megajax is fast, and imports no jax; its names are listed."""
+    code = (
+        "import sys, megajax as mj; assert {'load', 'setup', 'visualize'} <= set(dir(mj)) and 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'megajax' has no attribute 'setups'"):
+        _ = mj.setups
