@@ -172,7 +172,7 @@ def _run(steps: Sequence[RunModel]) -> StoredModel:
         model=last.config.model,
         weights=last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps]),
         files=last.run / FILES,
-        config=lambda run, files: continued_config(last.config, run),
+        config=lambda run, files: continued_config(last.config, run, last.run / FILES, run / FILES),
         origin=Provenance.of_meta(last.meta, last.path),
         trained=True,
         trusted=last.trusted,

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.huggingface.tokenizer_files import special_token_ids
+from megajax.checkpoint.huggingface.tokenizer_files import special_token_ids, vocabulary_files
+from megajax.config.budget import read_file
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
 from megajax.data.config import (
@@ -19,7 +20,8 @@ from megajax.data.config import (
 from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import TokenizerConfig
+from megajax.tokenizers.base import LIMITS
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig, TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -52,10 +54,24 @@ def weights_config(model: ModelConfig, tokenizer: TokenizerConfig, run: Path) ->
     )
 
 
-def continued_config(cfg: RunConfig, run: Path) -> RunConfig:
-    """The config of a run that starts from weights derived from another run's, with that run's config."""
+def continued_config(cfg: RunConfig, run: Path, files: Path, copied: Path) -> RunConfig:
+    """The config of a run that starts from weights derived from another run's, with that run's config.
+
+    files, copied: the folder of the other run's tokenizer, and its copy.
+    """
     checkpoint = replace(cfg.checkpoint, load=None, parts="all", step=None, weights=(WeightsConfig(run=run),))
-    return replace(cfg, checkpoint=checkpoint, run_dir=f"{run}-tuned")
+    return replace(cfg, tokenizer=_copied(cfg.tokenizer, files, copied), checkpoint=checkpoint, run_dir=f"{run}-tuned")
+
+
+def _copied(tokenizer: Any, files: Path, copied: Path) -> Any:
+    """A tokenizer config that reads the copy of its tokenizer.json in `files`, if there is one."""
+    name = "tokenizer.json"
+    if not isinstance(tokenizer, HuggingFaceTokenizerConfig) or not (files / name).is_file():
+        return tokenizer
+    original = vocabulary_files(tokenizer)[name]
+    if original.is_file() and read_file(original, LIMITS) != read_file(files / name, LIMITS):
+        return tokenizer
+    return replace(tokenizer, path=str(copied / name))
 
 
 def model_facts(cfg: RunConfig) -> dict[str, Any]:

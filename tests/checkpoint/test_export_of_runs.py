@@ -358,3 +358,11 @@ def test_links_out_of_a_source_are_not_followed(llama, tmp_path) -> None:
     cfg = fresh(load_config_of(source), checkpoint=CheckpointConfig(load=Path(f"hf:{source}")))
     with pytest.raises(UserError, match="is a link out of its folder"):
         one_step(cfg, tmp_path / "run")
+
+
+def test_a_run_of_a_mean_reads_its_own_copy_of_the_tokenizer(llama, tmp_path) -> None:
+    copy = write_folder(tmp_path / "theirs", "llama")
+    convert(f"--from=hf:{copy}", f"--to={tmp_path / 'run'}")
+    convert(f"--average={tmp_path / 'run/0'},{tmp_path / 'run/0'}", f"--to={tmp_path / 'mean'}")
+    tokenizer = load(tmp_path / "mean/config.yaml").tokenizer
+    assert tokenizer.path == str(tmp_path / "mean/tokenizer/tokenizer.json") and tokenizer.eod == "</s>"

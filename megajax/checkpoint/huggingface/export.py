@@ -72,7 +72,7 @@ def config_for(
     if recorded.get("model_type") not in family.model_types:
         tokens = {name: recorded[name] for name in SPECIAL_TOKENS if name in recorded}
         return {**tokens, **special, **family.config_json(model)}
-    source = family.adjusted(family.read(Settings(dict(recorded))), names)
+    source = _described(recorded, family, names)
     model = _at_recorded_length(model, source)
     if not differences(model, source):
         return {**recorded, **special}
@@ -81,10 +81,18 @@ def config_for(
     unchanged = {name: value for name, value in recorded.items() if name in after or name not in before}
     config = {**unchanged, **changed, **special}
     config = with_rope(config, after) if ROPE & changed.keys() else config
-    if not differences(model, family.adjusted(family.read(Settings(dict(config))), names)):
+    if not differences(model, _described(config, family, names)):
         return config
     unused = {name: value for name, value in recorded.items() if is_unused(name, family.unused)}
     return {**unused, **special, **after}
+
+
+def _described(config: Mapping[str, Any], family: Family, names: Collection[str]) -> Any:
+    """The model of a config.json. Raises UserError for one that a damaged checkpoint recorded."""
+    try:
+        return family.adjusted(family.read(Settings(dict(config))), names)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"the recorded {CONFIG} of the source can't be read as {family.name} ({error})") from error
 
 
 def _at_recorded_length(model: Any, source: Any) -> Any:
