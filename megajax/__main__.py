@@ -23,6 +23,18 @@ PROGRAM = '\nif __name__ == "__main__":\n'
 """Text in every module that runs as a program."""
 ORDER = ("train", "evaluate", "preprocess", "plan", "launch", "report", "doctor")
 """Verbs listed first."""
+OTHER_NAMES = {
+    "train": "pretrain finetune fine_tune sft fit dpo grpo",
+    "evaluate": "eval lm_eval test benchmark validate",
+    "preprocess": "tokenize prepare preprocess_data",
+    "generate": "inference infer sample chat complete",
+    "convert": "export import quantize merge_adapter",
+    "launch": "run torchrun start",
+    "plan": "estimate estimate_memory",
+    "serve": "server api",
+    "doctor": "env check",
+}
+"""Verb -> what other programs call it."""
 
 
 def main() -> None:
@@ -65,7 +77,8 @@ def _answer(argv: list[str]) -> int:
             print(f"megajax {__version__}")
         case [name, *rest]:
             joined = ".".join(map(plain_name, (name, *rest[:1])))
-            hint = f"did you mean {joined}?" if joined in summaries else did_you_mean(name, summaries)
+            other = next((verb for verb, words in OTHER_NAMES.items() if plain_name(name) in words.split()), joined)
+            hint = f"did you mean {other}?" if other in summaries else did_you_mean(name, summaries)
             raise UserError(f"megajax: no verb {name}\n    {hint or 'the verbs are ' + ', '.join(summaries)}")
     return 0
 

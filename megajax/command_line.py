@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megajax.config.schema as schema
-from megajax.config.coerce import Text
+from megajax.config.arguments import read_arguments
 from megajax.config.dump import default_leaves, flatten, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError, first_line
 from megajax.config.files import ROOT, Source, assembled, find, functions_of, read, root_type, split_source
 from megajax.config.help import WIDTH, common_help, entry_text, settings_help
 from megajax.config.missing import remedy
 from megajax.config.nearest import did_you_mean
-from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
+from megajax.config.patch import Mark, leaves, patch_of, plain_name
 from megajax.config.tree import read_value
 from megajax.config.twin import advised
+from megajax.foreign_flags import corrections, with_corrections
 from megajax.mesh.gpus import installed_gpus
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, RANKS, StartError, find_world, process_index
 from megajax.time_limit import OUTPUT_SECONDS, with_time_limit
@@ -52,9 +53,6 @@ PROCESS_FLAGS = (
     Flag("init-timeout", float, 300.0, help="seconds within which all processes must connect"),
 )
 """Flags of verbs that run in several processes."""
-
-XLA, XLA_OPTIONS = "xla", "xla.options"
-"""The flag for single compiler options, and the setting that holds them."""
 
 ALL = "all"
 """The topic of --help=all; no part of a config has this name."""
@@ -98,7 +96,9 @@ def parse(
     advice to an error, from the config and the devices of each process. Raises ConfigError with all problems of the
     file and the command line together.
     """
-    settings, problems = _tokens(argv, [plain_name(flag.name) for flag in flags if schema.lists(flag.kind)])
+    lists = [plain_name(flag.name) for flag in flags if schema.lists(flag.kind)]
+    settings, problems, repeated = read_arguments(argv, lists)
+    print("".join(repeated if process_index() == 0 else ()), end="", file=sys.stderr)
     own_flags = {plain_name(flag.name): flag for flag in flags}
     source = _pop_flag(settings, "config")
     devices = None if "devices" in own_flags else _pop_flag(settings, "devices")
@@ -122,7 +122,10 @@ def parse(
         problems += new_problems
     if not with_config:
         names = [*own_flags, "devices", "help"]
-        problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, names)) for name in settings]
+        foreign = corrections(settings, flags=names, takes_settings=False)
+        unknown = [name for name in settings if name not in foreign]
+        problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, names)) for name in unknown]
+        problems += foreign.values()
     takes_file = with_config and base is None
     if source is not None and not takes_file:
         problems.append(Problem("--config", f"{verb} takes no config"))
@@ -130,7 +133,10 @@ def parse(
         raise ConfigError(problems, "command line")
     if not with_config:
         return Command(None, devices, answers)
-    file = None if base is None else base(answers)
+    try:
+        file = None if base is None else base(answers)
+    except UserError as error:
+        raise _joined(error, corrections(settings, flags=[*own_flags, "devices"]).values()) from None
     config, file, new_problems = _configured(source, settings, count, own_flags, root, file)
     places = ([file.name] if file else []) + ["command line"] * bool(settings or problems or file is None)
     if file is None or new_problems or problems:
@@ -266,51 +272,6 @@ def use_devices(devices: str | None) -> None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
 
 
-def _tokens(argv: Sequence[str], lists: Iterable[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
-    """Name -> value: all of a repeated name in `lists`, else the last. A name takes the next argument but a name."""
-    settings, problems, arguments = dict[str, Any](), list[Problem](), list(argv)
-    while arguments:
-        argument = arguments.pop(0)
-        if argument in ("-h", "--help"):
-            argument = "--help"
-        if not re.match(r"--[A-Za-z]", argument):
-            is_short = re.match(r"-[A-Za-z]", argument)
-            hint = f"did you mean -{argument}?" if is_short else "settings are written --name=value"
-            problems.append(Problem(argument or "''", "unexpected argument", hint))
-            continue
-        name, value = setting(argument)
-        if value is Mark.BARE and arguments and not arguments[0].startswith("--"):
-            value = Text(arguments.pop(0))
-        if name == XLA:
-            problems += _add_options(settings, value)
-            continue
-        if name in settings and name in lists and not isinstance(value, Mark):
-            value = Text(f"{settings[name]},{value}")
-        elif name in settings and process_index() == 0:
-            text = f"warning: --{name} is given more than once; the last one counts ({_value_text(value)})"
-            print(text, file=sys.stderr)
-        settings.pop(name, None)
-        settings[name] = value
-    return settings, problems
-
-
-def _add_options(settings: dict[str, Any], value: Any) -> list[Problem]:
-    """Add --xla=name=value,name=value to the settings. It may be repeated, and names may start with --."""
-    parts = re.split(r"[,\s]+(?=(?:--)?\w+=)", "" if value is Mark.BARE else value.strip())
-    pairs = [part.removeprefix("--").partition("=") for part in parts]
-    if not all(name and equals for name, equals, _ in pairs):
-        message = f"expected name=value, got {_value_text(value)!r}"
-        return [Problem(f"--{XLA}", message, "e.g. --xla=xla_gpu_enable_triton_gemm=false; docs/xla.md")]
-    # An empty Text would be read as none.
-    options = {name: Text(text) if text else "" for name, _, text in pairs}
-    settings[XLA_OPTIONS] = Additions({**settings.get(XLA_OPTIONS, {}), **options})
-    return []
-
-
-def _value_text(value: Any) -> str:
-    return "true" if value is Mark.BARE else str(value)
-
-
 def _pop_flag(settings: dict[str, Any], name: str) -> str | None:
     value = settings.pop(name, None)
     return "" if value is Mark.BARE else None if value is None else str(value)
@@ -363,9 +324,15 @@ def _device_problems(devices: str | None) -> list[Problem]:
         return []
     count = _cpu_count(devices)
     if count is None:
-        hint = "without it, jax chooses the devices"
-        if re.fullmatch(r"(gpu|cuda):.*", devices):
-            hint = "choose among the GPUs with CUDA_VISIBLE_DEVICES, e.g. CUDA_VISIBLE_DEVICES=0,1"
+        hint = "without it, jax uses all GPUs, or one CPU device; cpu:8 is eight CPU devices"
+        if re.fullmatch(r"(gpus?|cuda)?:?[\d,]*", devices):
+            hint = (
+                "without it, jax uses all GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses among them; cpu:8 is eight CPU devices"
+            )
+        elif number := re.fullmatch(r"cpu\D?([1-9]\d*)|([1-9]\d*)\D?cpus?", devices):
+            hint = f"did you mean cpu:{number[1] or number[2]}?"
+        elif re.search(r"[a-z]+\d{2,}", devices, re.IGNORECASE):
+            hint = f"virtual GPUs are for python -m megajax.plan; {hint}"
         return [Problem("--devices", f"expected cpu:N (N from 1 to 9999), cpu or gpu, got {devices!r}", hint)]
     jax = sys.modules.get("jax")
     if jax is not None and jax.config.jax_num_cpu_devices != count:
@@ -396,8 +363,10 @@ def _configured(
     if not source and not file:
         hint = "a file, or a shipped config: --config=quickstart.py"
         misspelt = [name for name in settings if did_you_mean(name, ["config"])]
+        others = {name: value for name, value in settings.items() if name not in misspelt}
+        foreign = corrections(others, flags=[*own_flags, "devices"])
         misspellings = [Problem(f"--{name}", "no such flag or setting", "did you mean --config?") for name in misspelt]
-        return None, None, [*misspellings, Problem("--config", "must be given", hint)]
+        return None, None, [*misspellings, *foreign.values(), Problem("--config", "must be given", hint)]
     try:
         file = file or read(str(source), root)
     except ConfigError as error:
@@ -407,14 +376,18 @@ def _configured(
         return None, None, [Problem("--config", message, hint.strip())]
     config, problems = assembled(file, root, patch_of(settings.items()), devices)
     flags = [*own_flags, "config", "devices", "print_config", "help"]
-    return config, file, [_with_flag_hint(problem, settings, flags) for problem in problems]
+
+    def configure(others: Mapping[str, Any]) -> Any:
+        return assembled(file, root, patch_of(others.items()))[0] or assembled(file, root, {})[0]
+
+    return config, file, with_corrections(problems, settings, flags, configure)
 
 
-def _with_flag_hint(problem: Problem, settings: Mapping[str, Any], flags: Sequence[str]) -> Problem:
-    """The problem of an unknown setting; a name similar to a flag, such as --skip-trian, gets that flag as hint."""
-    unknown = problem.message == "no such setting" and problem.setting in settings and "." not in problem.setting
-    hint = did_you_mean(problem.setting, flags).replace("_", "-") if unknown else ""
-    return Problem(f"--{problem.setting.replace('_', '-')}", "no such flag or setting", hint) if hint else problem
+def _joined(error: UserError, problems: Iterable[Problem]) -> UserError:
+    """The error with further problems of the command line."""
+    problems, (setting, _, message) = tuple(problems), str(error).partition(": ")
+    causes = error.problems if isinstance(error, ConfigError) else (Problem(setting, message),)
+    return ConfigError([*causes, *problems], "command line") if problems else error
 
 
 def _sources(config: Any, file: Source, command_settings: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -127,9 +128,18 @@ def _record(path: Path, name: str, **fields: Any) -> None:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's arguments, and the command after --, with this interpreter in place of `python`."""
+    """The launcher's arguments, and the command after --, with this interpreter in place of `python`.
+
+    Raises ConfigError for a command without --, as in torchrun --nproc_per_node=2 train.py.
+    """
     split = argv.index("--") if "--" in argv else len(argv)
     own_arguments, command = argv[:split], argv[split + 1 :]
+    programs = ("python", "python3")
+    starts = (i for i, word in enumerate(own_arguments) if word in (*programs, "-m") or word.endswith(".py"))
+    if not command and (start := next(starts, None)) is not None:
+        words = argv[start:] if argv[start] in programs else ["python", *argv[start:]]
+        hint = f"python -m megajax.launch {shlex.join([*argv[:start], '--', *words])}"
+        raise ConfigError([Problem("--", "must stand before the command to start", hint)], "command line")
     return own_arguments, [sys.executable, *command[1:]] if command[:1] in (["python"], ["python3"]) else command
 
 

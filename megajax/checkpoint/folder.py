@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megajax.checkpoint import disk
 from megajax.config.errors import UserError
+from megajax.config.nearest import download_hint
 from megajax.write_errors import write_fault
 
 STEP = re.compile(r"\d{8,}")
@@ -49,12 +50,12 @@ def locate(path: Path | str) -> tuple[Path, int | None]:
 
     Raises UserError if the path does not exist.
     """
-    path = Path(path).absolute()
+    hint, path = download_hint(str(path)), Path(path).absolute()
     if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
         return path.parent, int(path.name)
     if not path.is_dir():
         why = "it is a file, not a folder" if path.exists() else "it does not exist"
-        raise UserError(f"there are no checkpoints in {path}: {why}.")
+        raise UserError(f"there are no checkpoints in {path}: {why}." + f"\n    {hint}" * bool(hint))
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path, None
 

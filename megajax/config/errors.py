@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+NO_SETTING = "no such setting"
+"""The message of a problem with an unknown name."""
+
 
 class UserError(Exception):
     """Bad config, data, checkpoint or request: a retry does not help.

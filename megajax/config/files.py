@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.nearest import either, nearest_names
+from megajax.config.nearest import download_hint, either, nearest_names
 from megajax.config.patch import Over, patch_of, setting
 from megajax.config.python_file import display_path, run
 from megajax.config.tree import TRUST, assemble
@@ -121,7 +121,7 @@ def find(name: str, beside: Path | None = None, function: str = "") -> Path:
                     raise UserError(f"{name}: a config file ends in {', '.join(SUFFIXES)}")
                 return path.resolve()
     places = ", ".join(str(folder) for folder in ([path_given.parent] if path_given.is_absolute() else folders))
-    hint = _instead(path_given, function, (path_given.parent, *folders[-2:]))
+    hint = download_hint(name) or _instead(path_given, function, (path_given.parent, *folders[-2:]))
     raise UserError(f"no config file {name} in {places}\n    {hint}")
 
 

@@ -1,14 +1,19 @@
-"""Nearest names and divisors, for hints."""
+"""Nearest names and divisors, and other hints."""
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from math import isqrt
+from pathlib import Path
 
 from megajax.config.errors import UserError
 
 MOST_TO_DIVIDE = 2**40
 """Larger numbers, which no model has, get only 1 and themselves as divisors."""
+
+LOCAL_FOLDERS = ("runs", "configs", "data", "models", "checkpoints", "out", "outputs")
+"""Usual names of local folders, which no owner of models on the Hugging Face Hub has."""
 
 
 def divisors_of(n: int) -> list[int]:
@@ -77,6 +82,20 @@ def matching(setting: str, pattern: str, names: Iterable[str], kind: str = "weig
     similar = nearest_names(pattern.replace("*", ""), names) or names[:3]
     hint = f": did you mean {either(similar)}? " if similar else ". "
     raise UserError(f"{setting}={pattern} matches no {kind} of the model{hint}* stands for any text, including dots")
+
+
+def download_folder(name: str) -> str:
+    """A folder for the model org/model of the Hugging Face Hub; "" if the name can't be one, or is a folder here."""
+    model = re.fullmatch(r"[A-Za-z0-9][\w-]*/([A-Za-z0-9][\w.-]*)", name)
+    is_local = model is None or Path(name).parent.exists() or name.split("/")[0] in LOCAL_FOLDERS
+    return "" if is_local else f"models/{model[1]}"
+
+
+def download_hint(name: str) -> str:
+    """How to download the model org/model; "" if the name is a folder, or no name of the Hugging Face Hub."""
+    folder = download_folder(name)
+    text = f"nothing is downloaded here: run hf download {name} --local-dir {folder}, then give {folder} instead"
+    return text if folder else ""
 
 
 def _likeness(a: str, b: str) -> float:

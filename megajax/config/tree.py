@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 import megajax.config.schema as schema
 from megajax.config.builds import error_text, own_class, reference, resolve
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import NO_SETTING, ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
 from megajax.config.patch import Additions, Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
 from megajax.config.paths import holds_path, url_problem
@@ -177,7 +177,7 @@ class _Builder:
             return raw
         if isinstance(raw, Patch):
             for leaf in leaves(raw, where):
-                self.fault(leaf, "no such setting", f"{where} is one value: {schema.kind_text(annotation)}")
+                self.fault(leaf, NO_SETTING, f"{where} is one value: {schema.kind_text(annotation)}")
             return Mark.INVALID
         return self.expected(where, annotation, raw)
 
@@ -372,7 +372,7 @@ class _Builder:
             hint = did_you_mean(leaf, candidates)
             if owners:
                 hint = f"a setting of {either(owners)}, but this is {cls.__name__}; add --{where}.type={owners[0]}"
-            self.fault(leaf, "no such setting", hint)
+            self.fault(leaf, NO_SETTING, hint)
 
 
 def _read_yaml(text: str) -> Any:

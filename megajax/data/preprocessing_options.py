@@ -11,9 +11,11 @@ from typing import ClassVar, Literal
 from megajax.config.builds import Builds
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
+from megajax.config.patch import plain_name
 from megajax.config.paths import path_argument
 from megajax.data.document_rules import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.tokenizer_options import SETTINGS, tokenizer_config
+from megajax.foreign_flags import corrections
 from megajax.tokenizers.config import TokenizerConfig
 
 TEXT_KEY = "text"
@@ -173,7 +175,10 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in known_options and not name.startswith(SETTINGS):
-            hint = did_you_mean(name, known_options) or "--help lists all options."
+            flags = [plain_name(option.strip("-")) for option in known_options]
+            answers = corrections({plain_name(name[2:]): argument.partition("=")[2]}, flags=flags, takes_settings=False)
+            hints = [problem.hint for problem in answers.values() if problem.hint]
+            hint = "; ".join(hints) or did_you_mean(name, known_options) or "--help lists all options."
             raise UserError(f"unknown option {name}: {hint}")
     settings, rest = _settings(arguments)
     options = parser.parse_args(rest)

@@ -106,20 +106,24 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
 
 
 def _refuse_torchrun(environment: Mapping[str, str], launched: _Launcher) -> None:
-    """Raises StartError for one of several processes of torchrun, whose variables MegaJAX does not read."""
+    """Raises StartError for one of several processes of torchrun or MPICH, whose variables MegaJAX does not read."""
     size, rank, host = _int(environment, "WORLD_SIZE"), _int(environment, "RANK"), environment.get("MASTER_ADDR")
+    what = "torchrun or a similar launcher (RANK, WORLD_SIZE and MASTER_ADDR are set)"
     if size in (None, 1) or rank is None or not host:
+        size, rank, host = _int(environment, "PMI_SIZE"), _int(environment, "PMI_RANK"), "HOST"
+        what = "the mpirun of MPICH or Intel MPI (PMI_RANK and PMI_SIZE are set)"
+    if size in (None, 1) or rank is None:
         return
     if launched.count is not None and not environment.get("TORCHELASTIC_RUN_ID"):
         return  # set from the values of that launcher, for other programs
     raise StartError(
-        f"process {rank} of {size} of torchrun or a similar launcher (RANK, WORLD_SIZE and MASTER_ADDR are set), whose "
+        f"process {rank} of {size} of {what}, whose "
         f"{size} processes would train separate runs in one folder. On one machine, start them with: python -m "
-        "megajax.launch --processes=N -- python -m megajax.train ...; on several, with srun or mpirun, or give each "
-        f"process --coordinator={host}:{_FIRST_PORT} --num-processes={size} --process-id={rank}. "
+        "megajax.launch --processes=N -- python -m megajax.train ...; on several, with srun or Open MPI's mpirun, or "
+        f"give each process --coordinator={host}:{_FIRST_PORT} --num-processes={size} --process-id={rank}. "
         f"{COUNT}=1 starts a run of this process alone",
         code=2,
-        reported=environment.get("LOCAL_RANK", "0") != "0",
+        reported=environment.get("LOCAL_RANK", environment.get("MPI_LOCALRANKID", "0")) != "0",
     )
 
 
@@ -161,6 +165,8 @@ def _missing(count: int | None, index: int | None, coordinator: str | None) -> l
         )
         if value is None
     ]
+    if problems and coordinator is None:
+        problems.append("or python -m megajax.launch --processes=N -- COMMAND starts all processes of a machine")
     if coordinator is not None and split_address(coordinator) is None:
         problems.append(f"--coordinator must be HOST:PORT, it is {coordinator!r}")
     if count is not None and count < 1:

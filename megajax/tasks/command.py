@@ -21,7 +21,7 @@ from megajax.checkpoint.integrity import MANIFEST
 from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.nearest import did_you_mean, either
+from megajax.config.nearest import either, nearest_names
 from megajax.config.patch import patch_of, setting
 from megajax.config.tree import assemble, check
 from megajax.mesh.mesh import build_mesh, find_devices
@@ -66,7 +66,9 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
     for task_text in filter(None, (part.strip() for part in text.split(","))):
         kind, *settings = task_text.split(":")
         if kind not in KINDS:
-            hint = did_you_mean(kind, KINDS) or f"use {either(KINDS)}"
+            harness = [] if settings else [f"lm-eval:{kind}, of lm-evaluation-harness on local data"]
+            names = [*nearest_names(kind, KINDS), *harness]
+            hint = f"did you mean {either(names)}?" if names else f"use {either(KINDS)}"
             problems.append(Problem("--tasks", f"{kind} is not a task", hint))
             continue
         cls, first = KINDS[kind]

@@ -1,4 +1,4 @@
-"""Write docs/config_reference.md from the config classes: `python -m megajax.tools.config_reference`."""
+"""Write docs/config_reference.md and docs/foreign_flags.md: `python -m megajax.tools.config_reference`."""
 
 import dataclasses
 import inspect
@@ -12,11 +12,13 @@ from megajax.command_line import front_door, parse
 from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
 from megajax.config.help import field_texts
+from megajax.foreign_flags import ROWS
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/config_reference.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, NAMES_PAGE = DOCS / "config_reference.md", DOCS / "foreign_flags.md"
 HEAD = """# Every config class
 
 Written by `python -m megajax.tools.config_reference` from the source; do not edit. [first_config.md](first_config.md)
@@ -25,10 +27,37 @@ shows how to put a config together, and [config.md](config.md) how to write valu
 All classes take their settings by name. A setting without a default must be given. In Python, none is `None`, true and
 false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with one entry), and pairs are a dict.
 """
+NAMES_HEAD = """# Names of other trainers
+
+Written by `python -m megajax.tools.config_reference` from `megajax/foreign_flags.py`; do not edit.
+
+Names of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, nanoGPT, DeepSpeed, vLLM and lm-eval
+are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them ends with
+exit code 2 and prints, for all of them together, what to write:
+
+```
+$ python -m megajax.train --config=llama3.py --lr=3e-4 --tp=8 --gradient_accumulation_steps=8
+3 problems in configs/llama3.py + command line:
+  --lr: is called schedule.lr here
+      write --schedule.lr=3e-4
+  --tp: is called parallel.tensor here
+      write --parallel.tensor=8
+  --gradient_accumulation_steps: is set by batch.global_size here
+      write --batch.global_size=8
+      global_size = micro_size x microbatches x data-parallel devices: 1 x 8 x 1; with N of them, 8 x N
+```
+
+Dashes and underscores are equivalent in all names. N is the index of a block in the pattern of layers; the message
+names the blocks of the config. Flags that begin with `--` are those of `generate`, `serve`, `evaluate`, `convert`,
+`launch` and other verbs. `python -m megajax.tools.megatron_args` translates a whole command line or script of
+Megatron-LM ([megatron.md](megatron.md)).
+
+| there | here | values and notes |
+|---|---|---|"""
 
 
 def main(argv: list[str]) -> int:
-    """Write the page.
+    """Write the pages.
 
     Raises:
         UserError: a wrong command line, or no checkout.
@@ -36,8 +65,9 @@ def main(argv: list[str]) -> int:
     parse(argv, verb="tools.config_reference", with_config=False, description=(__doc__ or "").strip())
     if not PAGE.parent.is_dir():
         raise UserError(f"tools.config_reference writes {PAGE.name} in a checkout, but {PAGE.parent} does not exist")
-    PAGE.write_text(reference(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    for page, text in ((PAGE, reference()), (NAMES_PAGE, foreign_names())):
+        page.write_text(text, encoding="utf-8")
+        print(f"wrote {page}")
     return 0
 
 
@@ -57,6 +87,20 @@ def reference() -> str:
             lines += [_row(field, annotations[field.name], texts.get(field.name, "")) for field in fields]
         else:
             lines += ["", "It has no settings."]
+    return "\n".join(lines) + "\n"
+
+
+def foreign_names() -> str:
+    """The page of other trainers' names: a table with a line for each meaning."""
+    lines = [NAMES_HEAD]
+    for row in ROWS:
+        theirs = ", ".join(f"`{name}`" for name in row.names.split())
+        flags = [f"--{flag.replace('_', '-') if '.' not in flag else flag}" for flag in row.flags.split()]
+        targets = ", ".join(f"`{name}`" for name in [*row.settings.split(), *flags])
+        pairs = [pair.replace("*", "other").replace("=", ": ") for pair in row.values.split()]
+        computed = (inspect.getdoc(row.by) or "").rstrip(".") if row.by else ""
+        text = "; ".join(filter(None, (computed, ", ".join(pairs), row.note)))
+        lines.append(f"| {theirs} | {targets} | {text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ RANKS = {
     for rank, names in enumerate(
         (
             ("config", "batch", "charts", "pages", "text", "time_limit"),
-            ("mesh", "heat_map", "working_folder", "write_errors"),
+            ("mesh", "heat_map", "working_folder", "write_errors", "foreign_flags"),
             ("kernels", "precision", "command_line"),
             ("layers", "pipeline"),
             ("models",),

@@ -35,6 +35,10 @@ def test_the_list_names_every_verb_with_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
+        (["fine-tune"], "no verb fine-tune\n    did you mean train?"),
+        (["eval"], "did you mean evaluate?"),
+        (["chat"], "did you mean generate?"),
+        (["export"], "did you mean convert?"),
         (["trian"], "no verb trian\n    did you mean train?"),
         (["megatron_args"], "did you mean tools.megatron_args?"),
         (["tools", "megatron-args"], "did you mean tools.megatron_args?"),

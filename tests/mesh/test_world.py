@@ -99,6 +99,17 @@ def test_torchrun_is_refused_with_what_to_start_instead(variables):
     assert not error.value.reported
 
 
+def test_mpich_is_refused_with_what_to_start_instead():
+    mpich = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+    with pytest.raises(StartError, match="process 1 of 4 of the mpirun of MPICH or Intel MPI") as error:
+        find_world(mpich)
+    assert (error.value.code, error.value.reported) == (2, True)
+    assert "megajax.launch" in str(error.value) and "--num-processes=4 --process-id=1" in str(error.value)
+    assert find_world(mpich | {"PMI_SIZE": "1", "PMI_RANK": "0"}) is None
+    assert find_world(STEP | mpich) == find_world(STEP)  # srun --mpi=pmi2
+    assert find_world(mpich | OURS) == World(3, 2, "a:1")
+
+
 def test_pytorchs_variables_beside_those_of_a_launcher():
     same_step = STEP | POD | {"RANK": "9", "WORLD_SIZE": "20"}
     assert find_world(same_step) == find_world(STEP)
@@ -127,6 +138,10 @@ def test_kubernetes_and_jaxs_own():
 
 
 WRONG = {
+    "only a count": (
+        {"MEGAJAX_PROCESS_ID": "", "MEGAJAX_COORDINATOR": ""},
+        "or python -m megajax.launch --processes=N -- COMMAND starts all processes of a machine",
+    ),
     "no number": ({"MEGAJAX_PROCESS_ID": ""}, "which process this is is not known: give --process-id"),
     "no count": ({"MEGAJAX_NUM_PROCESSES": ""}, "how many processes there are is not known"),
     "no coordinator": ({"MEGAJAX_COORDINATOR": ""}, "where process 0 is is not known"),

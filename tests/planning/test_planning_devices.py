@@ -54,6 +54,22 @@ def test_the_nearest_name_is_suggested() -> None:
     assert problem.hint.startswith("did you mean h100")
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        *((text, "did you mean h100:8?") for text in ("h100x8", "8xh100", "H100-8", "8 x H100", "h100*8", "8h100")),
+        ("a100-40gb-16", "did you mean a100-40gb:16?"),
+        ("h100-sxm", "did you mean h100"),
+        ("16", "which GPUs? For example h100:16"),
+        ("gpu", "which GPUs? For example h100:8"),
+        ("gpu:4", "which GPUs? For example h100:4"),
+    ],
+)
+def test_gpus_in_other_words(text: str, hint: str) -> None:
+    (problem,) = read_cluster(text)[1]
+    assert problem.hint.startswith(hint)
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_target_config(name: str) -> None:
     gpu, text = GPUS[name], GPUS[name].target_config()

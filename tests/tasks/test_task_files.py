@@ -295,6 +295,9 @@ def test_tasks_are_parsed_from_the_command_line(tmp_path):
     [
         ("", "--tasks: must be given"),
         ("lambda:x", "lambda is not a task\n.*did you mean lambada"),
+        ("hellaswag", "hellaswag is not a task\n.*did you mean lm-eval:hellaswag, of lm-evaluation-harness on local"),
+        ("lambada_openai", "did you mean lambada or lm-eval:lambada_openai, of"),
+        ("squad_v3:x", "squad_v3 is not a task\n.*did you mean squad"),
         ("lambada", "--tasks=lambada: path: has no default and is not given"),
         ("lambada:/no/file", "--tasks=lambada: path: /no/file does not exist\n.*nothing is downloaded"),
         ("perplexity:a:strid=3", "--tasks=perplexity: strid: no such setting"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
+from megajax.config.nearest import download_hint
 
 FORMATS: Mapping[str, str] = {"hf": "megajax.checkpoint.huggingface.folder:read_model"}
 """Format -> module:function that reads a folder as a `foreign.ForeignModel`."""
@@ -24,6 +25,6 @@ def read_foreign(name: str | Path, ignore: Collection[str] = ()) -> Any:
     """
     before, _, folder = str(name).partition(":")
     if not Path(folder).is_dir():
-        raise UserError(f"{name}: there is no folder {folder}")
+        raise UserError("\n    ".join(filter(None, (f"{name}: there is no folder {folder}", download_hint(folder)))))
     module, _, function = FORMATS[before].partition(":")
     return getattr(import_module(module), function)(Path(folder).absolute(), ignore)

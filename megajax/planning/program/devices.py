@@ -13,6 +13,7 @@ named in benchmarks/planner_accuracy.py. benchmarks/calibrate.py measures them o
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from math import prod
@@ -294,7 +295,7 @@ def read_cluster(
     device_name, colon, count = text.partition(":")
     name = OTHER_NAMES.get(device_name.lower(), device_name.lower())
     if name not in gpus:
-        suggestion = did_you_mean(name, gpus)
+        suggestion = _meant(text.lower(), [*gpus, *OTHER_NAMES]) or did_you_mean(name, gpus)
         hint = f"any other one: --formula --device-file=FILE, YAML with {', '.join(REQUIRED)}"
         hints = [suggestion] * bool(suggestion) + [f"known: {names}", hint]
         return problem(f"unknown device {device_name!r}", "; ".join(hints))
@@ -312,6 +313,16 @@ def read_cluster(
         hint = f"give {below} or {below + per_node}, or another --gpus-per-node"
         return problem(f"{devices} GPUs don't fill nodes of {per_node}", hint)
     return Cluster(gpus[name], devices, per_node), []
+
+
+def _meant(text: str, names: Iterable[str]) -> str:
+    """A hint for GPUs in another order or with another separator, such as 8xh100; "" if the text names none."""
+    name = max((name for name in names if name in text), key=len, default="")
+    numbers = re.findall(r"(?<![a-z0-9])(?:x?)([1-9]\d*)(?![a-z0-9]*b)", text.replace(name, " ")) if name else []
+    if len(numbers) == 1:
+        return f"did you mean {name}:{numbers[0]}?"
+    count = re.fullmatch(r"(?:(?:gpus?|cuda)[:x]?)?(\d*)", text)
+    return "" if count is None else f"which GPUs? For example h100:{count[1] or 8}"
 
 
 def missing_packages() -> list[str]:
