@@ -9,6 +9,7 @@ import pytest
 from token_files import tokenizer, write, write_random
 
 from megajax.config.errors import UserError
+from megajax.data import blend as blend_module
 from megajax.data.blend import BlendedDataset, exhaustive_index, normalize_weights, rows_by_weight, weighted_index
 from megajax.data.config import BlendConfig, Rows
 from megajax.data.splits import Evaluation, parse_paths, parse_split, requested_rows, split_bounds
@@ -45,6 +46,32 @@ def test_exhaustive_order(lengths: list[int]) -> None:
     assert np.bincount(index.datasets).tolist() == lengths
     expected = by_definition([n / sum(lengths) for n in lengths], sum(lengths), lengths)
     assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal weights", "random weights"])
+@pytest.mark.parametrize("size", [4, 7])
+def test_rows_are_drawn_from_the_datasets_that_may_get_them(
+    monkeypatch: pytest.MonkeyPatch, size: int, equal: bool
+) -> None:
+    """With many datasets, the few that may get a row of a block; ties, borders and exhausted datasets included."""
+    monkeypatch.setattr(blend_module, "MANY", size)
+    monkeypatch.setattr(blend_module, "BLOCK", size)
+    draw = np.random.default_rng(size)
+    for count in (size + 1, 2 * size, 40):
+        for _ in range(10):
+            weights = [1.0] * count if equal else draw.choice([draw.random(count), draw.random(count) ** 8]).tolist()
+            expected = by_definition(normalize_weights(weights).tolist(), 300)
+            assert weighted_index(weights, 300).datasets.tolist() == [dataset for dataset, _ in expected]
+            lengths = [3] * count if equal else draw.integers(1, 20, count).tolist()
+            expected = by_definition([n / sum(lengths) for n in lengths], sum(lengths), lengths)
+            assert exhaustive_index(lengths).datasets.tolist() == [dataset for dataset, _ in expected]
+
+
+def test_rows_are_numbered_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blend_module, "CHUNK", 7)
+    index = weighted_index([5, 1, 3], 100)
+    for dataset, count in enumerate(index.counts.tolist()):
+        assert index.samples[index.datasets == dataset].tolist() == list(range(count))
 
 
 def test_sizes_round_up_twice() -> None:

@@ -1,5 +1,6 @@
 """Token files: writing and reading, and errors for every kind of damage."""
 
+import os
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from token_files import write
 
 from megajax.config.errors import UserError
+from megajax.data import indexed
 from megajax.data.indexed import CODES, IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
 
 DTYPES = [np.dtype(name) for name in CODES if name]
@@ -126,6 +128,25 @@ def test_damage_is_named(tmp_path: Path, fault: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         IndexedTokens(tmp_path / "a")
     assert str(tmp_path / "a") in str(error.value)
+
+
+def test_a_large_index_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each start: with 10^9 sequences it has 20 GB."""
+    write(tmp_path / "a", [[1, 2], [3], [4]])
+    damage(index_path(tmp_path / "a"), 38, struct.pack("<i", 3))  # the length of a sequence in the middle
+    monkeypatch.setattr(indexed, "CHECK_ROWS", 2)
+    large = IndexedTokens(tmp_path / "a")
+    for check in (large.check_tables, lambda: large.identity(tmp_path / "cache")):
+        with pytest.raises(UserError, match="offset of sequence 2 at byte 62: expected 10, found 6"):
+            check()
+    write(tmp_path / "a", [[1, 2], [3], [4]])
+    hashed, sha256 = [], indexed._sha256
+    monkeypatch.setattr(indexed, "_sha256", lambda path: hashed.append(path) or sha256(path))
+    identities = {IndexedTokens(tmp_path / "a").identity(tmp_path / "cache") for _ in range(3)}
+    assert len(hashed) == 1
+    os.utime(index_path(tmp_path / "a"))
+    identities.add(IndexedTokens(tmp_path / "a").identity(tmp_path / "cache"))
+    assert len(hashed) == 2 and len(identities) == 1
 
 
 def test_damage_is_named_by_an_optimised_python_too(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
+from megajax.data import index as index_module
 from megajax.data.index import Epochs, IndexRequest, build_index, plan_epochs
 
 
@@ -56,6 +57,22 @@ def test_equals_a_walk(lengths: list[int], sequence_length: int, rows: int | Non
     assert sorted(index.shuffle.tolist()) == list(range(expected))
     order = [lengths[document] for document in index.documents.tolist()]
     assert list(map(tuple, index.samples.tolist())) == walk(order, sequence_length, extra, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_chunks_do_not_change_an_index(monkeypatch: pytest.MonkeyPatch, chunk: int, extra: int) -> None:
+    """Borders of chunks at empty documents, at ends of rows and inside of documents."""
+    draw = np.random.default_rng(chunk)
+    for rows, drop_last in ((None, True), (None, False), (40, True), (11, False)):
+        lengths = draw.integers(0, 9, 13).astype(np.int32)
+        wanted = IndexRequest(first=1, last=12, rows=rows, sequence_length=4, seed=3, extra=extra, drop_last=drop_last)
+        whole = build_index(lengths, wanted, "x")
+        monkeypatch.setattr(index_module, "CHUNK", chunk)
+        for part, expected in zip(build_index(lengths, wanted, "x"), whole, strict=True):
+            np.testing.assert_array_equal(part, expected)
+            assert part.dtype == expected.dtype
+        monkeypatch.undo()
 
 
 def request(rows: int | None, **changes: int) -> IndexRequest:
