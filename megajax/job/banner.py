@@ -288,6 +288,7 @@ def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
             tokens=cfg.batch.micro_size * section.positions,
             width=width,
             residual_width=4 if section.residual == "float32" else width,
+            operand_width=None if cfg.precision.fp8 is None else 1,
         )
         blocks, repeats = section.stack.pattern, section.stack.repeats
         if program.pipeline is not None and len(section.stack.parts()) > 1:

@@ -367,6 +367,8 @@ class Share:
     tensor: int = 1
     sequence: int = 1
     """Sequence shards of the residual stream: the size of `tensor` with sequence parallelism, else 1."""
+    operand_width: int | None = None
+    """Bytes per element of inputs that matmuls save in another dtype, as in fp8; None: the compute dtype."""
 
 
 class KernelWork(NamedTuple):
@@ -463,7 +465,13 @@ class BlockFacts:
         Without recomputation, norms and activations save only their inputs, as if all tensors were named.
         """
         parts = [part for part in (PARTS if policy.parts is None else policy.parts) if part not in policy.offloaded]
-        return self._bytes(parts, policy, share)
+        if policy.parts is not None or share.operand_width is None:
+            return self._bytes(parts, policy, share)
+        # A matmul saves its input in its own dtype. The output of attention is saved for attention as well; norms have
+        # several matmuls, which save about as much as one output.
+        ratio = share.operand_width / share.width
+        output = self.elements("core_attention").local(share.tensor) * share.tokens * share.width
+        return self._bytes(parts, policy, share) - (1 - ratio) * self.tensor_bytes("activation", share) + ratio * output
 
     def host_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes that the block offloads to host memory."""

@@ -50,12 +50,31 @@ def recompute(args: Arguments) -> Settings:
     if offloaded and kind is None:
         args.remark("offload-modules", "sets model.recompute=selective here, which saves tensors by name")
         kind = "selective"
+    if kind is None and (parts := _parts_of_fixed_sizes(args)):
+        return {"model.recompute": parts, "model.offload": ()}
     settings: Settings = {"model.recompute": kind or "none", "model.offload": tuple(p for p in PARTS if p in offloaded)}
     if kind == "selective":
         settings["model.recompute"] = recomputed_parts(args)
     elif kind == "full":
         settings |= recomputed_layers(args)
     return settings
+
+
+def _parts_of_fixed_sizes(args: Arguments) -> Recompute | None:
+    """What to recompute so that a run without recomputation needs no more memory here than in Megatron-LM."""
+    if args["expert-model-parallel-size"] > 1 and args["num-experts"] and args["moe-expert-capacity-factor"] is None:
+        text = "experts have room for the worst case, in which all tokens choose those of one device, so their layers"
+        text += (
+            " are recomputed, which changes no numbers; model.recompute=none saves them, dispatch.room sets the room"
+        )
+        args.remark("expert-model-parallel-size", text)
+        return "norm", "mlp", "activation"
+    if args["fp8-param-gather"] and (args["fp8-format"] or args["fp8-hybrid"] or args["fp8-e4m3"]):
+        text = "weights are gathered and kept in precision.compute, with a byte more for each: norms and activations"
+        text += " are recomputed instead, which costs little and changes no numbers; model.recompute=none saves them"
+        args.remark("fp8-param-gather", text)
+        return "selective"
+    return None
 
 
 def recomputed_parts(args: Arguments) -> Recompute:

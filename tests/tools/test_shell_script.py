@@ -117,6 +117,7 @@ CONTROL = [
     ("[ a = a -a ! b = c ] && [ 1 -lt 2 -o x = y ] && A=1\nrun $A", "run 1"),
     ("run a 2>&1 | tee log", "run a"),
     ("bash <<EOF\nrun $((1 + 1)) \\${A-}\nEOF", "run 2"),
+    ("set -- 1 2\nA=x\nbash <<EOF\nrun \"$A '$A' $@\"\nEOF", "run x 'x' 1 2"),
     ("sbatch --nodes=2 <<'EOF'\n#!/bin/bash\nA=4\nrun $A\nEOF", "run 4"),
     ("sbatch --wrap='python x.py --a 1'", "python x.py --a 1"),
     ("B=1\ncat > job.sh <<EOF\nrun $B\nEOF\nbash job.sh", "run 1"),

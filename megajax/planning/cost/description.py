@@ -282,7 +282,8 @@ class Tower:
         run, width = self.run, self.run.width
         residual = 4 if self.section.residual == "float32" else width
         sizes = {"tensor": run.parallel.tensor, "sequence": run.sequence_shards}
-        return Share(tokens=self.tokens, width=width, residual_width=residual, **sizes)
+        operand = 1 if run.compute == "fp8" else None
+        return Share(tokens=self.tokens, width=width, residual_width=residual, operand_width=operand, **sizes)
 
     @cached_property
     def attention_bytes(self) -> tuple[float, float, float]:

@@ -45,12 +45,15 @@ CLOSED_BY = {'"': '"', "`": "`", "${": "}", "$(": ")", "<(": ")", ">(": ")", "("
 def piece_end(text: str, start: int, depth: int = 0, inside: str = "") -> int:
     """The end of the quoted text, expansion or single character at `start`.
 
-    inside: the bracket or quote that surrounds it: in double quotes ' is a character, in round brackets ( opens one.
+    inside: what surrounds it: " in which ' is a character, ) in which ( is a bracket, < for a here-document, in which
+    quotes are characters.
 
     Raises:
         UserError: an unclosed quote or bracket.
     """
-    first, two, is_quoted = text[start], text[start : start + 2], inside == '"'
+    first, two, is_quoted = text[start], text[start : start + 2], inside in ('"', "<")
+    if inside == "<" and first == '"':
+        return start + 1
     if first == "\\":
         return min(start + 2, len(text))
     if not is_quoted and (first == "'" or two == "$'"):

@@ -82,12 +82,12 @@ class Words:
             return list(self.state.arguments)
         return self.inside(inner)
 
-    def inside(self, text: str) -> list[str]:
-        """The value of a text in double quotes; several where it holds ${NAME[@]}."""
+    def inside(self, text: str, quote: str = '"') -> list[str]:
+        """The value of a text in double quotes, or in a here-document (<); several where it holds ${NAME[@]}."""
         words = [""]
-        for piece in pieces(text, '"'):
+        for piece in pieces(text, quote):
             if piece[0] == "\\":
-                entries = [piece[1:].strip("\n") if piece[1:] in ("\n", '"', "$", "`", "\\") else piece]
+                entries = [piece[1:].strip("\n") if piece[1:] in ("\n", quote, "$", "`", "\\") else piece]
             elif is_expansion(piece):
                 entries = list(self.values(piece))
                 if not (piece in ("$@", "${@}") or re.search(r"\[@\]", piece)):
@@ -102,7 +102,7 @@ class Words:
 
     def document(self, text: str) -> str:
         """The text of a here-document."""
-        return "".join(" ".join(self.inside(line)) for line in text.splitlines(keepends=True))
+        return "".join(" ".join(self.inside(line, "<")) for line in text.splitlines(keepends=True))
 
     def pattern(self, word: str) -> str | None:
         """A regular expression for a pattern with * ? [ ]; None: not known. Quoted parts match themselves."""
