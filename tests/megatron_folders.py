@@ -186,10 +186,12 @@ def write_sharded(
     iteration: int = 7,
     moments: Mapping[str, Arrays] | None = None,
     flat: bool = False,
+    common: str = "__0_0.distcp",
 ) -> Path:
     """The `torch_dist` format. stacked: layers and experts in one array each, not an array for each.
 
-    flat: with the buffers of a distributed optimizer.
+    flat: with the buffers of a distributed optimizer; common: the file of what is no array, common.pt as before
+    megatron-core 0.19 or one of the shards.
     """
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
@@ -220,18 +222,27 @@ def write_sharded(
         description = {"properties": properties, "size": array.shape, "chunks": boxes}
         described[name] = record("torch.distributed.checkpoint.metadata.TensorStorageMetadata", **description)
     described["rng_state/shard_0_1"] = Record("torch.distributed.checkpoint.metadata.BytesStorageMetadata")
-    for rank, file in files.items():
-        (folder / f"__{rank}_0.distcp").write_bytes(file.getvalue())
-    content = {"state_dict_metadata": described, "planner_data": None, "storage_data": Pairs(places)}
-    metadata = record("torch.distributed.checkpoint.metadata.Metadata", **content)
-    (folder / ".metadata").write_bytes(pickled(metadata))
-    common = {
+    content = {
         "args": Record("argparse.Namespace", (), {**args, **shares.sizes()}),
         "checkpoint_version": 3.0,
         "iteration": iteration,
-        "optimizer": {"optimizer": {"state": {"common_step": iteration}, "param_groups": []}},
+        "optimizer": {"optimizer": {"state": {"common_step": np.array(iteration, np.float32)}, "param_groups": []}},
     }
-    write_archive(folder / "common.pt", common)
+    if common == "common.pt":
+        write_archive(folder / common, content)
+    else:
+        name, file, inner = "common_state/shard_0_1", files[0], io.BytesIO()
+        write_archive_to(inner, [content])
+        described[name] = Record("torch.distributed.checkpoint.metadata.BytesStorageMetadata")
+        index = record("torch.distributed.checkpoint.metadata.MetadataIndex", fqn=name, offset=None, index=None)
+        location = {"relative_path": common, "offset": file.tell(), "length": len(inner.getvalue())}
+        places.append((index, record("torch.distributed.checkpoint.filesystem._StorageInfo", **location)))
+        file.write(inner.getvalue())
+    for rank, file in files.items():
+        (folder / f"__{rank}_0.distcp").write_bytes(file.getvalue())
+    description = {"state_dict_metadata": described, "planner_data": None, "storage_data": Pairs(places)}
+    metadata = record("torch.distributed.checkpoint.metadata.Metadata", **description)
+    (folder / ".metadata").write_bytes(pickled(metadata))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return root

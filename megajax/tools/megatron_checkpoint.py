@@ -56,6 +56,8 @@ EXPORTED: Mapping[str, Any] = {
     "no_save_rng": True,
 }
 """Arguments of exported checkpoints: the whole model on one rank, without padding of the vocabulary."""
+MEMBERS = {"megatron.core.transformer.enums.AttnBackend": ("flash", "fused", "unfused", "local", "auto")}
+"""Enum of an argument that a flag sets -> its members, numbered from 1."""
 NULL_TOKENIZERS = ("NullTokenizer",)
 """Tokenizers with one token more than --vocab-size, the end of a document."""
 
@@ -185,7 +187,9 @@ def _settings(flags: Arguments, makers: Sequence[Callable], parts: tuple[str, ..
 
 
 def _flags(args: Mapping[str, Any], script: str) -> Arguments:
-    """The arguments as flags of a command line."""
+    """The arguments as flags of a command line, without those that Megatron-LM derives from others."""
+    if args.get("weight_decay_incr_style") == "constant":
+        args = {**args, "start_weight_decay": None, "end_weight_decay": None}
     flags = Arguments({**FLAGS, **FLAGS_OF.get(script, {})})
     flags.flags = {row.name: value for row in flags.table.values() if (value := _value(row, args)) is not None}
     return flags
@@ -198,9 +202,7 @@ def _value(row: Flag, args: Mapping[str, Any]) -> Any:
     names = [name.replace("-", "_") for name in (row.name, *row.also)]
     value = next((args[name] for name in names if args.get(name) is not None), None)
     if isinstance(value, Record | Name):
-        # A member of an enum, such as AttnBackend.auto.
-        dotted = value.kind if isinstance(value, Record) else value.dotted
-        value = dotted.rpartition(".")[2] if row.kind is str else None
+        value = _member(value) if row.kind is str else None
     if value is None or (row.kind is bool and not value):
         return None
     if row.kind is list:
@@ -208,6 +210,14 @@ def _value(row: Flag, args: Mapping[str, Any]) -> Any:
     if row.kind is str and isinstance(value, tuple):
         return ",".join(map(str, value))
     return row.kind(value) if isinstance(value, int | float | str | list) else None
+
+
+def _member(value: Record | Name) -> str | None:
+    """The name of a member of an enum, which a pickle has by name or by number; None: not known."""
+    if isinstance(value, Name) or not value.arguments:
+        return (value.dotted if isinstance(value, Name) else value.kind).rpartition(".")[2]
+    numbers = dict(enumerate(MEMBERS.get(value.kind, ()), 1))
+    return numbers.get(value.arguments[0]) if type(value.arguments[0]) is int else None
 
 
 def _vocabulary(args: Mapping[str, Any], vocabulary: int | None, source: str) -> int:

@@ -170,16 +170,51 @@ def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
     demand_equal(opened, weights)
 
 
-@pytest.mark.parametrize("write", [write_ranks, write_sharded])
-def test_moments_and_masters(write: Any, tmp_path: Path) -> None:
+def test_shards_with_a_common_file(tmp_path: Path) -> None:
+    """As megatron-core wrote them before 0.19."""
+    weights = random_tensors("llama")
+    folder = write_sharded(tmp_path, weights, MODELS["llama"][0], Shares(tensor=2), common="common.pt")
+    opened = open_model(tmp_path)
+    assert opened.updates == 7
+    demand_equal(opened, weights)
+    (folder / "iter_0000007" / "common.pt").unlink()
+    with pytest.raises(UserError, match=r"has neither common\.pt nor common_state/shard_0_1 in its \.metadata"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("../__0_0.distcp", "was refused: it says that common_state/shard_0_1 is in .*, outside of its folder"),
+        ("__7_0.distcp", "says that common_state/shard_0_1 is in __7_0.distcp, which is missing"),
+    ],
+)
+def test_a_path_of_the_common_object_is_refused(file: str, message: str, tmp_path: Path) -> None:
+    write_sharded(tmp_path, random_tensors("llama"), MODELS["llama"][0], Shares(), common=file)
+    with pytest.raises(UserError, match=message):
+        MegatronCheckpoint(tmp_path)
+
+
+def test_a_common_object_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    write_sharded(tmp_path, random_tensors("llama"), MODELS["llama"][0], Shares())
+    path = tmp_path / "iter_0000007" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"__0_0\.distcp \(common_state/shard_0_1\) was cut off"):
+        MegatronCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("write", "master"), [(write_ranks, "fp32_param"), (write_sharded, "fp32_param"), (write_sharded, "param")]
+)
+def test_moments_and_masters(write: Any, master: str, tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     weights = random_tensors("llama")
     moments = {"exp_avg": random_tensors("llama", 1), "exp_avg_sq": random_tensors("llama", 2)}
     if write is write_sharded:
-        moments["fp32_param"] = random_tensors("llama", 3)
+        moments[master] = random_tensors("llama", 3)
     write(tmp_path, weights, args, Shares(tensor=2, pipeline=2 if write is write_ranks else 1), moments=moments)
     opened = open_model(tmp_path)
-    demand_equal(opened, moments.get("fp32_param", weights))
+    demand_equal(opened, moments.get(master, weights))
     demand_equal(opened, moments["exp_avg"], opened.moments["first_moment"])
     demand_equal(opened, moments["exp_avg_sq"], opened.moments["second_moment"])
     assert opened.updates == 7
@@ -246,7 +281,7 @@ def test_a_path_in_the_metadata_of_shards_is_refused(tmp_path: Path) -> None:
 
 def test_shards_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    write_sharded(tmp_path, random_tensors("llama"), args, Shares())
+    write_sharded(tmp_path, random_tensors("llama"), args, Shares(), common="common.pt")
     path = tmp_path / "iter_0000007" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
     opened = open_model(tmp_path)

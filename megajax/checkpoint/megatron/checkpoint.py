@@ -22,6 +22,10 @@ from megajax.layers.param import ParamSpec
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
+MASTERS = (MASTER, "param")
+"""Kinds of state that are float32 copies of weights; the second one is a distributed optimizer's."""
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The object with the checkpoint's dict, which megatron-core 0.19 writes instead of common.pt."""
 OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.*)$")
 DROPPED = {
     "rng_state": "random number states: MegaJAX derives random numbers from seed and step",
@@ -250,13 +254,12 @@ class _Sharded:
     """The `torch_dist` format."""
 
     def __init__(self, folder: Path):
-        path = folder / COMMON
-        if not path.is_file():
-            raise UserError(f"{folder} has no {COMMON}: only checkpoints of Megatron-LM's torch_dist format are read")
-        archive = TorchArchive(memory_map(path), str(path))
-        self.common = archive.content if isinstance(archive.content, dict) else {}
-        self._archive = archive
         self._folder, self._states = ShardedFolder(folder), dict[str, dict[str, LazyTensor]]()
+        self._archive = self._common_archive(folder / COMMON)
+        content = self._archive.content
+        # An object is in a list of its own.
+        content = content[0] if isinstance(content, list) and len(content) == 1 else content
+        self.common = content if isinstance(content, dict) else {}
         self._flat = False
         for name, array in self._folder.arrays.items():
             match = OPTIMIZER.match(name)
@@ -272,6 +275,17 @@ class _Sharded:
                 name: part for name, part in self._states[""].items() if not name.startswith(("optimizer.", "chained_"))
             }
 
+    def _common_archive(self, path: Path) -> TorchArchive:
+        """The archive of the checkpoint's dict. Raises UserError if there is none."""
+        if path.is_file():
+            return TorchArchive(memory_map(path), str(path))
+        if COMMON_OBJECT in self._folder.objects:
+            return self._folder.object(COMMON_OBJECT)
+        raise UserError(
+            f"{path.parent} has neither {COMMON} nor {COMMON_OBJECT} in its {METADATA}: of the formats of "
+            "torch.distributed, only Megatron-LM's torch_dist is read"
+        )
+
     def view(self, place: TensorPlace) -> np.ndarray:
         return self._archive.view(place)
 
@@ -280,7 +294,7 @@ class _Sharded:
 
     def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
         weights = self._states.get("", {})
-        masters = self._states.get(MASTER, {})
+        masters = {name: part for kind in MASTERS for name, part in self._states.get(kind, {}).items()}
         return {name: masters.get(name, part) for name, part in weights.items()}
 
     def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:

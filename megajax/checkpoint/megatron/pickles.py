@@ -60,7 +60,7 @@ ALLOWED = frozenset({
     "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO", "_codecs.encode", "builtins.getattr",
     "builtins.set", "builtins.dict", "builtins.list", "builtins.bytearray", "builtins.slice", "builtins.complex",
     "collections.OrderedDict", "collections.defaultdict", "pathlib.PosixPath", "pathlib.PurePosixPath",
-    "pathlib.WindowsPath", "pathlib._local.PosixPath", "torch.Size", "torch.Tensor", "torch.device",
+    "pathlib.WindowsPath", "pathlib._local.PosixPath", "signal.Signals", "torch.Size", "torch.Tensor", "torch.device",
     "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
     "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
