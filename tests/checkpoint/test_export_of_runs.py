@@ -1,12 +1,15 @@
 """From a Hugging Face folder over runs to a folder again: what training did not change is there."""
 
 import json
+import os
+import subprocess
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import gangs
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -334,6 +337,35 @@ def test_a_run_of_bytes_has_a_tokenizer_that_other_libraries_read(llama, tmp_pat
     tokenizer = config.build()
     assert tokenizer.encode(text).tolist() == [*text.encode()] and tokenizer.eod == 256
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.slow
+def test_two_processes_carry_the_same_record_and_write_once(llama, tmp_path) -> None:
+    convert(f"--from=hf:{llama}", f"--to={tmp_path / 'run'}")
+    settings = [f"--config={tmp_path / 'run/config.yaml'}", "--parallel.data=2", "--devices=cpu:1", "--steps=1"]
+    settings += ["--data.type=MockConfig", "--batch.global_size=2", "--model.sequence_length=16", "--schedule.lr=0.01"]
+    settings += ["--evaluation.every=none", "--evaluation.at_end=false", "--schedule.warmup_fraction=0"]
+    settings += [f"--checkpoint.local.folder={tmp_path / 'local'}", "--checkpoint.local.every=1"]
+    with gangs.started(tmp_path) as start:
+        gang = start(*gangs.launcher(), *gangs.TRAIN, *settings, f"--run_dir={tmp_path / 'tuned'}")
+        assert gang.wait() == 0, gang.text
+    assert gang.text.count("for exports: tokenizer.json, ") == 1
+    convert(f"--from={tmp_path / 'tuned'}", f"--to=hf:{tmp_path / 'back'}")
+    demand_same(tmp_path / "back", llama)
+
+
+TRANSFORMERS = os.environ.get("MEGAJAX_TRANSFORMERS_PYTHON")
+"""A Python that has transformers 5.23 and torch, which the tests do not need otherwise."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TRANSFORMERS is None, reason="set MEGAJAX_TRANSFORMERS_PYTHON to a Python with transformers")
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_exports_as_their_sources(name, tmp_path) -> None:
+    source = write_folder(tmp_path / "theirs", name)
+    exported, _ = chain(source, tmp_path)
+    script = Path(__file__).with_name("compare_in_transformers.py")
+    subprocess.run([str(TRANSFORMERS), str(script), str(source), str(exported)], check=True, timeout=300)
 
 
 def test_a_damaged_record_of_the_origin_is_refused() -> None:

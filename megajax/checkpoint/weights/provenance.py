@@ -21,6 +21,8 @@ class Provenance:
     """The original source of weights. Each run copies it from the weights that it starts from."""
 
     format: str = ""
+    folder: str = ""
+    """The folder when it was read, such as the base model of adapters. It may be gone."""
     family: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The model's description in that format, such as a config.json."""
@@ -40,6 +42,7 @@ class Provenance:
         usual = Counter(dtypes.values()).most_common(1)[0][0]
         return cls(
             format=format_name,
+            folder=foreign.tensors.where,
             family=foreign.family,
             settings=foreign.settings,
             dtype=usual,
@@ -51,7 +54,10 @@ class Provenance:
     def of_meta(cls, meta: Mapping[str, Any], where: object) -> Self:
         """The record in a checkpoint's metadata. where: the checkpoint. Raises UserError for a damaged record."""
         record = meta.get(META, {})
-        known = {entry.name: dict if entry.name not in ("format", "family", "dtype") else str for entry in fields(cls)}
+        known = {
+            entry.name: dict if entry.name not in ("format", "folder", "family", "dtype") else str
+            for entry in fields(cls)
+        }
         valid = isinstance(record, dict) and all(
             name in known and isinstance(value, known[name]) for name, value in record.items()
         )
