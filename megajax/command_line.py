@@ -376,11 +376,25 @@ def _configured(
         return None, None, [Problem("--config", message, hint.strip())]
     config, problems = assembled(file, root, patch_of(settings.items()), devices)
     flags = [*own_flags, "config", "devices", "print_config", "help"]
+    return config, file, _corrected(problems, settings, flags, file, root)
+
+
+def _corrected(
+    problems: list[Problem], settings: Mapping[str, Any], flags: Sequence[str], file: Source, root: str | type
+) -> list[Problem]:
+    """The problems, with what to write instead of unknown names of the command line and of a YAML or JSON file."""
+    lower = file.settings if isinstance(file.settings, Mapping) else {}
+    scalars = {plain_name(name): value if isinstance(value, str | int | float) else "" for name, value in lower.items()}
 
     def configure(others: Mapping[str, Any]) -> Any:
-        return assembled(file, root, patch_of(others.items()))[0] or assembled(file, root, {})[0]
+        remaining = {name: value for name, value in lower.items() if plain_name(name) in others}
+        source = replace(file, settings=remaining) if lower else file
+        patch = patch_of((name, value) for name, value in settings.items() if name in others)
+        return assembled(source, root, patch)[0] or assembled(source, root, {})[0]
 
-    return config, file, with_corrections(problems, settings, flags, configure)
+    corrected = with_corrections(problems, {**scalars, **settings}, flags, configure)
+    names = {f"--{name}": name for name in scalars if name not in settings}
+    return [replace(problem, setting=names.get(problem.setting, problem.setting)) for problem in corrected]
 
 
 def _joined(error: UserError, problems: Iterable[Problem]) -> UserError:

@@ -169,7 +169,8 @@ ROWS = (
     Row("lora_alpha", "model.lora.alpha"),
     Row("lora_dropout", "model.lora.dropout"),
     Row("lora_target_modules", note="--model.lora.targets=*.mixer.query: patterns of paths; docs/lora.md"),
-    Row("load_in_4bit load_in_8bit", note="see python -m megajax.convert --quantize; docs/quantization.md"),
+    Row("load_in_4bit load_in_8bit quantization",
+        note="see python -m megajax.convert --quantize; docs/quantization.md"),
     # Layout
     Row("tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size ici_tensor_parallelism "
         "parallelism.tensor_parallel_degree", "parallel.tensor"),
@@ -187,7 +188,7 @@ ROWS = (
         "parallel.data_sharding",
         "false=replicate no_shard=replicate shard_grad_op=zero1 1=replicate *=fsdp",
         note="over parallel.data devices, which are all that the other axes leave"),
-    Row("zero_stage zero_optimization.stage use_distributed_optimizer", "parallel.data_sharding",
+    Row("zero_stage zero_optimization zero_optimization.stage use_distributed_optimizer", "parallel.data_sharding",
         "0=replicate 1=zero1 2=zero1 3=fsdp false=replicate true=zero1"),
     Row("pipeline_schedule parallelism.pipeline_parallel_schedule", "parallel.schedule",
         "1f1b=1f1b interleaved1f1b=interleaved gpipe=gpipe"),
@@ -217,7 +218,7 @@ ROWS = (
     # Checkpoints and logs
     Row("output_dir out_dir save save_dir ckpt_dir checkpoint_dir dump_folder job.dump_folder base_output_directory",
         "run_dir", flags="run_dir output to"),
-    Row("run", "run_dir", flags="run_dir from"),
+    Row("run logdir", "run_dir", flags="run_dir from"),
     Row("output", "run_dir", flags="output_prefix to run_dir"),
     Row("input input_file", flags="input from", note="text for python -m megajax.preprocess --input=FILE"),
     Row("output_path output_file", "run_dir", flags="output to"),
@@ -286,6 +287,7 @@ def corrections(
     settings = {} if config is None else flatten(config)
     answered: dict[str, Problem] = {}
     answers: dict[str, Answer] = {}
+    written: dict[str, str] = {}
     # Computed answers come last, in the order of the table: they depend on the values of the others.
     for name in sorted((name for name in TABLE if name in arguments), key=lambda name: TABLE[name].by is not None):
         row, value = TABLE[name], "" if arguments[name] is Mark.BARE else str(arguments[name])
@@ -295,10 +297,13 @@ def corrections(
         elif not takes_settings and row.settings:
             answered[name] = Problem(f"--{name}", f"no such flag; a setting of training is {row.settings}")
         else:
-            answers[name] = row.by(value, settings) if row.by else (_values(row, value, settings), row.note)
-            settings |= answers[name][0]
-    written = patch_of((target, value) for values, _ in answers.values() for target, value in values.items())
-    problems = [] if config is None else assemble(type(config), config, written)[1]
+            values, note = row.by(value, settings) if row.by else (_values(row, value, settings), row.note)
+            if row.by is not None:  # a name for the setting itself counts
+                values = {setting: text for setting, text in values.items() if setting not in written}
+            answers[name] = values, note
+            settings |= values
+            written |= values
+    problems = [] if config is None else assemble(type(config), config, patch_of(written.items()))[1]
     answered |= {name: _setting(name, *answer, problems, config) for name, answer in answers.items()}
     return {name: answered[name] for name in arguments if name in answered}
 

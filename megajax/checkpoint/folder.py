@@ -50,7 +50,7 @@ def locate(path: Path | str) -> tuple[Path, int | None]:
 
     Raises UserError if the path does not exist.
     """
-    hint, path = download_hint(str(path)), Path(path).absolute()
+    hint, path = download_hint(str(path), "give hf:{} instead"), Path(path).absolute()
     if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
         return path.parent, int(path.name)
     if not path.is_dir():

@@ -121,7 +121,8 @@ def find(name: str, beside: Path | None = None, function: str = "") -> Path:
                     raise UserError(f"{name}: a config file ends in {', '.join(SUFFIXES)}")
                 return path.resolve()
     places = ", ".join(str(folder) for folder in ([path_given.parent] if path_given.is_absolute() else folders))
-    hint = download_hint(name) or _instead(path_given, function, (path_given.parent, *folders[-2:]))
+    convert = "python -m megajax.convert --from=hf:{} --to=runs/NAME, and give runs/NAME instead"
+    hint = download_hint(name, convert) or _instead(path_given, function, (path_given.parent, *folders[-2:]))
     raise UserError(f"no config file {name} in {places}\n    {hint}")
 
 

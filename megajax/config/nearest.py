@@ -91,10 +91,13 @@ def download_folder(name: str) -> str:
     return "" if is_local else f"models/{model[1]}"
 
 
-def download_hint(name: str) -> str:
-    """How to download the model org/model; "" if the name is a folder, or no name of the Hugging Face Hub."""
+def download_hint(name: str, use: str = "give {} instead") -> str:
+    """How to download the model org/model; "" if the name is a folder, or no name of the Hugging Face Hub.
+
+    use: what to do with the folder, in place of {}.
+    """
     folder = download_folder(name)
-    text = f"nothing is downloaded here: run hf download {name} --local-dir {folder}, then give {folder} instead"
+    text = f"nothing is downloaded here: run hf download {name} --local-dir {folder}, then {use.format(folder)}"
     return text if folder else ""
 
 

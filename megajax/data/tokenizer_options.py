@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megajax.config.errors import UserError
+from megajax.config.nearest import download_hint
 from megajax.config.schema import default
 from megajax.config.tree import override
 from megajax.tokenizers.config import (
@@ -78,7 +79,9 @@ def _by_name(name: str, options: argparse.Namespace) -> TokenizerConfig:
     if name not in KINDS:
         if not os.path.exists(name):
             names = ", ".join(KINDS)
-            raise UserError(f"--tokenizer={name}: neither one of {names} nor a tokenizer.json or .model that exists.")
+            hint = download_hint(name, "give {}/tokenizer.json instead")
+            message = f"--tokenizer={name}: neither one of {names} nor a tokenizer.json or .model that exists."
+            raise UserError(message + f"\n    {hint}" * bool(hint))
         values["path"] = name
     if options.eod_token is not None:
         if "eod" not in {field.name for field in fields(kind.config)}:

@@ -32,8 +32,8 @@ NAMES_HEAD = """# Names of other trainers
 Written by `python -m megajax.tools.config_reference` from `megajax/foreign_flags.py`; do not edit.
 
 Names of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, nanoGPT, DeepSpeed, vLLM and lm-eval
-are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them ends with
-exit code 2 and prints, for all of them together, what to write:
+are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them, also in a
+YAML or JSON config, ends with exit code 2 and prints, for all of them together, what to write:
 
 ```
 $ python -m megajax.train --config=llama3.py --lr=3e-4 --tp=8 --gradient_accumulation_steps=8

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -19,6 +19,7 @@ from megajax.config.files import SHIPPED, functions_of
 from megajax.config.nearest import download_hint
 from megajax.config.patch import patch_of, plain_name, setting
 from megajax.config.tree import assemble
+from megajax.data.preprocessing_options import parse as preprocess
 from megajax.foreign_flags import ROWS, TABLE, corrections
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import EvaluatedConfig
@@ -160,6 +161,10 @@ def test_batch_arithmetic_and_epochs():
         "global_size = micro_size x microbatches x data-parallel devices: 4 x 8 x 1; with N of them, 32 x N"
     )
     assert "steps = 3 x training rows / 32 rows a step" in answers["epochs"].hint
+    answers = corrections(names | {"train_batch_size": Text("64")}, config_of("gpt2.py"))
+    assert answers["train_batch_size"].hint == "write --batch.global_size=64"
+    assert answers["gradient_accumulation_steps"].hint.startswith("global_size = micro_size x microbatches")
+    assert "/ 64 rows a step" in answers["epochs"].hint
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,20 @@ def test_a_setting_of_a_users_own_class_keeps_its_name(tmp_path, monkeypatch):
     )
     assert parse(["--config=mine.py", "--optimizer.lr=3"], verb="train").config.optimizer.lr == 3
     assert "is called schedule.lr here" in refused("--config=quickstart.py", "--optimizer.lr=3")["--optimizer.lr"]
+
+
+def test_names_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("config: gpt_oss.py\nn_layer: 12\nbf16: {enabled: true}\nlearning-rate: 1e-4\n")
+    problems = refused("--config=a.yaml", "--tp=2")
+    assert problems == {
+        "n_layer": "is set by model.stack.repeats here\nwrite --model.stack.repeats=6",
+        "bf16": "is called precision.compute here\nwrite --precision.compute=bfloat16",
+        "learning_rate": "is called schedule.lr here\nwrite --schedule.lr=1e-4",
+        "--tp": "is called parallel.tensor here\nwrite --parallel.tensor=2",
+    }
+    (tmp_path / "b.json").write_text('{"learning_rate": 0.1, "lr_scheduler_type": "cosine"}')
+    assert refused("--config=b.json")["learning_rate"] == "is called schedule.lr here\nwrite --schedule.lr=0.1"
 
 
 def test_values_of_other_trainers_for_our_names():
@@ -245,14 +264,30 @@ def test_devices_in_other_words(devices, hint):
     assert hint in refused("--config=quickstart.py", f"--devices={devices}")["--devices"]
 
 
+def tokenizer_of(name):
+    preprocess(["--input=a", "--output-prefix=b", f"--tokenizer={name}"])
+
+
+def test_options_of_preprocess():
+    for argument, hint in (("--output=b", "write --output-prefix=b"), ("--tokenizer-model=t", "write --tokenizer=t")):
+        with pytest.raises(UserError, match=hint):
+            preprocess(["--input=a", argument])
+
+
 def test_models_of_the_hub_are_downloaded_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    hint = "run hf download org/a-1.5B --local-dir models/a-1.5B, then give models/a-1.5B instead"
-    for call in (read_foreign, locate, load):
-        with pytest.raises(UserError, match=re.escape(hint)):
-            call("hf:org/a-1.5B" if call is read_foreign else "org/a-1.5B")
+    download = "nothing is downloaded here: run hf download org/a-1.5B --local-dir models/a-1.5B, then"
+    hint = f"{download} give models/a-1.5B instead"
+    for call, text in (
+        (partial(read_foreign, "hf:org/a-1.5B"), hint),
+        (partial(locate, "org/a-1.5B"), f"{download} give hf:models/a-1.5B instead"),
+        (partial(load, "org/a-1.5B"), f"{download} python -m megajax.convert --from=hf:models/a-1.5B --to=runs/NAME"),
+        (partial(tokenizer_of, "org/a-1.5B"), f"{download} give models/a-1.5B/tokenizer.json instead"),
+    ):
+        with pytest.raises(UserError, match=re.escape(text)):
+            call()
     answer = corrections({"model_name_or_path": "org/a-1.5B"}, config_of("gpt2.py"))["model_name_or_path"].hint
-    assert answer.startswith(f"write --checkpoint.load=hf:models/a-1.5B\nnothing is downloaded here: {hint}\n")
+    assert answer.startswith(f"write --checkpoint.load=hf:models/a-1.5B\n{hint}\n")
     (tmp_path / "org").mkdir()
     for name in ("org/a", "runs/a", "models/a", "/org/a", "./other/a", "a", "a/b/c"):
         assert download_hint(name) == ""
