@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from megajax.checkpoint.huggingface.names import stored_extra, write_extra
 from megajax.checkpoint.huggingface.tokenizer_files import (
     GENERATION,
     NAMES,
@@ -97,6 +98,7 @@ class ModelFiles:
         if (template := self._template(files)) is not None:
             files[TEMPLATE] = template.encode()
             lines += [f"{TEMPLATE} of data.template"] * bool(lines)
+        write_extra(None if self.ancestor is None else self.ancestor.extra or stored_extra(self.ancestor.files), folder)
         for name in NAMES:
             if name not in files:
                 (folder / name).unlink(missing_ok=True)  # of an earlier attempt

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from megajax.checkpoint.huggingface.names import extra_tensors
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
@@ -228,7 +229,8 @@ class ForeignFolder:
     def ancestor(self) -> Ancestor:
         format_name, _, folder = self.where.partition(":")
         table = resolved(self._foreign.rows, declared_by(self._foreign.model))
-        return Ancestor(Provenance.of(format_name, self._foreign, table), Path(folder).absolute(), self.vocabulary())
+        provenance, extra = Provenance.of(format_name, self._foreign, table), extra_tensors(self._foreign, table)
+        return Ancestor(provenance, Path(folder).absolute(), self.vocabulary(), extra)
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], paths: set[str]) -> ForeignWeights:

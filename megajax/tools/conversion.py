@@ -16,11 +16,12 @@ import numpy as np
 
 from megajax.checkpoint.huggingface.export import SHARD_BYTES, family_for, write_model
 from megajax.checkpoint.huggingface.folder import CONFIG
+from megajax.checkpoint.huggingface.names import extra_tensors, stored_extra, write_extra
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer_config
 from megajax.checkpoint.megatron.checkpoint import MegatronModel
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.reader import open_checkpoints
-from megajax.checkpoint.weights.comparison import Verified, verify_tensors, verify_weights
+from megajax.checkpoint.weights.comparison import Verified, verify_copies, verify_tensors, verify_weights
 from megajax.checkpoint.weights.foreign import (
     ForeignModel,
     ForeignWeights,
@@ -75,6 +76,8 @@ class StoredModel:
     """The original source of the weights."""
     left_out: Sequence[str] = ()
     """Names of tensors that the model does not use."""
+    extra: Tensors | None = None
+    """Those of them that an export keeps, under their names in the files."""
     note: str = ""
     """About settings of the source that were ignored."""
     tensors: Tensors | None = None
@@ -130,6 +133,7 @@ def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
     table = resolved(foreign.rows, declared)
     demand_fit(foreign.tensors, table, foreign.ignored)
     names = {tensor.name for tensor in table}
+    extra, unread = extra_tensors(foreign, table), {*foreign.unread(table).values()}
     unmapped = (name for name in foreign.tensors.entries() if name not in names)
 
     def config(run: Path, files_of_run: Sequence[str]) -> RunConfig:
@@ -142,8 +146,9 @@ def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
         files=files,
         config=config,
         origin=Provenance.of(format_of(name) or "", foreign, table),
+        extra=extra,
         left_out=[
-            *(n for n in unmapped if any(fnmatchcase(n, pattern) for pattern in foreign.ignored)),
+            *(n for n in unmapped if n not in unread and any(fnmatchcase(n, pattern) for pattern in foreign.ignored)),
             *foreign.copies,
         ],
         note=foreign.note(),
@@ -172,6 +177,7 @@ def _run(steps: Sequence[RunModel]) -> StoredModel:
         model=last.config.model,
         weights=last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps]),
         files=last.run / FILES,
+        extra=stored_extra(last.run / FILES),
         config=lambda run, files: continued_config(last.config, run, last.run / FILES, run / FILES),
         origin=Provenance.of_meta(last.meta, last.path),
         trained=True,
@@ -250,6 +256,7 @@ def _write_run(stored: StoredModel, run: Path, options: Options, advance: Advanc
         dtype = jnp.dtype(stored.config(run, []).precision.compute)
     with new_folder(run, _bytes(stored, dtype)) as folder:
         files = copy_files(stored.files, folder / FILES)
+        write_extra(stored.extra, folder / FILES)
         cfg, left_out = stored.config(run, files), [*stored.left_out]
         number, state = 0, dict[str, StateArray]()
         if stored.optimizer is not None:
@@ -292,6 +299,7 @@ def _write_run(stored: StoredModel, run: Path, options: Options, advance: Advanc
         *[f"not stored, zero in a new run: {listed(fresh)}"] * bool(fresh and not state),
         *[f"optimizer: moments and counters after {number} steps"] * bool(state),
         *[f"left out: {listed(left_out)}"] * bool(left_out),
+        *[f"for exports only: {listed([*stored.extra.entries()])}" for _ in [0] if stored.extra is not None],
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
         f"evaluate it: python -m megajax.evaluate --run={run} --tasks=text:FILE"
         if quantized_dtype
@@ -345,6 +353,7 @@ def _write_huggingface(stored: StoredModel, target: Path, options: Options, adva
             recorded=origin.settings,
             names=origin.names if family.name == origin.family else {},
             special=special,
+            extra=stored.extra if family.name == origin.family else None,
             shard_bytes=options.shard_bytes,
             advance=advance,
         )
@@ -390,7 +399,10 @@ def _write_megatron(stored: StoredModel, target: Path, options: Options, advance
 
 def verify(stored: StoredModel, target: str, advance: Advance) -> str:
     """Reads the target back and compares it. Returns a summary; raises UserError if they differ."""
-    result = stored.verify(open_source(target, trusted=stored.trusted, ignore=["*"]), advance)
+    converted_model = open_source(target, trusted=stored.trusted, ignore=["*"])
+    result = stored.verify(converted_model, advance)
+    if stored.extra is not None and converted_model.extra is not None:
+        verify_copies(stored.extra, converted_model.extra)
     return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
 
 

@@ -18,7 +18,8 @@ from megajax.checkpoint.huggingface.registry import families, lost_settings
 from megajax.checkpoint.huggingface.rotary import ROPE, with_rope
 from megajax.checkpoint.huggingface.shards import ShardWriter
 from megajax.checkpoint.huggingface.unused_settings import is_unused
-from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
+from megajax.checkpoint.weights.copying import contiguous, converted
+from megajax.checkpoint.weights.foreign import Entry, Tensors, WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.model_differences import differences
 from megajax.checkpoint.weights.run_writer import Advance
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
@@ -117,13 +118,15 @@ def write_model(
     recorded: Mapping[str, Any],
     names: Mapping[str, str],
     special: Mapping[str, int | None] = MappingProxyType({}),
+    extra: Tensors | None = None,
     shard_bytes: int = SHARD_BYTES,
     advance: Advance = lambda elements: None,
 ) -> list[Mapped]:
     """Writes config.json and the tensors into a folder -> the table.
 
     dtype: of all tensors; None: that of `dtypes`, a function of the name. recorded: config.json of the source;
-    special: see `config_for`. names: name in the table -> name in the files, if they differ.
+    special: see `config_for`. names: name in the table -> name in the files, if they differ. extra: further tensors,
+    which are written if the settings that describe them are those of the source.
     Raises OSError if the folder can't be written.
     """
     table = exported(family, model)
@@ -134,9 +137,14 @@ def write_model(
         usual = Counter(entry.dtype for entry in entries.values()).most_common(1)[0][0]
         config |= dict.fromkeys(DTYPE_SETTINGS & config.keys() or {"torch_dtype"}, usual.name)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if extra is not None and all(config.get(name) == recorded.get(name) for name in family.extra_settings):
+        entries |= {name: Entry(shape, dtype or stored) for name, (shape, stored) in extra.entries().items()}
     for name, file in ShardWriter(folder, entries, shard_bytes):
-        file.write(name, export_tensor(by_name[name], weights, entries[name].dtype))
-        advance(sum(prod(piece.shape) for piece in by_name[name].pieces))
+        if name in by_name:
+            file.write(name, export_tensor(by_name[name], weights, entries[name].dtype))
+            advance(sum(prod(piece.shape) for piece in by_name[name].pieces))
+        elif extra is not None:
+            file.write(name, contiguous(converted(extra.read(name), entries[name].dtype, name)))
     return table
 
 

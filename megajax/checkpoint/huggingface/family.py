@@ -253,6 +253,10 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Patterns of names of tensors outside of the table that hold no weights, such as tables of rotary angles, or
     weights that the model does not have."""
+    extra: tuple[str, ...] = ()
+    """Patterns of those of them that an export keeps: layers of a released model that the model here does not read."""
+    extra_settings: tuple[str, ...] = ()
+    """Settings in config.json that describe them: with others, they are not exported."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Regular expression -> replacement, applied in order to names of tensors in files, for classes with other prefixes
     than the table and for older names."""

@@ -134,6 +134,7 @@ def _open(folder: Path, ignore: Collection[str]) -> tuple[Family, dict[str, Any]
         tensors=tensors,
         rows=family.rows(model),
         ignored=family.ignored,
+        extra=family.extra,
         family=family.name,
         settings=config,
         accepted=accepted,

@@ -1,18 +1,26 @@
 """Tensors under the names of a family's table, without the prefixes of transformers' classes and without copies."""
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megajax.checkpoint.huggingface.family import Family
-from megajax.checkpoint.weights.foreign import Entry, Tensors
+from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
+from megajax.checkpoint.huggingface.shards import ONE_FILE, TensorFile
+from megajax.checkpoint.weights.copying import contiguous
+from megajax.checkpoint.weights.foreign import Entry, ForeignModel, Tensors
+from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 
 ROWS = 4096
 """Rows of a tensor that are compared at a time."""
+EXTRA = "extra"
+"""Folder, below that of a run's files, of tensors that its model does not read: an export has them again."""
 
 
 class NamedTensors:
@@ -28,6 +36,28 @@ class NamedTensors:
 
     def read(self, name: str) -> np.ndarray:
         return self._tensors.read(self.names[name])
+
+
+def extra_tensors(foreign: ForeignModel, table: Sequence[Mapped]) -> Tensors | None:
+    """The tensors outside of the table that an export keeps, under their names in the files; None without any."""
+    names = foreign.unread(table)
+    return NamedTensors(foreign.tensors, names) if names else None
+
+
+def stored_extra(files: Path) -> Tensors | None:
+    """Those that were written for a run. files: the folder of its files; it may not exist."""
+    return SafetensorsFolder(files / EXTRA) if (files / EXTRA).is_dir() else None
+
+
+def write_extra(tensors: Tensors | None, files: Path) -> None:
+    """Writes them for a run. Raises OSError if the folder can't be written."""
+    shutil.rmtree(files / EXTRA, ignore_errors=True)  # of an earlier attempt
+    if tensors is None:
+        return
+    (files / EXTRA).mkdir(parents=True)
+    with TensorFile(files / EXTRA / ONE_FILE, tensors.entries()) as file:
+        for name in tensors.entries():
+            file.write(name, contiguous(tensors.read(name)))
 
 
 def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[NamedTensors, Any]:

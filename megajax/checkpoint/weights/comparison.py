@@ -72,6 +72,15 @@ def verify_weights(
     return _all_equal(pairs(), source.where, target.where, advance)
 
 
+def verify_copies(source: Tensors, target: Tensors) -> None:
+    """Compares tensors with their copies, in the dtypes of the target. Raises UserError if any differ."""
+    pairs = (
+        (name, converted(source.read(name), dtype, name), target.read(name))
+        for name, (_, dtype) in target.entries().items()
+    )
+    _all_equal(pairs, source.where, target.where, lambda elements: None)
+
+
 def _all_equal(
     pairs: Iterator[tuple[str, np.ndarray, np.ndarray]], source: str, target: str, advance: Advance
 ) -> Verified:

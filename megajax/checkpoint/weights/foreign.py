@@ -81,6 +81,8 @@ class ForeignModel:
     """The table of names."""
     ignored: Sequence[str] = ()
     """Patterns of names of tensors that hold no weights."""
+    extra: Sequence[str] = ()
+    """Patterns of those of them that an export keeps."""
     family: str = ""
     """Name of the table of names, if the format has several."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +93,12 @@ class ForeignModel:
     """Tensors in the files that are copies of others."""
     accepted: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the model lacks, accepted by the user, with their values."""
+
+    def unread(self, table: Sequence[Mapped]) -> dict[str, str]:
+        """The tensors outside of the table that an export keeps: name in the files -> name in `tensors`."""
+        used = {tensor.name for tensor in table}
+        names = [name for name in self.tensors.entries() if name not in used]
+        return {self.names.get(name, name): name for name in names if any(fnmatchcase(name, p) for p in self.extra)}
 
     def note(self) -> str:
         """A text about the accepted settings, such as "ignored settings: a=1"; "" without any."""

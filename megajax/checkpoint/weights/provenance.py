@@ -78,6 +78,8 @@ class Ancestor(NamedTuple):
     """Folder of the tokenizer files that came with them. It may not exist."""
     vocabulary: int | None
     """Number of tokens; None if unknown."""
+    extra: Tensors | None = None
+    """Tensors of the original folder that the model does not read."""
 
     @classmethod
     def of(cls, meta: Mapping[str, Any], checkpoints: Path, vocabulary: int | None) -> Self:

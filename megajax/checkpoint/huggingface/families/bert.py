@@ -103,6 +103,7 @@ FAMILIES = [
         rows=_rows,
         unused=UNUSED,
         ignored=("bert.embeddings.position_ids", "bert.pooler.*", "cls.seq_relationship.*", f"{HEAD}.bias"),
+        extra=("bert.pooler.*", "cls.seq_relationship.*"),
         renamed=((r"^(embeddings|encoder|pooler)\.", r"bert.\1."), (r"\.gamma$", ".weight"), (r"\.beta$", ".bias")),
         heads={f"{HEAD}.decoder.weight": WORDS, f"{HEAD}.decoder.bias": f"{HEAD}.bias"},
     )

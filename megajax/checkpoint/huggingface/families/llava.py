@@ -88,6 +88,8 @@ FAMILIES = [
             *(f"{TOWER}.encoder.layers.*", f"{TOWER}.post_layernorm.*", f"{TOWER}.head.*"),
             *(f"{TOWER}.embeddings.position_ids", "language_model.model.layers.*.self_attn.rotary_emb.inv_freq"),
         ),
+        extra=(f"{TOWER}.encoder.layers.*", f"{TOWER}.post_layernorm.*", f"{TOWER}.head.*"),
+        extra_settings=("vision_config", "vision_feature_layer"),
         renamed=(
             (r"^lm_head\.", "language_model.lm_head."),
             (r"^model\.language_model\.", "language_model.model."),

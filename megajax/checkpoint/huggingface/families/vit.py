@@ -57,6 +57,7 @@ FAMILIES = [
         rows=_rows,
         unused=UNUSED | {"encoder_stride", "pooler_act", "pooler_output_size"},
         ignored=("vit.pooler.*",),
+        extra=("vit.pooler.*",),
         renamed=((r"^(embeddings|encoder|layernorm|pooler)\.", r"vit.\1."),),
     )
 ]
