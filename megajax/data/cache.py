@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.reading import with_retries
 from megajax.write_errors import write_fault
 
 MAGIC = b"MEGAJAX ARRAYS 2\n"
@@ -109,6 +110,36 @@ def load_or_build(
             stacklevel=1,  # one warning for all arrays
         )
     return CachedArrays(build(np.zeros))
+
+
+def content_digest(folder: Path, path: Path, check: Callable[[], None] | None = None) -> bytes:
+    """SHA-256 of the content of a file, computed once and kept in the cache until the file changes.
+
+    A change is noticed by inode, size and dates.
+
+    Args:
+        folder: folder of cache files.
+        path: the file.
+        check: called once with the checksum, to check the content.
+
+    Raises:
+        UserError: there is no such file, or no permission to read it. ReadError: the disk or file server fails.
+    """
+    facts = with_retries(lambda: os.stat(path), str(path))
+    version = [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+
+    def digest() -> bytes:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+    def build(_: NewArray) -> Arrays:
+        content = with_retries(digest, str(path))
+        if check is not None:
+            check()
+        return {"sha256": np.frombuffer(content, np.uint8)}
+
+    description = {"kind": "file", "path": str(path.resolve()), "version": version}
+    return load_or_build(folder, description, build)["sha256"].tobytes()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Tokenized conversations from JSON lines: the tokens of answers, and the skipped lines with reasons."""
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.cache import Arrays, load_or_build
+from megajax.data.cache import Arrays, content_digest, load_or_build
 from megajax.data.text_files import open_text
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
@@ -159,7 +158,7 @@ class Reader:
         """
         description = {
             "kind": "chat with weights up to 1e6",
-            "files": [_digest(path) for path in paths],
+            "files": [_digest(self._folder, path) for path in paths],
             "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
             "loss": self._loss,
@@ -260,16 +259,16 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def _digest(path: str) -> str:
+def _digest(folder: Path, path: str) -> str:
     """SHA-256 of a file. Raises UserError if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        open(path, "rb").close()
     except OSError as error:
         raise UserError(
             f"data: {path} cannot be read: {error.strerror} (looked for in {Path.cwd()}). It must be a file of JSON "
             'lines such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
         ) from error
+    return content_digest(folder, Path(path)).hex()
 
 
 def skipped_lines(conversations: Conversations) -> Mapping[str, int]:

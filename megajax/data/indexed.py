@@ -28,7 +28,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.cache import Arrays, load_or_build
+from megajax.data.cache import content_digest
 from megajax.data.reading import ReadFile, with_retries
 from megajax.write_errors import write_fault
 
@@ -199,24 +199,14 @@ class IndexedTokens:
     def identity(self, folder: Path) -> str:
         """SHA-256 of the content of `.idx` and the size of `.bin`: independent of names and dates.
 
-        It is computed once, with a check of every entry of the index, and kept in a folder of the cache until the file
-        changes.
+        The content is read once, with a check of every entry of the index, until the file changes; see
+        `content_digest`. folder: folder of cache files.
 
         Raises UserError: a damaged index. ReadError: the disk or file server fails.
         """
-        index, size = index_path(self.prefix), self._bytes.size
-        facts = os.stat(index)
-        version = [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
-        description = {"kind": "token file", "index": str(index.resolve()), "version": version, "tokens": size}
-
-        def read() -> Arrays:
-            # A failed read raises an error; an unreadable page of the memory map would kill the process.
-            digest = with_retries(lambda: _sha256(index), str(index))
-            self.check_tables()
-            digest.update(struct.pack("<Q", size))
-            return {"identity": np.frombuffer(digest.digest(), np.uint8)}
-
-        return load_or_build(folder, description, lambda _: read())["identity"].tobytes().hex()
+        # A failed read raises an error; an unreadable page of the memory map would kill the process.
+        content = content_digest(folder, index_path(self.prefix), self.check_tables)
+        return hashlib.sha256(content + struct.pack("<Q", self._bytes.size)).hexdigest()
 
 
 def integer_tokens(prefix: Path | str) -> IndexedTokens:
@@ -225,11 +215,6 @@ def integer_tokens(prefix: Path | str) -> IndexedTokens:
     if tokens.dtype.kind not in "iu":
         raise UserError(f"{prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
     return tokens
-
-
-def _sha256(path: Path) -> "hashlib._Hash":
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256")
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
