@@ -1,7 +1,13 @@
-"""The notebooks are stored clean, and every cell runs in a kernel of its own as a reader starts it."""
+"""The notebooks are stored with small outputs of their own cells, and run in a kernel as a reader starts them.
 
+`pytest -m slow tests/notebooks --update-golden` runs them and stores what they show.
+"""
+
+import base64
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -10,6 +16,10 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+PICTURES = {"first_mesh": 0, "own_text": 1}
+"""Number of stored pictures."""
+SHOWN = {"first_mesh": ("largest difference: ", "layers 0"), "own_text": ("step  300: loss ", "The statement ")}
+"""Texts of stored outputs."""
 LIMIT_SECONDS = 1700
 """Of a cell: on a busy machine training takes many times what it takes on an idle one."""
 
@@ -18,8 +28,28 @@ def read(name: str) -> nbformat.NotebookNode:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def executed(name: str, folder: Path, steps: int | None = None) -> list[str]:
-    """The text that each code cell shows, by its order. steps: instead of the notebook's own."""
+def code_hash(book: nbformat.NotebookNode) -> str:
+    """Of the sources of all code cells, in order: stored with outputs, it tells whether they are of these cells."""
+    return hashlib.sha256(
+        json.dumps([cell.source for cell in book.cells if cell.cell_type == "code"]).encode()
+    ).hexdigest()
+
+
+def store(name: str, book: nbformat.NotebookNode) -> None:
+    """Write an executed notebook with its outputs, without warnings and times."""
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
+    book.metadata = {key: book.metadata[key] for key in ("kernelspec", "language_info")}
+    book.metadata["language_info"] = {"name": "python"}
+    book.metadata["code_sha256"] = code_hash(book)
+    stored = json.loads(nbformat.writes(book))
+    (FOLDER / f"{name}.ipynb").write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def executed(name: str, folder: Path, steps: int | None = None, *, update: bool = False) -> list[str]:
+    """The text that each code cell shows, by its order. steps: instead of the notebook's own; update: store them."""
     book = read(name)
     for cell in book.cells:
         if steps is not None and "parameters" in cell.metadata.get("tags", []):
@@ -29,8 +59,12 @@ def executed(name: str, folder: Path, steps: int | None = None) -> list[str]:
     os.environ["IPYTHONDIR"] = str(folder / "ipython")
     told = ("JAX_", "XLA_", "MPLBACKEND")
     env = {name: value for name, value in os.environ.items() if not name.startswith(told)} | {"JAX_PLATFORMS": "cpu"}
-    client = NotebookClient(book, timeout=LIMIT_SECONDS, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        book, timeout=LIMIT_SECONDS, record_timing=False, resources={"metadata": {"path": str(folder)}}
+    )
     client.execute(env=env)
+    if update:
+        store(name, book)
     return [
         "".join(str(out.get("text", "") or out.get("data", {}).get("text/plain", "")) for out in cell.outputs)
         for cell in book.cells
@@ -38,21 +72,43 @@ def executed(name: str, folder: Path, steps: int | None = None) -> list[str]:
     ]
 
 
+@pytest.fixture
+def update(request) -> bool:
+    return request.config.getoption("--update-golden")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_notebooks_are_stored_clean(name):
-    """Valid nbformat 4.5 with the layout of Jupyter's own JSON, no outputs, no counts, nothing of a machine."""
+    """Valid nbformat 4.5 with the layout of Jupyter's own JSON, nothing of a machine."""
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
     stored = json.loads(text)
     assert text == json.dumps(stored, indent=1, ensure_ascii=False) + "\n"
     nbformat.validate(stored)
     assert (stored["nbformat"], stored["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in stored["cells"]}) == len(stored["cells"])
-    for cell in stored["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None, cell["id"]
-        assert set(cell["metadata"]) <= {"tags"}, cell["id"]
-    assert set(stored["metadata"]) == {"kernelspec", "language_info"}
+    assert all(set(cell["metadata"]) <= {"tags"} for cell in stored["cells"])
+    assert set(stored["metadata"]) == {"kernelspec", "language_info", "code_sha256"}
     assert sum("parameters" in cell["metadata"].get("tags", []) for cell in stored["cells"]) == 1
+    assert not re.search(r"/(tmp|home|root|work|Users)/|0x[0-9a-f]{8}", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_outputs_are_of_these_cells_and_small(name):
+    """All cells were executed in order and without errors, and their sources have not changed since."""
+    book = read(name)
+    advice = "run pytest -m slow tests/notebooks --update-golden"
+    assert book.metadata["code_sha256"] == code_hash(book), f"the outputs are of other cells: {advice}"
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [out for cell in cells for out in cell.outputs]
+    assert {out.output_type for out in outputs} <= {"stream", "display_data", "execute_result"}
+    assert sum(bool(cell.outputs) for cell in cells) >= len(cells) // 2
+    assert all(len(json.dumps(out)) < 100_000 for out in outputs), "an output is too large"
+    images = [base64.b64decode(out.data["image/png"]) for out in outputs if "image/png" in out.get("data", {})]
+    assert all(image.startswith(b"\x89PNG") for image in images)
+    assert len(images) == PICTURES[name]
+    shown = "".join(str(out.get("text", "") or out.get("data", {})) for out in outputs)
+    assert all(text in shown for text in SHOWN[name])
 
 
 @pytest.mark.slow
@@ -68,17 +124,17 @@ def test_own_text_runs(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_SECONDS)
-def test_own_text_learns(tmp_path):
+def test_own_text_learns(tmp_path, update):
     """With its own number of steps: better than the frequencies of single bytes allow, 3.26, by far."""
-    lines = [line for text in executed("own_text", tmp_path) for line in text.splitlines()]
+    lines = [line for text in executed("own_text", tmp_path, update=update) for line in text.splitlines()]
     losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]
     assert len(losses) == 6
     assert losses[-1] < 1.8
 
 
 @pytest.mark.slow
-def test_first_mesh_runs(tmp_path):
-    shown = executed("first_mesh", tmp_path)
+def test_first_mesh_runs(tmp_path, update):
+    shown = executed("first_mesh", tmp_path, update=update)
     text = "\n".join(shown)
     assert "layout  8 cpu devices: data 4, tensor 2; zero1" in text
     assert "fsdp        (2, 16, 64)     (2, 16, 64)     (2, 16, 64)     (2, 64, 64)" in text
