@@ -223,8 +223,8 @@ class Request:
             raise UserError(f"--compile must be 0 or more layouts, got {number}")
         if number and missing:
             raise UserError(
-                f"--compile={number} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot), or "
-                "give --compile=0: a search by formulas alone."
+                f"--compile={number} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot "
+                "--inexact --no-dev), or give --compile=0: a search by formulas alone."
             )
         return number
 

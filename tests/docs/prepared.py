@@ -26,7 +26,7 @@ def _documents(folder: Path) -> None:
 
 
 def _paragraphs(folder: Path) -> None:
-    (folder / "data").mkdir()
+    (folder / "data").mkdir(exist_ok=True)
     (folder / "data/corpus.txt").write_text("\n\n".join(LINES * 20), encoding="utf-8")
 
 
@@ -38,7 +38,7 @@ def _shards_and_vocabulary(folder: Path) -> None:
     import tokenizers
     import zstandard
 
-    (folder / "corpus").mkdir()
+    (folder / "corpus").mkdir(exist_ok=True)
     for shard in range(2):
         text = "".join(json.dumps({"text": line}) + "\n" for line in LINES[shard::2])
         (folder / f"corpus/{shard}.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
@@ -48,7 +48,7 @@ def _shards_and_vocabulary(folder: Path) -> None:
 
 
 def _token_files(folder: Path) -> None:
-    (folder / "data").mkdir()
+    (folder / "data").mkdir(exist_ok=True)
     for name in ("web", "code"):
         preprocess_text(LINES * 20, folder / "data" / name, ByteTokenizerConfig().build())
 

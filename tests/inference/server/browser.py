@@ -16,13 +16,19 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 class Browser:
     """One page of a browser. To be used as a context, which ends the browser."""
 
-    def __init__(self, url: str, seconds: float = 90):
+    def __init__(self, url: str, seconds: float = 90, window: str = "900,760"):
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         (read, self._write), (self._read, write) = os.pipe(), os.pipe()
         # The protocol reads from descriptor 3 and writes to 4; the shell moves the pipes there.
         command = [
             *("bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", str(CHROMIUM), "--headless", "--no-sandbox"),
-            *("--disable-gpu", "--disable-dev-shm-usage", "--window-size=900,760", "--remote-debugging-pipe"),
+            *(
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--disable-dev-shm-usage",
+                f"--window-size={window}",
+                "--remote-debugging-pipe",
+            ),
             *("--no-first-run", "--disable-background-networking", f"--user-data-dir={self._profile.name}"),
         ]
         self._process = subprocess.Popen(command, pass_fds=(read, write), stderr=subprocess.DEVNULL)
