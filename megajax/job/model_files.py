@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megajax.checkpoint.huggingface.names import stored_extra, write_extra
 from megajax.checkpoint.huggingface.tokenizer_files import (
@@ -16,8 +17,10 @@ from megajax.checkpoint.huggingface.tokenizer_files import (
     NAMES,
     OF_MODEL,
     OF_TOKENIZER,
+    SETTINGS,
     files_of,
     special_token_ids,
+    token_text,
     vocabulary_files,
 )
 from megajax.checkpoint.named_files import demand_inside
@@ -46,9 +49,7 @@ class ModelFiles:
     def provenance(self) -> Provenance:
         """The record for checkpoints of the run."""
         provenance = Provenance() if self.ancestor is None else self.ancestor.provenance
-        if not self.differs:
-            return provenance
-        return replace(provenance, special_tokens=special_token_ids(self.tokenizer))
+        return replace(provenance, special_tokens={**provenance.special_tokens, **self.special_tokens})
 
     @cached_property
     def differs(self) -> bool:
@@ -63,8 +64,11 @@ class ModelFiles:
         if (ancestor := self.ancestor) is None:
             return not isinstance(config, NullTokenizerConfig)
         theirs = _contents(ancestor.files, OF_TOKENIZER)
-        if isinstance(config, NullTokenizerConfig | ByteTokenizerConfig) and (theirs or ancestor.provenance.settings):
+        is_complete = bool(theirs) or ancestor.provenance.format == "hf"
+        if is_complete and isinstance(config, NullTokenizerConfig | ByteTokenizerConfig):
             return ancestor.vocabulary not in (None, vocabulary)
+        if isinstance(config, NullTokenizerConfig):
+            return False
         if isinstance(config, MultimodalTokenizerConfig):
             grown = self.tokenizer.vocabulary_size > getattr(self.tokenizer, "base", self.tokenizer).vocabulary_size
             config = config if grown else config.base
@@ -75,6 +79,21 @@ class ModelFiles:
             return files_of(config, self.tokenizer)["tokenizer.json"] != theirs.get("tokenizer.json")
         except UserError:
             return True
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int | None]:
+        """The special tokens that the run changes: those of its tokenizer, or the end that its settings give."""
+        if self.differs:
+            return special_token_ids(self.tokenizer)
+        end = getattr(self.cfg.tokenizer, "eod", None)
+        if end is None or self.ancestor is None:
+            return {}
+        files, provenance = _contents(self.ancestor.files, NAMES), self.ancestor.provenance
+        ends = [_settings(files.get(GENERATION, b"")), provenance.settings, provenance.special_tokens]
+        ids = [settings.get("eos_token_id") for settings in ends]
+        known = [number for value in ids for number in (value if isinstance(value, list) else [value])]
+        name = token_text(_settings(files.get(SETTINGS, b"")).get("eos_token"))
+        return {} if end == name or self.tokenizer.eod in known else {"eos_token_id": self.tokenizer.eod}
 
     def write(self, run: Path) -> str:
         """Writes RUN/tokenizer. Returns a line about it; "" if all of it is the run's own. Raises OSError."""
@@ -92,8 +111,10 @@ class ModelFiles:
             lines.append(f"no tokenizer, because {error}")
         if tokenizer:
             lines += [f"{listed([*tokenizer])} of the run's tokenizer"] * bool(lines)
-            if GENERATION in files:
-                files[GENERATION] = self._generation(files[GENERATION])
+        elif self.special_tokens and SETTINGS in files:
+            files[SETTINGS] = _changed(files[SETTINGS], {"eos_token": getattr(self.cfg.tokenizer, "eod", None)})
+        if GENERATION in files and self.special_tokens:
+            files[GENERATION] = _changed(files[GENERATION], self.special_tokens)
         files |= tokenizer
         if (template := self._template(files)) is not None:
             files[TEMPLATE] = template.encode()
@@ -107,24 +128,29 @@ class ModelFiles:
                 file.write(content)
         return f"for exports: {'; '.join(lines)}" if lines else ""
 
-    def _generation(self, content: bytes) -> bytes:
-        """generation_config.json with the special tokens of the run's tokenizer."""
-        settings = parse_json(content, unique=False)
-        if not isinstance(settings, dict):
-            return content
-        others = {name: value for name, value in settings.items() if not name.endswith("_token_id")}
-        ids = {role: number for role, number in special_token_ids(self.tokenizer).items() if number is not None}
-        return (json.dumps(others | ids, indent=2) + "\n").encode()
-
     def _template(self, files: Mapping[str, bytes]) -> str | None:
         """The chat template of the run's data; None if there is none or `files` have the same."""
         if (source := getattr(self.cfg.data, "template", None)) is None:
             return None
         text = template_text(source)
         if TEMPLATE in files:
-            return None if files[TEMPLATE].decode() == text else text
-        settings = parse_json(files.get("tokenizer_config.json", b"{}"), unique=False)
-        return None if isinstance(settings, dict) and settings.get("chat_template") == text else text
+            return None if files[TEMPLATE] == text.encode() else text
+        return None if _settings(files.get(SETTINGS, b"{}")).get("chat_template") == text else text
+
+
+def _changed(content: bytes, changes: Mapping[str, Any]) -> bytes:
+    """A JSON file with other settings. Those that are None are left out."""
+    settings = {name: value for name, value in {**_settings(content), **changes}.items() if value is not None}
+    return (json.dumps(settings, indent=2) + "\n").encode()
+
+
+def _settings(content: bytes) -> dict[str, Any]:
+    """The settings in a JSON file; {} if it is damaged, because they are optional."""
+    try:
+        settings = parse_json(content, unique=False)
+    except ValueError:
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _contents(folder: Path, names: Collection[str]) -> dict[str, bytes]:

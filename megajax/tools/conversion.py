@@ -49,6 +49,8 @@ from megajax.training.run_config import RunConfig
 
 MEGATRON = "megatron"
 STEPS = "checkpoints"
+LONGEST = 60
+"""Characters of a setting in a message."""
 
 
 @dataclass(frozen=True)
@@ -367,16 +369,25 @@ def _write_huggingface(stored: StoredModel, target: Path, options: Options, adva
         f"{target}: {len(table)} tensors of {family.name} in {count} file{'s' * (count > 1)}, "
         + ", ".join(f"{number} in {dtype}" for dtype, number in dtypes.items()),
         *[f"left out, not in the format: {listed(left_out)}"] * bool(left_out),
-        *[f"{CONFIG}: that of the source" + (f", but {'; '.join(changes)}" if changes else "")] * bool(origin.settings),
+        *[f"{CONFIG}: {changes}"] * bool(origin.settings),
         f"tokenizer: {', '.join(files)}" if files else f"tokenizer: none, because there is none in {stored.files}",
     ]
 
 
-def _changes(recorded: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, a line each."""
+def _changes(recorded: Mapping[str, Any], written: Mapping[str, Any]) -> str:
+    """A text about the settings that differ."""
+    kinds = [settings.get("model_type") for settings in (recorded, written)]
+    if kinds[0] != kinds[1]:
+        return f"written for {kinds[1]}, the source was {kinds[0]}"
     names = [*written, *(name for name in recorded if name not in written)]
     pairs = [(name, recorded.get(name, "absent"), written.get(name, "absent")) for name in names]
-    return [f"{name}={new}, not {old}" for name, old, new in pairs if new != old]
+    changes = "; ".join(f"{name}={_short(new)}, not {_short(old)}" for name, old, new in pairs if new != old)
+    return f"that of the source, but {changes}" if changes else "that of the source"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _write_megatron(stored: StoredModel, target: Path, options: Options, advance: Advance) -> list[str]:

@@ -22,7 +22,7 @@ from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.huggingface.tokenizer_files import NAMES, tokenizer_config
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.provenance import Provenance
+from megajax.checkpoint.weights.provenance import Ancestor, Provenance
 from megajax.checkpoint.weights.runs import open_step
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -33,12 +33,13 @@ from megajax.inference.terminal import Session
 from megajax.job.inference import load as load_model
 from megajax.job.inference import start_engine
 from megajax.job.job import train
+from megajax.job.model_files import ModelFiles
 from megajax.job.origin import Origin, generation_config
 from megajax.layers.config import LoRAConfig, RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig, NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -292,6 +293,43 @@ def test_what_a_run_changes_is_in_its_export(llama, tmp_path, capsys) -> None:
         "temperature": 0.6,
     }
     assert b"<|im_start|>" in files["chat_template.jinja"] and files["chat_template.jinja"] != TEMPLATE.encode()
+
+
+def test_another_end_is_the_only_change_of_a_run_that_sets_it(llama, tmp_path) -> None:
+    """Fine-tuning for chats ends answers with another token than the base model."""
+    tokenizer = HuggingFaceTokenizerConfig(path=str(llama / "tokenizer.json"), eod="<|im_start|>")
+    provenance = Provenance(format="hf", settings=MODELS["llama"])
+    ancestor = Ancestor(provenance, llama, 300)
+    files = ModelFiles(fresh(load_config_of(llama), tokenizer=tokenizer), tokenizer.build(), ancestor)
+    assert not files.differs and files.provenance == replace(provenance, special_tokens={"eos_token_id": 3})
+    assert files.write(tmp_path).startswith("for exports: tokenizer.json, ")
+    written, source = files_of(tmp_path / "tokenizer"), files_of(llama)
+    ends = {"tokenizer_config.json": {"eos_token": "<|im_start|>"}, "generation_config.json": {"eos_token_id": 3}}
+    for name, end in ends.items():
+        assert json.loads(written.pop(name)) == json.loads(source.pop(name)) | end
+    assert written == source and len(source) == 2
+    same = replace(tokenizer, eod="<|im_end|>")  # one of the source's ends
+    assert replace(files, cfg=fresh(load_config_of(llama), tokenizer=same), tokenizer=same.build()).special_tokens == {}
+
+
+def test_tokenizers_without_files_are_no_choice_but_of_another_vocabulary(llama, tmp_path) -> None:
+    model, byte, null = load_config_of(llama), ByteTokenizerConfig(), NullTokenizerConfig(vocabulary_size=300)
+    of_folder = Ancestor(Provenance(format="hf", settings=MODELS["llama"]), llama, 300)
+    no_files = tmp_path / "none"
+    cases = [
+        (byte, of_folder, False),
+        (null, of_folder, False),
+        (byte, of_folder._replace(vocabulary=260), True),
+        (byte, of_folder._replace(files=no_files), False),
+        (byte, Ancestor(Provenance(format="megatron"), no_files, 300), True),
+        (null, Ancestor(Provenance(format="megatron"), no_files, 300), False),
+        (byte, None, True),
+        (null, None, False),
+    ]
+    for tokenizer, ancestor, expected in cases:
+        files = ModelFiles(fresh(model, tokenizer=tokenizer), tokenizer.build(), ancestor)
+        assert files.differs == expected, (tokenizer, ancestor)
+        assert bool(files.provenance.special_tokens) == expected
 
 
 def test_the_length_is_the_longer_one_of_source_and_rows() -> None:

@@ -25,7 +25,7 @@ NAMES = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """Files that are copied along with the weights."""
-GENERATION = "generation_config.json"
+GENERATION, SETTINGS = "generation_config.json", "tokenizer_config.json"
 OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
 """Those of `NAMES` that belong to the model, whatever its tokenizer is."""
 OF_TOKENIZER = tuple(name for name in NAMES if name not in OF_MODEL)
@@ -66,16 +66,16 @@ def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
     folder = vocabulary_files(config)["tokenizer.json"].parent
     beside = [name for name in OF_TOKENIZER if (folder / name).is_file()]
     files = {name: read_file(str(folder / name), name) for name in beside} | originals
-    settings = dict(_settings(folder / "tokenizer_config.json"))
-    names = json.loads(tokenizer_json(config, tokenizer)["tokenizer_config.json"])
+    settings = dict(_settings(folder / SETTINGS))
+    names = json.loads(tokenizer_json(config, tokenizer)[SETTINGS])
     if not settings:
         settings = names
-    elif config.eod is not None and _token(settings.get("eos_token")) != config.eod:
+    elif config.eod is not None and token_text(settings.get("eos_token")) != config.eod:
         settings["eos_token"] = config.eod
     if not config.special_tokens_in_text:
         settings["split_special_tokens"] = True
-    if settings != _settings(folder / "tokenizer_config.json"):
-        files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+    if settings != _settings(folder / SETTINGS):
+        files[SETTINGS] = json.dumps(settings, indent=2).encode()
     return files
 
 
@@ -92,9 +92,9 @@ def tokenizer_config(
 
     source: the folder that the files are in now. Its tokenizer_config.json names the token that ends a text.
     """
-    settings = _settings(source / "tokenizer_config.json")
+    settings = _settings(source / SETTINGS)
     if "tokenizer.json" in present:
-        eod = _token(settings.get("eos_token")) or _token(settings.get("sep_token"))
+        eod = token_text(settings.get("eos_token")) or token_text(settings.get("sep_token"))
         return HuggingFaceTokenizerConfig(
             path=str(folder / "tokenizer.json"),
             eod=eod,
@@ -120,7 +120,7 @@ def _settings(path: Path) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _token(entry: Any) -> str | None:
+def token_text(entry: Any) -> str | None:
     """A special token, written as a text or as a mapping with its `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
