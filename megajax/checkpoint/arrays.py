@@ -1,12 +1,13 @@
-"""Saving and loading arrays with any layout: the only file that imports Orbax.
+"""Saving and loading arrays with any layout: the only file that imports Orbax, which writes them.
 
 A tree is stored flat, under the dotted names of its leaves ("params.blocks.norm.scale"). The files thus depend on
 names, shapes and dtypes only, not on the container types of an optimizer.
 """
 
+import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from megajax.checkpoint.boxes import Box, box_of, shape_of
+from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.weights.placement import array_of
 from megajax.config.errors import UserError
 
 type Tree = Any
+
+GROUP_BYTES = 2**29
+"""Bytes to read before they are moved to the devices; an array of more is read by itself."""
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:
@@ -35,15 +43,14 @@ def _stored(leaf: Any) -> bool:
     return prod(leaf.shape) > 0
 
 
-def _context(partial: bool = False) -> ocp.Context:
+def _context() -> ocp.Context:
     context = ocp.Context()
     # zstd shrinks float32 weights and moments by only 8 %, and takes several times as long (benchmarks/checkpoint.py).
     context.array.saving.use_compression = False
-    # A restore passes its own shardings, so those of the saving run are not needed.
+    # A restore has its own shardings, so those of the saving run are not needed.
     context.array.saving.enable_write_sharding_file = False
     # Orbax's documented default is pinned memory on GPUs, whose pool never returns memory to the host (orbax#2090).
     context.array.saving.enable_pinned_host_transfer = False
-    context.pytree.loading.partial_load = partial
     return context
 
 
@@ -90,9 +97,9 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Any:
         return ocp.save_async(str(path), dict(arrays))
 
 
-def stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+def stored_shapes(stored: StoredArrays) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
     """Dotted name -> shape and dtype of the arrays of a step."""
-    return {name: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in ocp.metadata(str(path)).metadata.items()}
+    return {name: (array.shape, jnp.dtype(array.dtype)) for name, array in stored.arrays.items()}
 
 
 def _differences(
@@ -150,16 +157,16 @@ def demand_fit(
         )
 
 
-def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
+def read(stored: StoredArrays, like: Tree, *, partial: bool = False) -> Tree:
     """Reads a tree with the layout of `like`, whatever layout it was saved with. Each process reads its own shards.
 
     like: jax.ShapeDtypeStructs with shardings (in a single process a missing sharding means the first device).
     partial: `like` may be a part of the stored tree, in the stored or wider dtypes.
-    Raises one UserError with a table if names, shapes or dtypes differ.
+    Raises one UserError with a table if names, shapes or dtypes differ; Damaged if a block differs from the manifest.
     """
     expected = named_leaves(like)
     to_load = {name: leaf for name, leaf in expected.items() if _stored(leaf)}
-    demand_fit(str(path.parent), stored_shapes(path), to_load, partial=partial)
+    demand_fit(str(stored.step), stored_shapes(stored), to_load, partial=partial)
     if jax.process_count() > 1 and any(leaf.sharding is None for leaf in expected.values()):
         raise ValueError("with several processes every array to restore needs a sharding")
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -167,11 +174,33 @@ def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
         for name, leaf in expected.items()
     }
-    with _context(partial):
-        loaded = ocp.load(str(path), {name: target[name] for name in to_load})
+    loaded = dict[str, jax.Array]()
+    for group in _groups({name: target[name] for name in to_load}):
+        wanted = [(name, box) for name, boxes in group.items() for box in boxes]
+        read_boxes = dict(zip(wanted, stored.read_all(wanted), strict=True))
+        for name in group:
+            loaded[name] = array_of(target[name], functools.partial(_box_values, read_boxes, name, target[name].dtype))
+        jax.block_until_ready([loaded[name] for name in group])  # the memory of the group is free after this
     empty = {
         name: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=leaf.sharding)(leaf.shape, leaf.dtype)
         for name, leaf in target.items()
         if name not in to_load
     }
     return jax.tree.unflatten(jax.tree.structure(like), [{**loaded, **empty}[name] for name in expected])
+
+
+def _box_values(boxes: dict[tuple[str, Box], np.ndarray], name: str, dtype: Any, box: Box) -> np.ndarray:
+    return boxes.pop((name, box)).astype(dtype, copy=False)
+
+
+def _groups(target: Mapping[str, Any]) -> Iterator[dict[str, set[Box]]]:
+    """Array -> its boxes on local devices, in the order of names, which is that of the files; GROUP_BYTES at a time."""
+    group, size = dict[str, set[Box]](), 0
+    for name in sorted(target):
+        sharding, shape, itemsize = target[name].sharding, target[name].shape, np.dtype(target[name].dtype).itemsize
+        boxes = {box_of(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
+        group[name], size = boxes, size + itemsize * sum(prod(shape_of(box)) for box in boxes)
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = {}, 0
+    yield group

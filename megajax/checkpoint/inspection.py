@@ -101,7 +101,7 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
     try:
         entries = integrity.read_manifest(home)
         meta = integrity.read_meta(home)
-        source = StoredArrays(home / ARRAYS)
+        source = StoredArrays(home)
         config = read_yaml(str(meta.get("config", ""))) or {}
         if not isinstance(config, dict):
             raise ValueError("its config is not a mapping")

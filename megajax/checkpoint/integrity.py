@@ -2,7 +2,8 @@
 
 Orbax commits by a rename, which does not verify the content, and array files carry no checksum: a truncated or
 corrupted file would load, or fail in the middle of a load. So every file is hashed after it is written, the manifest
-is written last, and it is verified before anything is loaded.
+is written last. Files of more than BLOCK_BYTES have a hash for each block, which is compared when the block is read for
+a restore; the others are verified before.
 """
 
 import hashlib
@@ -20,31 +21,61 @@ from megajax.checkpoint.named_files import is_below
 from megajax.config.budget import DOCUMENT, read_json
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""In format 1, each file has one hash."""
+BLOCK_BYTES = 2**23
+"""Bytes that have one hash. Reading any of them reads all of them."""
 
 type Entries = dict[str, dict[str, Any]]
-"""Path in the step's folder -> {"bytes": int, "sha256": hexadecimal}."""
+"""Path in the step's folder -> {"bytes": int, "sha256": hexadecimal}.
+
+A file of several blocks also has "block", their size, and the hashes of the blocks one after another."""
 
 
 class Damaged(Exception):
     """A step is damaged; the message names the file and the reason."""
 
 
-def _hash(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+def _hash(path: Path, first: int, last: int) -> str:
+    """SHA-256 of a range of a file. Raises OSError."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**18))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(first)
+        while first < last and (size := file.readinto(buffer[: last - first])):
+            digest.update(buffer[:size])
+            first += size
+    return digest.hexdigest()
+
+
+def block_count(entry: Mapping[str, Any]) -> int:
+    """Number of hashes of a file."""
+    return max(1, -(-entry["bytes"] // entry["block"])) if "block" in entry else 1
+
+
+def block_range(entry: Mapping[str, Any], block: int) -> tuple[int, int]:
+    """First byte of a block, and the one after its last."""
+    size = entry.get("block", max(1, entry["bytes"]))
+    return block * size, min((block + 1) * size, entry["bytes"])
+
+
+def block_fault(entry: Mapping[str, Any], block: int, actual: str) -> str | None:
+    """Why a block with this SHA-256 is not the one of the manifest, or None."""
+    expected = entry["sha256"][64 * block : 64 * block + 64]
+    part = " of bytes {} to {}".format(*block_range(entry, block)) if "block" in entry else ""
+    return None if actual == expected else f"sha256 {actual}{part}, the manifest says {expected}"
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> Entries:
     """Hashes the named files, and flushes them and their folders to disk."""
     names = list(names)
-
-    def entry(name: str) -> dict[str, Any]:
-        disk.flush_to_disk(folder / name)
-        return _hash(folder / name)
-
-    entries = dict(zip(names, in_threads(entry, names), strict=True))
+    in_threads(lambda name: disk.flush_to_disk(folder / name), names)
+    entries: Entries = {name: {"bytes": (folder / name).stat().st_size} for name in names}
+    for entry in entries.values():
+        entry |= {"block": BLOCK_BYTES} if entry["bytes"] > BLOCK_BYTES else {}
+    blocks = [(name, block) for name in names for block in range(block_count(entries[name]))]
+    digests = in_threads(lambda block: _hash(folder / block[0], *block_range(entries[block[0]], block[1])), blocks)
+    for (name, _), digest in zip(blocks, digests, strict=True):
+        entries[name]["sha256"] = entries[name].get("sha256", "") + digest
     for parent in sorted({(folder / name).parent for name in names}):
         disk.flush_to_disk(parent)
     return entries
@@ -87,17 +118,22 @@ def read_manifest(folder: Path) -> Entries:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
-    if not isinstance(entries, dict) or not all(
-        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in entries.values()
-    ):
+    if version not in (1, FORMAT):
+        raise Damaged(f"{MANIFEST} has format {version}, this version reads 1 and {FORMAT}")
+    if isinstance(entries, dict) and not all(is_below(name) for name in entries):
+        raise Damaged(f"{MANIFEST} names files outside the step")
+    if not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):
         raise Damaged(f"{MANIFEST} does not give a size and a hash for each file")
-    if version != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {version}, this version reads {FORMAT}")
     if sealed != seal(entries):
         raise Damaged(f"{MANIFEST} was altered: its own sha256 does not match")
-    if not all(is_below(name) for name in entries):
-        raise Damaged(f"{MANIFEST} names files outside the step")
     return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+        return False
+    sizes = isinstance(entry["bytes"], int) and isinstance(entry.get("block", 1), int) and entry.get("block", 1) > 0
+    return sizes and isinstance(entry["sha256"], str) and len(entry["sha256"]) == 64 * block_count(entry)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -153,24 +189,28 @@ def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fa
 def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
     """The named files whose SHA-256 differs from the manifest, or that can't be read."""
 
-    def fault(name: str) -> Fault | None:
+    def fault(block: tuple[str, int]) -> Fault | None:
+        name, number = block
         try:
-            actual = _hash(folder / name)["sha256"]
+            reason = block_fault(entries[name], number, _hash(folder / name, *block_range(entries[name], number)))
         except OSError as error:
-            return Fault(name, str(error.strerror))
-        expected = entries[name]["sha256"]
-        return None if actual == expected else Fault(name, f"sha256 {actual}, the manifest says {expected}")
+            reason = str(error.strerror)
+        return None if reason is None else Fault(name, reason)
 
-    return [fault for fault in in_threads(fault, names) if fault is not None]
+    blocks = [(name, block) for name in names for block in range(block_count(entries[name]))]
+    faults = {fault.name: fault for fault in reversed(in_threads(fault, blocks)) if fault is not None}
+    return [*reversed(faults.values())]
 
 
-def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None) -> None:
+def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None, *, blocks: bool = True) -> None:
     """Compares files with the manifest: sizes first, then contents. Raises Damaged naming the files that differ.
 
     names: the files to check (default: all), so that processes can divide the work.
+    blocks: whether to read files of several blocks, which `BlockReader` verifies when it reads them.
     """
     selected = sorted(entries if names is None else names)
-    faults = wrong_sizes(folder, entries, selected) or wrong_contents(folder, entries, selected)
+    contents = [name for name in selected if blocks or "block" not in entries.get(name, {})]
+    faults = wrong_sizes(folder, entries, selected) or wrong_contents(folder, entries, contents)
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise Damaged("; ".join(map(str, faults[:3])) + more)

@@ -115,6 +115,8 @@ class CheckpointManager(CheckpointReader):
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
         self._marker = self.folder / f"lock.{self._peers.token}"
+        self._source: tuple[CheckpointReader, int | None] | None = None
+        """The reader of checkpoint.load, and the step that it names."""
         try:
             for check in (self._open, self._check_shared_folder, self._check_writable):
                 self._peers.check(check)
@@ -160,7 +162,8 @@ class CheckpointManager(CheckpointReader):
         has_checkpoints = self._peers.broadcast(bool(self.steps() or folder.damaged_in(self.folder)))
         if (load := self.cfg.state_source()) is not None and not has_checkpoints:
             self._peers.check(lambda: folder.locate(load))
-            reader, step = open_checkpoints(load)
+            self._source = self._source or open_checkpoints(load)  # one reader, which knows the steps that it refused
+            reader, step = self._source
             step = self.cfg.step if step is None else step
             if step is None and (step := reader.newest_intact()) is None:
                 raise UserError(f"there are no checkpoints in checkpoint.load = {load}.")
@@ -251,6 +254,7 @@ class CheckpointManager(CheckpointReader):
             except Exception as error:
                 raise self._failed(save, error) from error
         self._verified.add(save.step)
+        self._refused.discard(save.step)  # that was set aside
         total = time.monotonic() - save.started
         return SaveReport(save.step, blocking if self.cfg.asynchronous else total, total, size)
 

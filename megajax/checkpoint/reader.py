@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint import arrays, folder, integrity
-from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config.errors import UserError
 from megajax.mesh.peers import Peers
 
@@ -26,6 +26,10 @@ def no_event(name: str, /, **fields: Any) -> None:
     """Ignores an event."""
 
 
+class DamagedStep(UserError):
+    """A step that `newest_intact` chose is damaged, as its restore found. It is refused: choose and restore again."""
+
+
 class CheckpointReader:
     """Finds, verifies and restores the steps of a checkpoints folder without changing anything in it.
 
@@ -38,6 +42,9 @@ class CheckpointReader:
         self._event = event
         self._verified: set[int] = set()
         self._refused: set[int] = set()
+        self._chosen: int | None = None
+        """The step that `newest_intact` returned."""
+        self._opened: tuple[int, StoredArrays] | None = None
 
     def steps(self) -> list[int]:
         """Numbers of the committed steps, ascending, without those that failed verification."""
@@ -47,23 +54,28 @@ class CheckpointReader:
         """The committed step with the highest number, unverified; see `newest_intact`."""
         return max(self.steps(), default=None)
 
-    def newest_intact(self) -> int | None:
+    def newest_intact(self, *, blocks: bool = False) -> int | None:
         """The newest step that passes verification; newer ones are reported on stderr with their faults.
 
+        Large files are verified when they are read: if `restore` of the step raises DamagedStep, call this again.
+        blocks: verify them now.
         None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
         """
         steps, damaged = self._peers.broadcast((self.steps(), folder.damaged_in(self.folder)))
+        refused = [folder.step_name(step) for step in sorted(self._refused)]
+        newest = max([*steps, *self._refused], default=None)
         for step in reversed(steps):
-            reason = self._fault(step)
+            reason = self._fault(step, blocks=blocks)
             if reason is None:
-                if step != steps[-1] and self._peers.first:
-                    self._event("checkpoint_fallback", from_step=steps[-1], to_step=step)
+                if step != newest and self._peers.first:
+                    self._event("checkpoint_fallback", from_step=newest, to_step=step)
+                self._chosen = step
                 return step
             self._refuse(step, reason)
-        if steps or damaged:
+        if steps or damaged or refused:
+            names = sorted({*map(folder.step_name, steps), *(damaged or refused)})
             raise UserError(
-                f"none of the checkpoints in {self.folder} is intact "
-                f"({', '.join([*map(folder.step_name, steps), *damaged])}).\n"
+                f"none of the checkpoints in {self.folder} is intact ({', '.join(names)}).\n"
                 "Restore one from a copy, start from another run's checkpoint with checkpoint.load, "
                 "or move the folder away to start from scratch."
             )
@@ -85,16 +97,49 @@ class CheckpointReader:
 
         like: tree of jax.ShapeDtypeStruct with shardings, on any mesh and any number of processes.
         partial: see `arrays.read`.
-        Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ. Only `newest_intact`
-        falls back to another step.
+        Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ; DamagedStep if
+        `newest_intact` chose the step. All that is returned was compared with the manifest as it was read; a whole
+        restore compares all files.
         """
-        path = self.demand(step)
-        return arrays.read(path / ARRAYS, like, partial=partial), self.meta(step)
+        self.demand(step)
+
+        def read(stored: StoredArrays) -> Tree:
+            tree = arrays.read(stored, like, partial=partial)
+            if not partial:
+                stored.verify_rest(slice(self._peers.index, None, self._peers.count))
+            return tree
+
+        return self._from_arrays(step, read), self.meta(step)
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Dotted name -> shape of the arrays of a step. Raises UserError if it is missing or damaged."""
-        stored = arrays.stored_shapes(self.demand(step) / ARRAYS)
+        self.demand(step)
+        stored = self._from_arrays(step, arrays.stored_shapes)
         return {name: shape for name, (shape, _) in stored.items()}
+
+    def _from_arrays[T](self, step: int, work: Callable[[StoredArrays], T]) -> T:
+        """The result of `work`, if no process finds the step damaged."""
+        result, reason = list[T](), None
+        try:
+            if self._opened is None or self._opened[0] != step:
+                self._opened = step, StoredArrays(self.folder / folder.step_name(step))
+            result.append(work(self._opened[1]))
+        except Damaged as error:
+            reason = str(error)
+        if (reason := self._peers.agree(reason)) is None:
+            return result[0]
+        self._verified.discard(step)
+        self._opened = None
+        if step != self._chosen:
+            raise self._damaged(step, reason)
+        self._refuse(step, reason)
+        raise DamagedStep(f"checkpoint step {step} in {self.folder} is damaged: {reason}")
+
+    def _damaged(self, step: int, reason: str) -> UserError:
+        return UserError(
+            f"checkpoint step {step} in {self.folder} is damaged: {reason}\n"
+            "Choose another step, or set checkpoint.step to none for the newest intact one."
+        )
 
     def demand(self, step: int) -> Path:
         """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps.
@@ -104,10 +149,7 @@ class CheckpointReader:
         self._peers.check(lambda: self._existing(step))
         path, reason = self.folder / folder.step_name(step), self._fault(step)
         if reason is not None:
-            raise UserError(
-                f"checkpoint step {step} in {self.folder} is damaged: {reason}\n"
-                "Choose another step, or set checkpoint.step to none for the newest intact one."
-            )
+            raise self._damaged(step, reason)
         return path
 
     def _existing(self, step: int) -> Path:
@@ -118,15 +160,18 @@ class CheckpointReader:
             raise UserError(f"there is no checkpoint of step {step} in {self.folder}.\nCommitted steps: {committed}.")
         return path
 
-    def _fault(self, step: int) -> str | None:
-        """Why a step is damaged, or None. The processes divide the hashing, and all return the same result."""
+    def _fault(self, step: int, *, blocks: bool = False) -> str | None:
+        """Why a step is damaged, or None. The processes divide the hashing, and all return the same result.
+
+        blocks: whether to read files of several blocks.
+        """
         if step in self._verified:
             return None
         path, reason = self.folder / folder.step_name(step), None
         try:
             integrity.read_meta(path)
             entries = integrity.read_manifest(path)
-            integrity.verify(path, entries, sorted(entries)[self._peers.index :: self._peers.count])
+            integrity.verify(path, entries, sorted(entries)[self._peers.index :: self._peers.count], blocks=blocks)
         except Damaged as error:
             reason = str(error)
         reason = self._peers.agree(reason)

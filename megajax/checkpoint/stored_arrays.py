@@ -1,21 +1,25 @@
-"""The stored arrays of a checkpoint, read with TensorStore only: no JAX, no devices, no Orbax.
+"""The stored arrays of a checkpoint, read without JAX, devices and Orbax, and verified while they are read.
 
 Orbax writes one OCDBT database per process and merges them into one. In it, an array is a Zarr 3 array under its
 dotted name: NAME/zarr.json and one chunk per shard of a device.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from megajax.checkpoint.boxes import Box, box_of, chunks_of, overlap, relative, shape_of
+from megajax.checkpoint import integrity
+from megajax.checkpoint.blocks import BlockReader, Span
+from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
+from megajax.checkpoint.database import MANIFEST, Place, read_index
+from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
 from megajax.config.budget import parse_json
 
@@ -25,8 +29,10 @@ WEIGHTS, OBSERVED = "params.", "observed."
 DATABASE = "state"
 """Folder of the merged OCDBT database inside the folder that Orbax writes."""
 DESCRIPTION = "/zarr.json"
-PART_BYTES = 2**26
-"""Larger chunks are read in parts. A run writes a chunk for each shard of a device, which may be gigabytes."""
+FILES = f"{ARRAYS}/{DATABASE}/"
+"""Before the names of the database's files, in the manifest of a step."""
+SHARD_INDEX_BYTES = 20
+"""After the elements of a chunk, with the codec that Orbax uses: offset, size and CRC-32C."""
 BLOCK = 2**18
 """Elements that are converted to float64 at a time."""
 
@@ -45,60 +51,95 @@ class StoredArray:
 
 
 class StoredArrays:
-    """Reads the arrays of one step. Raises Damaged if the database can't be read."""
+    """Reads the arrays of one step, whose bytes are compared with the manifest as they are read."""
 
-    def __init__(self, path: Path):
-        """path: the folder that Orbax wrote."""
-        path = path.resolve()  # TensorStore refuses paths that contain ".."
-        # No cache: each chunk is read once.
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._spec = database(path)
-        if not (path / DATABASE / "manifest.ocdbt").is_file():
-            raise Damaged(f"{path / DATABASE} holds no OCDBT database (manifest.ocdbt)")
+    def __init__(self, step: Path):
+        """step: the folder of a step. Raises Damaged if its manifest or its database can't be read."""
+        self.step = step.resolve()  # TensorStore refuses paths that contain ".."
+        self._folder = self.step / ARRAYS / DATABASE
+        self._entries = integrity.read_manifest(self.step)
+        self._blocks = BlockReader(self.step, self._entries)
+        if not (self._folder / MANIFEST).is_file():
+            raise Damaged(f"{self._folder} holds no OCDBT database ({MANIFEST})")
         try:
-            self._store = ts.KvStore.open(self._spec, context=self._context).result()
-            keys = sorted(key.decode() for key in self._store.list().result())
-            names = [key.removesuffix(DESCRIPTION) for key in keys if key.endswith(DESCRIPTION)]
-            reads = [self._store.read(name + DESCRIPTION) for name in names]
-            self._metadata = {name: parse_json(read.result().value) for name, read in zip(names, reads, strict=True)}
+            self._index = read_index(self._folder, self._read_place)
+            names = sorted(key.removesuffix(DESCRIPTION) for key in self._index if key.endswith(DESCRIPTION))
+            self._metadata = {name: parse_json(self._value(name + DESCRIPTION)) for name in names}
             self.arrays = {name: _array(name, metadata) for name, metadata in self._metadata.items()}
-            self._open: dict[str, Any] = {}
+            self._other = _OtherArrays(self.step, self._entries)
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise Damaged(f"the arrays in {path} can't be read: {_first_line(error)}") from error
+            raise Damaged(f"the arrays in {self._folder.parent} can't be read: {_first_line(error)}") from error
 
     def value(self, name: str) -> int | float:
         """The value of an array of one element."""
-        (chunk,) = self._chunks(name)
-        return chunk.item()
+        return self.read(name, box_of((), self.arrays[name].shape)).item()
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array, in its dtype."""
-        metadata = self._metadata[name]
-        try:
-            if prod(_chunk_shape(metadata)) * _dtype(metadata).itemsize > PART_BYTES and _is_plain(metadata):
-                return self._read_parts(name, box)
-            return np.asarray(self._opened(name)[box].read().result())
-        except (ValueError, OSError) as error:
-            raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
+        """A box of an array, in its dtype. Raises Damaged."""
+        return self.read_all([(name, box)])[0]
+
+    def read_all(self, wanted: Sequence[tuple[str, Box]]) -> list[np.ndarray]:
+        """Boxes of arrays, in their dtypes. Each block of the files is read once. Raises Damaged."""
+        results, parts = list[np.ndarray](), dict[tuple[str, str], list[_Part]]()
+        for name, index in wanted:
+            metadata, box = self._metadata[name], box_of(index, self.arrays[name].shape)
+            if not _is_plain(metadata):
+                results.append(self._other.read(name, box))
+                continue
+            results.append(np.empty(shape_of(box), _dtype(metadata)))
+            for key, chunk_box in _chunks(name, metadata, box):
+                common = overlap(box, chunk_box)
+                if common is not None:
+                    region = results[-1][(*relative(common, box), ...)]
+                    part = _Part(region, _strides(metadata), relative(common, chunk_box))
+                    parts.setdefault((name, key), []).append(part)
+        buffers, spans = list[tuple[list[_Part], int, np.ndarray]](), list[Span]()
+        for (name, key), chunk_parts in parts.items():
+            place, first = self._place(name, key), min(part.first for part in chunk_parts)
+            size = max(part.last for part in chunk_parts) - first
+            region = chunk_parts[0].region
+            # A part that lies in the file as in the result needs no buffer.
+            direct = len(chunk_parts) == 1 and region.nbytes == size and region.flags.c_contiguous
+            buffer = region.reshape(-1).view(np.uint8) if direct else np.empty(size, np.uint8)
+            if isinstance(place, bytes):
+                buffer[:] = np.frombuffer(place, np.uint8, size, first)
+            else:
+                spans.append(Span(f"{FILES}{place.name}", place.start + first, buffer))
+            if not direct:
+                buffers.append((chunk_parts, first, buffer))
+        self._blocks.read(spans)
+        for chunk_parts, first, buffer in buffers:
+            for part in chunk_parts:
+                part.fill(buffer, first)
+        return results
+
+    def verify_rest(self, share: slice) -> None:
+        """Verifies what `read_all` of all arrays does not read. share: this process's part. Raises Damaged."""
+        used = []
+        for name, metadata in self._metadata.items():
+            whole = box_of((), metadata["shape"])
+            for key, chunk_box in _chunks(name, metadata, whole) if _is_plain(metadata) else ():
+                common, place = overlap(whole, chunk_box), self._place(name, key)
+                if common is not None and isinstance(place, Place):
+                    part = _Part(np.empty(0), _strides(metadata), relative(common, chunk_box))
+                    used.append((f"{FILES}{place.name}", place.start + part.first, place.start + part.last))
+        self._blocks.verify_except(used, share)
 
     def statistics(self, name: str) -> dict[str, float | None]:
         """count, nonfinite (NaN or infinite); min, max, mean and rms of the finite elements, None if there are none.
 
-        In float64, read a chunk at a time.
+        In float64, read a part of a chunk at a time. Raises Damaged.
         """
         count = nonfinite = 0
         low, high, total, squares = np.inf, -np.inf, 0.0, 0.0
-        try:
-            for chunk in self._chunks(name):
-                for start in range(0, chunk.size, BLOCK):
-                    block = chunk[start : start + BLOCK].astype(np.float64)
-                    finite = block[np.isfinite(block)]
-                    count, nonfinite = count + block.size, nonfinite + block.size - finite.size
-                    if finite.size:
-                        low, high = min(low, finite.min()), max(high, finite.max())
-                        total, squares = total + finite.sum(), squares + np.square(finite).sum()
-        except (ValueError, OSError) as error:
-            raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
+        for chunk in self._parts(name):
+            for start in range(0, chunk.size, BLOCK):
+                block = chunk[start : start + BLOCK].astype(np.float64)
+                finite = block[np.isfinite(block)]
+                count, nonfinite = count + block.size, nonfinite + block.size - finite.size
+                if finite.size:
+                    low, high = min(low, finite.min()), max(high, finite.max())
+                    total, squares = total + finite.sum(), squares + np.square(finite).sum()
         finite = count - nonfinite
         values = (low, high, total / finite, np.sqrt(squares / finite)) if finite else (None,) * 4
         counts: dict[str, float | None] = {"count": count, "nonfinite": nonfinite}
@@ -107,39 +148,83 @@ class StoredArrays:
             for name, value in zip(("min", "max", "mean", "rms"), values, strict=True)
         }
 
-    def _chunks(self, name: str) -> Iterator[np.ndarray]:
-        """The chunks of an array, flat."""
+    def _parts(self, name: str) -> Iterator[np.ndarray]:
+        """The elements of an array, flat, a part of a chunk at a time."""
         array = self.arrays[name]
         if array.bytes == 0:
             return
-        opened = self._opened(name)
-        for box in chunks_of(box_of((), array.shape), _chunk_shape(self._metadata[name])):
-            yield np.asarray(opened[box].read().result()).reshape(-1)
+        chunk = _chunk_shape(self._metadata[name])
+        for box in chunks_of(box_of((), array.shape), chunk):
+            for part in chunks_of(box, chunk_shape(shape_of(box), _dtype(self._metadata[name]).itemsize)):
+                yield self.read(name, part).reshape(-1)
 
-    def _read_parts(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array with large chunks; reads each from the box's first element to its last."""
-        metadata = self._metadata[name]
-        chunk, dtype = _chunk_shape(metadata), _dtype(metadata)
-        strides = [prod(chunk[axis + 1 :]) * dtype.itemsize for axis in range(len(chunk))]
-        result = np.empty(shape_of(box), dtype)
-        for place in product(*(range(a.start // n, -(-a.stop // n)) for a, n in zip(box, chunk, strict=True))):
-            chunk_box = tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, chunk, strict=True))
-            if (common := overlap(box, chunk_box)) is None:
-                continue
-            inside = relative(common, chunk_box)
-            first = sum(side.start * stride for side, stride in zip(inside, strides, strict=True))
-            last = sum((side.stop - 1) * stride for side, stride in zip(inside, strides, strict=True)) + dtype.itemsize
-            response = self._store.read("/".join((name, "c", *map(str, place))), byte_range=slice(first, last)).result()
-            if response.state != "value" or len(response.value) != last - first:
-                raise Damaged(f"{name} has no chunk {place}, or it is truncated")
-            result[relative(common, box)] = np.ndarray(shape_of(inside), dtype, response.value, strides=strides)
-        return result
+    def _place(self, name: str, key: str) -> bytes | Place:
+        """A chunk, or its place. Raises Damaged if it is missing or has another size than its array says."""
+        place, metadata = self._index.get(key), self._metadata[name]
+        size = prod(_chunk_shape(metadata)) * _dtype(metadata).itemsize
+        if metadata["codecs"][0]["name"] == "sharding_indexed":
+            size += SHARD_INDEX_BYTES
+        actual = None if place is None else place.bytes if isinstance(place, Place) else len(place)
+        if place is None or actual != size:
+            raise Damaged(f"{key} has {actual} bytes, not {size}" if place is not None else f"{key} is missing")
+        return place
 
-    def _opened(self, name: str) -> Any:
-        if name not in self._open:
-            spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
-            self._open[name] = ts.open(spec, open=True, read=True, context=self._context).result()
-        return self._open[name]
+    def _value(self, key: str) -> bytes:
+        place = self._index[key]
+        return self._read_place(place) if isinstance(place, Place) else place
+
+    def _read_place(self, place: Place) -> bytes:
+        content = np.empty(place.bytes, np.uint8)
+        self._blocks.read([Span(f"{FILES}{place.name}", place.start, content)])
+        return content.tobytes()
+
+
+class _Part(NamedTuple):
+    """A part of a chunk that is wanted."""
+
+    region: np.ndarray
+    """Where to put it."""
+    strides: tuple[int, ...]
+    """Of the chunk, in bytes, and the size of an element."""
+    box: Box
+    """Its place in the chunk."""
+
+    @property
+    def first(self) -> int:
+        """First byte in the chunk."""
+        return sum(side.start * stride for side, stride in zip(self.box, self.strides[:-1], strict=True))
+
+    @property
+    def last(self) -> int:
+        """The byte in the chunk after the last."""
+        stops = zip(self.box, self.strides[:-1], strict=True)
+        return sum((side.stop - 1) * stride for side, stride in stops) + self.strides[-1]
+
+    def fill(self, buffer: np.ndarray, start: int) -> None:
+        """buffer: the bytes of the chunk from `start` on."""
+        self.region[...] = np.ndarray(
+            shape_of(self.box), self.region.dtype, buffer.data, self.first - start, self.strides[:-1]
+        )
+
+
+class _OtherArrays:
+    """Arrays that Orbax did not write as a run does, such as compressed ones: all files are verified, then read."""
+
+    def __init__(self, step: Path, entries: integrity.Entries):
+        self._step, self._entries = step, entries
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        if not self._open:
+            integrity.verify(self._step, self._entries)
+        try:
+            if name not in self._open:
+                spec = {"driver": "zarr3", "kvstore": database(self._step / ARRAYS) | {"path": f"{name}/"}}
+                context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # each chunk is read once
+                self._open[name] = ts.open(spec, open=True, read=True, context=context).result()
+            return np.asarray(self._open[name][box].read().result())
+        except (ValueError, OSError) as error:
+            raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
 
 
 def database(path: Path) -> dict[str, Any]:
@@ -166,12 +251,29 @@ def _is_plain(metadata: dict[str, Any]) -> bool:
     """Whether a chunk begins with its uncompressed elements in order, as Orbax writes it without compression."""
     if metadata["chunk_key_encoding"] != {"name": "default"}:
         return False
-    (codec, *other_codecs), plain = metadata["codecs"], [{"name": "bytes", "configuration": {"endian": "little"}}]
-    settings = codec["configuration"]
-    if codec["name"] == "sharding_indexed":
-        one_chunk = settings["chunk_shape"] == [*_chunk_shape(metadata)] and settings.get("index_location") != "start"
-        return one_chunk and not other_codecs and settings["codecs"] == plain
-    return [codec, *other_codecs] == plain
+    codecs = metadata["codecs"]
+    if len(codecs) == 1 and codecs[0]["name"] == "sharding_indexed":
+        settings = codecs[0]["configuration"]
+        codecs = settings["codecs"]
+        if settings["chunk_shape"] != [*_chunk_shape(metadata)] or settings.get("index_location") == "start":
+            return False
+    # Without an endianness for elements of one byte.
+    order = codecs[0].get("configuration", {}).get("endian", "little")
+    return len(codecs) == 1 and codecs[0]["name"] == "bytes" and order == "little"
+
+
+def _chunks(name: str, metadata: dict[str, Any], box: Box) -> Iterator[tuple[str, Box]]:
+    """Key and box of each chunk that has elements of a box."""
+    chunk = _chunk_shape(metadata)
+    for place in product(*(range(a.start // n, -(-a.stop // n)) for a, n in zip(box, chunk, strict=True))):
+        chunk_box = tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, chunk, strict=True))
+        yield "/".join((name, "c", *map(str, place))), chunk_box
+
+
+def _strides(metadata: dict[str, Any]) -> tuple[int, ...]:
+    """Of a chunk, in bytes, and the size of an element."""
+    chunk, size = _chunk_shape(metadata), _dtype(metadata).itemsize
+    return (*(prod(chunk[axis + 1 :]) * size for axis in range(len(chunk))), size)
 
 
 def _chunk_shape(metadata: dict[str, Any]) -> tuple[int, ...]:

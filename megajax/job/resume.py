@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.local.reader import LocalReader
-from megajax.checkpoint.reader import CheckpointReader
+from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.checkpoint.weights.provenance import META, Ancestor, Provenance
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
@@ -91,9 +91,12 @@ def changes(stored_facts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resume:
-    """Restores the state of a checkpoint in this run's layout, if no fact of the training has changed."""
+    """Restores the state of a checkpoint in this run's layout, if no fact of the training has changed.
+
+    `reader` and `step` are those of another checkpoint afterwards if the restore found this one damaged.
+    """
 
     reader: CheckpointReader | LocalReader
     step: int
@@ -105,6 +108,8 @@ class Resume:
     """Logs the event `restored`."""
     data: DataFiles = field(default_factory=DataFiles)
     """The data files of this run."""
+    following: Callable[[], tuple[CheckpointReader | LocalReader, int, bool]] | None = None
+    """Reader, step and `same_run` of the next checkpoint to try; None: a damaged one is an error."""
 
     @property
     def ancestor(self) -> Ancestor:
@@ -114,12 +119,19 @@ class Resume:
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """Raises UserError with all changed settings, or with the arrays that don't fit; nothing is written."""
-        if self.same_run:
-            self._compare(parts)
         started = time.monotonic()
-        state = self._restored(parts, like)
-        self.event("restored", step=self.step, seconds=round(time.monotonic() - started, 3))
-        return state
+        while True:
+            if self.same_run:
+                self._compare(parts)
+            try:
+                state = self._restored(parts, like)
+            except DamagedStep:
+                if self.following is None:
+                    raise
+                self.reader, self.step, self.same_run = self.following()
+                continue
+            self.event("restored", step=self.step, seconds=round(time.monotonic() - started, 3))
+            return state
 
     def _restored(self, parts: Parts, like: TrainState) -> TrainState:
         program = parts.program

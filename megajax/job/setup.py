@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 
@@ -107,9 +108,8 @@ def set_up_job(
             f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; set another --run_dir, or "
             "--checkpoint.load=RUN"
         )
-    first = 0 if start is None else start[1]
-    console, signals = _open_console_and_signals(cfg, stack, pulse, failures, first)
-    stop = Stopping(cfg, pulse, signals, first=first, started=started)
+    console, signals = _open_console_and_signals(cfg, stack, pulse, failures)
+    stop = Stopping(cfg, pulse, signals, started=started)
     compiles = stack.enter_context(CompileLog(console.say, events.event))
     inputs = input_groups(cfg, fresh=start is None)
     data = DataFiles(verify=verify_data, inputs=inputs, say=console.say, progress=activity.progress)
@@ -117,15 +117,18 @@ def set_up_job(
         activity.stage(Stage.HEALTH)
         demand_health(folder.path, console.say, events.event)
     with console.ticker("setting up data, model and state"):
-        state, origin = _initial_state(cfg, start, local.belongs_to_run(start), console, events, data)
+        state = _initial_state(cfg, start, local, console, events, data)
         run = setup(cfg, start=state, activity=activity)
+        if isinstance(state, Resume):  # perhaps of another step: a restore may find the first one damaged
+            start = state.reader, state.step
+        stop.begin(0 if start is None else start[1])
         data.read_sums(run.parts.splits)
     run.batches = with_process_faults(run.batches, cfg.resilience.process_drills(), run.step)
     stack.callback(stop.close, run.close)
     changes = _layout_changes(run, events)
     if state is None and (line := frozen_weights_warning(run.program)):
         console.say(line)
-    console.show("MegaJAX", banner.banner(run, origin, changes))
+    console.show("MegaJAX", banner.banner(run, _origin(cfg, start), changes))
     ancestor, files = None if state is None else state.ancestor, None
     if not local.belongs_to_run(start):
         files = ModelFiles(run.cfg, run.parts.tokenizer, ancestor)
@@ -150,12 +153,11 @@ def set_up_job(
 
 
 def _open_console_and_signals(
-    cfg: RunConfig, stack: ExitStack, pulse: Pulse, failures: FailureLog, first: int
+    cfg: RunConfig, stack: ExitStack, pulse: Pulse, failures: FailureLog
 ) -> tuple[Console, Signals]:
     console = open_console(
         cfg.logging,
         total_steps=cfg.steps,
-        start_step=first,
         primary=jax.process_index() == 0,
         terms=Terms(position_unit(cfg.model), flops=jax.local_devices()[0].platform != "cpu"),
     )
@@ -172,17 +174,28 @@ def _open_console_and_signals(
 
 
 def _initial_state(
-    cfg: RunConfig, start: Start | None, same_run: bool, console: Console, events: EventLog, data: DataFiles
-) -> tuple[Resume | InitialWeights | None, str | None]:
-    """The source of the initial state and the banner's line about it; both are None for a new run."""
+    cfg: RunConfig, start: Start | None, local: LocalSaves, console: Console, events: EventLog, data: DataFiles
+) -> Resume | InitialWeights | None:
+    """The source of the initial state; None for a new run."""
+
+    def following() -> tuple[Any, int, bool]:
+        # Never None: that a folder has no intact step left is a UserError.
+        next_start = cast(Start, local.start())
+        return *next_start, local.belongs_to_run(next_start)
+
     if start is not None:
-        reader, step = start
-        resume = Resume(reader, step, same_run=same_run, say=console.say, data=data, event=events.event)
-        return resume, f"step {step} of {Path(reader.folder).parent}"
-    if sources := cfg.checkpoint.sources():
-        runs = ", ".join(str(source.run) for source in sources)
-        return InitialWeights(sources, console.say), f"new run, from weights of {runs}"
-    return None, None
+        same_run = local.belongs_to_run(start)
+        return Resume(*start, same_run, say=console.say, data=data, event=events.event, following=following)
+    sources = cfg.checkpoint.sources()
+    return InitialWeights(sources, console.say) if sources else None
+
+
+def _origin(cfg: RunConfig, start: Start | None) -> str | None:
+    """The banner's line about the initial state."""
+    if start is not None:
+        return f"step {start[1]} of {Path(start[0].folder).parent}"
+    runs = ", ".join(str(source.run) for source in cfg.checkpoint.sources())
+    return f"new run, from weights of {runs}" if runs else None
 
 
 def _layout_changes(run: Run, events: EventLog) -> list[str]:

@@ -44,16 +44,20 @@ class Stopping:
         signalled: whether a signal stopped the run, the same on all processes; known after `agree_on_signal`.
     """
 
-    def __init__(self, cfg: RunConfig, pulse: Pulse, signals: Signals, *, first: int, started: float):
-        """first: steps before this attempt. started: monotonic time at which it began."""
-        self._cfg, self._pulse, self._signals, self._first = cfg.resilience, pulse, signals, first
+    def __init__(self, cfg: RunConfig, pulse: Pulse, signals: Signals, *, started: float):
+        """started: monotonic time at which this attempt began."""
+        self._cfg, self._pulse, self._signals, self._steps = cfg.resilience, pulse, signals, cfg.steps
         self._activity, self._peers, self._started = pulse.activity, pulse.peers, started
-        limit = cfg.resilience.exit_after_steps
-        self.last_step = cfg.steps if limit is None else min(cfg.steps, first + limit)
         self._shared = False
         self.abandoned = self.signalled = False
+        self.begin(0)
         pulse.ticks.append(self.check)
         pulse.peers.on_stop_request = signals.request_stop
+
+    def begin(self, first: int) -> None:
+        """first: steps before this attempt."""
+        limit, self._first = self._cfg.exit_after_steps, first
+        self.last_step = self._steps if limit is None else min(self._steps, first + limit)
 
     def requested(self) -> bool:
         """Whether this process was asked to stop, or its time limit has passed."""

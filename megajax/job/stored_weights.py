@@ -1,7 +1,7 @@
 """Loads weights of another run or of another library's checkpoint in this run's layout."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from megajax.checkpoint.huggingface.names import extra_tensors
-from megajax.checkpoint.reader import open_checkpoints
+from megajax.checkpoint.reader import DamagedStep, open_checkpoints
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.formats import foreign_format, read_foreign
@@ -43,8 +43,10 @@ class TargetArray(NamedTuple):
 class StoredWeights(Protocol):
     """Stored weights and observations by path in their model."""
 
-    where: str
-    """The source, for messages."""
+    @property
+    def where(self) -> str:
+        """The source, for messages."""
+        ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Path -> shape; the first dimension of a stacked array is its number of stored rows."""
@@ -108,6 +110,22 @@ def all_weights(name: Path, program: Program, ignore: Sequence[str] = ()) -> tup
     likes: dict[str, Any] = {**state.params, **state.observed}
     replicated = getattr(state.step, "sharding", None)
     stored = open_weights(name, declared_by(program.cfg.model), set(likes), replicated, ignore)
+    return read_intact(stored, lambda: _fitting_weights(stored, likes, program)), stored.where + stored.note()
+
+
+def read_intact[T](stored: StoredWeights, load: Callable[[], T]) -> T:
+    """The result of `load`, which is called again with the step before if the newest step of a run proves damaged."""
+    while True:
+        try:
+            return load()
+        except DamagedStep:
+            if not isinstance(stored, RunWeights):
+                raise
+            stored.choose()
+
+
+def _fitting_weights(stored: StoredWeights, likes: Mapping[str, Any], program: Program) -> dict[str, Array]:
+    state = program.state_like()
     shapes, targets = stored.shapes(), {path: TargetArray(like, program.arrays[path]) for path, like in likes.items()}
     stored_tokens, tokens = stored.vocabulary(), ids_below(program.cfg.model)
     problems = []
@@ -123,7 +141,7 @@ def all_weights(name: Path, program: Program, ignore: Sequence[str] = ()) -> tup
     present = {path: target for path, target in targets.items() if path in shapes}
     missing = {path: like for path, like in likes.items() if path not in shapes}
     zeros = {path: jnp.zeros(like.shape, like.dtype, device=like.sharding) for path, like in missing.items()}
-    return stored.read(present, program.partition.order_of) | zeros, stored.where + stored.note()
+    return stored.read(present, program.partition.order_of) | zeros
 
 
 def shape_problem(path: str, stored: Sequence[int], shape: Sequence[int]) -> str:
@@ -135,14 +153,25 @@ class RunWeights:
     """The weights of a MegaJAX checkpoint."""
 
     def __init__(self, path: Path, replicated: Any):
-        self._replicated = replicated
+        self._replicated, self.path = replicated, path
         self.reader, step = open_checkpoints(path)
-        step = self.reader.newest_intact() if step is None else step
         if step is None:
-            raise UserError(f"no checkpoints to load weights from in {path}")
-        self.step, self.path, self.where = step, path, f"{path}, step {step}"
+            self.choose()
+        else:
+            self.step = step
 
-    @cached_property
+    def choose(self) -> None:
+        """Takes the newest step that no restore found damaged. Raises UserError if there is none."""
+        step = self.reader.newest_intact()
+        if step is None:
+            raise UserError(f"no checkpoints to load weights from in {self.path}")
+        self.step = step
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, step {self.step}"
+
+    @property
     def _names(self) -> dict[str, str]:
         """Path -> name in the checkpoint."""
         names = self.reader.shapes(self.step)
@@ -151,13 +180,14 @@ class RunWeights:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        stored = self.reader.shapes(self.step)
-        return {path: stored[name] for path, name in self._names.items()}
+        stored, names = self.reader.shapes(self.step), self._names
+        return {path: stored[name] for path, name in names.items()}
 
     def read(self, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
         """Raises UserError for other numbers of layers."""
-        declared = {self._names[path]: target.spec for path, target in targets.items()}
-        like: dict[str, Any] = {self._names[path]: target.like for path, target in targets.items()}
+        names = self._names
+        declared = {names[path]: target.spec for path, target in targets.items()}
+        like: dict[str, Any] = {names[path]: target.like for path, target in targets.items()}
         chunks, shapes = stored_chunks(self.reader.meta(self.step)), self.reader.shapes(self.step)
         stored = partial(row_order, chunks)
         numbers = {name: layers_of(spec) for name, spec in declared.items() if spec.layers}
@@ -173,7 +203,7 @@ class RunWeights:
         else:
             arrays = self.reader.restore(self.step, like_stored(like, declared, stored), partial=True)[0]
             arrays = reorder(arrays, like, declared, stored, order)
-        return {path: arrays[self._names[path]] for path in targets}
+        return {path: arrays[names[path]] for path in targets}
 
     def host_array(self, path: str) -> np.ndarray:
         name = self._names[path]

@@ -18,7 +18,7 @@ from megajax.checkpoint.weights.model_differences import describe_differences, d
 from megajax.checkpoint.weights.provenance import Ancestor
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
-from megajax.job.stored_weights import StoredWeights, TargetArray, open_weights, shape_problem
+from megajax.job.stored_weights import StoredWeights, TargetArray, open_weights, read_intact, shape_problem
 from megajax.layers.upcycling import Derived
 from megajax.mesh.shardings import without_dimension
 from megajax.models.protocol import ids_below
@@ -45,7 +45,7 @@ class InitialWeights:
         fresh, loaded = cache(parts.program.fresh_state()), dict[str, Array]()
         for source in self.sources:
             weights = SourceWeights.of(source, parts, like)
-            loaded |= weights.weights(lambda: fresh().params, self.say)
+            loaded |= read_intact(weights.stored, partial(weights.weights, lambda: fresh().params, self.say))
             if not source.into:
                 self.ancestor = weights.stored.ancestor()
         state = fresh()

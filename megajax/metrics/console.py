@@ -274,12 +274,12 @@ class Cadence:
         self,
         *,
         total_steps: int,
-        start_step: int = 0,
         every: int = 10,
         clock: Callable[[], datetime] = datetime.now,
     ):
         self.total_steps, self.clock = total_steps, clock
-        self._every, self._first = every, start_step + 1
+        self._every = every
+        self._first: int | None = None
         self._since: list[StepRecord] = []
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._printed: datetime | None = None
@@ -295,6 +295,7 @@ class Cadence:
     def add(self, record: StepRecord) -> Summary | None:
         """Add a step -> a summary of the steps since the last line, or None if no line is due."""
         now = self.clock()
+        self._first = record.step if self._first is None else self._first
         self._since.append(record)
         if not self.first(record):
             self._recent.append(record.rates.step_seconds)
@@ -318,7 +319,6 @@ def open_console(
     config: LoggingConfig,
     *,
     total_steps: int,
-    start_step: int = 0,
     primary: bool = True,
     stream: TextIO | None = None,
     terms: Terms = LANGUAGE,
@@ -329,7 +329,6 @@ def open_console(
     stream = stream or sys.stdout
     steps: dict[str, Any] = {
         "total_steps": total_steps,
-        "start_step": start_step,
         "every": config.every,
         "terms": terms,
     }

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import arrays, boxes, disk, integrity, stored_arrays
+from megajax.checkpoint import arrays, boxes, disk, integrity
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.folder import META
 from megajax.checkpoint.huggingface.export import config_for, family_for
@@ -133,11 +133,11 @@ def test_narrow_dtypes_are_stored_read_back_and_widened(folder, tmp_path) -> Non
     tensors = load_file(folder / "model.safetensors")
     expected = tensors["model.norm.weight"].astype(jnp.bfloat16)
     like = {"params": {"norm.gain": jax.ShapeDtypeStruct((16,), np.float32)}}
-    read = arrays.read(tmp_path / "run/checkpoints/00000000/arrays", like, partial=True)
+    read = arrays.read(StoredArrays(tmp_path / "run/checkpoints/00000000"), like, partial=True)
     np.testing.assert_array_equal(read["params"]["norm.gain"], expected.astype(np.float32))
     with pytest.raises(UserError, match=r"params\.norm\.gain +dtype +bfloat16\[16\] +float16\[16\]"):
         like = {"params": {"norm.gain": jax.ShapeDtypeStruct((16,), np.float16)}}
-        arrays.read(tmp_path / "run/checkpoints/00000000/arrays", like, partial=True)
+        arrays.read(StoredArrays(tmp_path / "run/checkpoints/00000000"), like, partial=True)
 
 
 def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path) -> None:
@@ -212,6 +212,7 @@ def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, c
     for name, box in writer.chunks():
         writer.write(name, box, stored[name.removeprefix("params.")][box])
     writer.finish()
+    integrity.complete_step(tmp_path / "step")
     weights = StepWeights(tmp_path / "step", declared, partition.stored())
     assert -1 in order
     for path, array in natural.items():
@@ -433,10 +434,11 @@ def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dty
     values = np.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a", "b"))
     arrays.start_writing(tmp_path / "arrays", {"w": jax.device_put(values, sharding)}).result()
-    monkeypatch.setattr(stored_arrays, "PART_BYTES", 0)
-    stored, draw = StoredArrays(tmp_path / "arrays"), np.random.default_rng(0)
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 100)
+    integrity.complete_step(tmp_path)
+    stored, draw = StoredArrays(tmp_path), np.random.default_rng(0)
     assert stored.arrays["w"].pieces == (1, 2, 2)
-    monkeypatch.setattr(stored, "_open", {"w": None})  # nothing is read through TensorStore's arrays
+    monkeypatch.setattr(stored, "_other", None)  # nothing is read through TensorStore's arrays
     for _ in range(20):
         bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in values.shape]
         box = tuple(slice(int(start), int(stop)) for start, stop in bounds)

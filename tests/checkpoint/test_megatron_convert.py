@@ -57,7 +57,7 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (cfg.optimizer.beta2, cfg.schedule.lr, cfg.batch.global_size, cfg.steps) == (0.97, 3e-3, 8, 20)
     stored = CheckpointReader(tmp_path / "run" / "checkpoints")
     assert stored.newest_intact() == 7
-    arrays = StoredArrays(tmp_path / "run" / "checkpoints" / "00000007" / "arrays")
+    arrays = StoredArrays(tmp_path / "run" / "checkpoints" / "00000007")
     counts = {name: arrays.value(name) for name in ("step", "optimizer.count", "consumed_samples", "scheduled_samples")}
     assert counts == {"step": 7, "optimizer.count": 7, "consumed_samples": 56, "scheduled_samples": 1}
     # Quantized weights have no moments to go on from.

@@ -16,6 +16,7 @@ from megajax import convert
 from megajax.checkpoint import boxes
 from megajax.checkpoint.arrays import read
 from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.checkpoint.weights.adapters import MergedWeights
 from megajax.checkpoint.weights.foreign import declared_by, one_device
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
@@ -270,7 +271,7 @@ def test_what_quantized_weights_are_not_for(source: Path, tmp_path: Path) -> Non
     name = "params.stack.blocks.0.mixer.query"
     like = {name: jax.ShapeDtypeStruct((2, 32, 8, 4), jnp.float32)}
     with pytest.raises(UserError, match=r"query +dtype +float8_e4m3fn"):
-        read(step.path / "arrays", like, partial=True)
+        read(StoredArrays(step.path), like, partial=True)
 
 
 def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from megajax.checkpoint import folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.manager import CheckpointError
+from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError
 
 
@@ -33,6 +34,7 @@ def flip_a_byte(path):
 
 def main() -> None:
     index, port, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    integrity.BLOCK_BYTES = 256  # large files are verified while they are read
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
@@ -81,10 +83,17 @@ def main() -> None:
         manager.wait()
         assert manager.steps() == [3, 4]
 
-    # Damage in a file that process 1 wrote: both fall back to the same step.
+    # Damage in a file that process 1 wrote and alone reads again, in a restore: both fall back to the same step.
     if index == 0:
         flip_a_byte(max((path / "00000004" / "arrays/state/ocdbt.process_1/d").iterdir()))
+    as_saved = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in state.items()}
     with CheckpointConfig(keep_last=2).build(path) as manager:
+        assert manager.start() == (manager, 4)
+        try:
+            manager.restore(4, as_saved)
+            raise AssertionError("a damaged step was restored")
+        except DamagedStep as error:
+            assert "process 1: arrays/state/ocdbt.process_1/d/" in str(error), error
         assert manager.start() == (manager, 3)
         restored, _ = manager.restore(3, like)
         check(restored["w"], values["w"])

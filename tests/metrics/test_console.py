@@ -32,7 +32,7 @@ def plain_console(total: int = 500, **options) -> tuple[PlainConsole, io.StringI
 
 
 def test_the_plain_line_has_the_format_of_megatron(step):
-    console, stream = plain_console(start_step=98)
+    console, stream = plain_console()
     console.log(step(99, rates=KNOWN.rates(0.1234, 12_177)))
     before = len(stream.getvalue())
     record = step(

@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import arrays
+from megajax.checkpoint import arrays, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config import load
 from megajax.training.session import Parts, Run, setup
 from megajax.training.state import TrainState, own_buffers
@@ -36,7 +37,8 @@ def stored_and_read(tmp_path: Path) -> Any:
     def start(parts: Parts, like: TrainState) -> TrainState:
         fresh = parts.program.fresh_state()()
         arrays.start_writing(tmp_path / "arrays", arrays.flatten(fresh)).result()
-        return arrays.read(tmp_path / "arrays", like)
+        integrity.complete_step(tmp_path)
+        return arrays.read(StoredArrays(tmp_path), like)
 
     return start
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.boxes import Box
-from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.reader import Meta, open_checkpoints
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS, StoredArrays
@@ -28,9 +27,13 @@ class StepWeights:
     def __init__(self, step: Path, declared: Mapping[str, ParamSpec], chunks: Sequence[range] = ()):
         """declared: specs of the model on one device. chunks: layers of each stored chunk; (): in natural order.
 
-        Raises UserError for weights that the step lacks.
+        Raises UserError for weights that the step lacks, and if it is damaged.
         """
-        self.where, self._stored, self._chunks = str(step), StoredArrays(step / ARRAYS), chunks
+        self.where, self._chunks = str(step), chunks
+        try:
+            self._stored = StoredArrays(step)
+        except Damaged as error:
+            raise UserError(f"{step} is damaged: {error}") from error
         names = {path: (WEIGHTS if spec.updater is None else OBSERVED) + path for path, spec in declared.items()}
         self._names = {path: name for path, name in names.items() if name in self._stored.arrays}
         if missing := [path for path, spec in declared.items() if spec.updater is None and path not in self._names]:
@@ -142,7 +145,8 @@ def open_step(path: Path, step: int | None = None, *, trusted: bool = False) -> 
         path, step = path.parent, int(path.name)
     reader, path_step = open_checkpoints(path)
     step = path_step if step is None else step
-    step = reader.newest_intact() if step is None else step
+    # Weights are read while others are written or served, when there is no way back to the step before.
+    step = reader.newest_intact(blocks=True) if step is None else step
     if step is None:
         raise UserError(f"there are no checkpoints in {path}")
     folder = reader.folder

@@ -1,0 +1,197 @@
+"""Large files are verified while they are read: the bytes that a restore uses are the bytes that were hashed, once."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint import blocks, disk, integrity
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.reader import CheckpointReader, DamagedStep
+from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.config.errors import UserError
+
+BLOCK = 512
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch) -> None:
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+
+
+def layout(*axes: str | None) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
+    return NamedSharding(mesh, P(*axes))
+
+
+def state(step: int) -> dict[str, jax.Array]:
+    values = np.arange(64 * 96, dtype=np.float32).reshape(64, 96) + step
+    return {
+        "params.rows": jax.device_put(values, layout("a")),
+        "params.both": jax.device_put(values, layout("a", "b")),
+        "params.copies": jax.device_put(values.astype(jnp.bfloat16), layout()),
+        "optimizer.columns": jax.device_put(values, layout(None, "b")),
+        "flags": jax.device_put(np.arange(96) % 3 == 0, layout()),
+        "step": jnp.int32(step),
+    }
+
+
+def like(**axes: Any) -> dict[str, Any]:
+    leaves = jax.eval_shape(lambda: {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in state(0).items()})
+    shardings = {name: layout(*axes.get(name, ())) for name in leaves}
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in leaves.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with CheckpointConfig().build(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), {"step": step})
+    return tmp_path
+
+
+def largest(step: Path) -> str:
+    """The file of the values, of several blocks."""
+    entries = integrity.read_manifest(step)
+    return max((name for name in entries if "block" in entries[name]), key=lambda name: entries[name]["bytes"])
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "as saved": {"params.rows": ("a",), "params.both": ("a", "b"), "optimizer.columns": (None, "b")},
+    "other": {"params.rows": (None, "a"), "params.both": (("b", "a"),), "optimizer.columns": ("b", "a")},
+}
+
+
+@pytest.mark.parametrize("axes", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_layouts_are_bit_equal(folder: Path, axes: dict[str, Any]) -> None:
+    restored, meta = CheckpointReader(folder).restore(2, like(**axes))
+    assert meta == {"step": 2}
+    for name, expected in state(2).items():
+        assert restored[name].sharding == layout(*axes.get(name, ())) and restored[name].dtype == expected.dtype
+        np.testing.assert_array_equal(restored[name], expected)
+
+
+def test_a_flipped_bit_anywhere_is_found_and_the_step_before_is_used(folder: Path, capfd) -> None:
+    """In every part of every file: values, gaps, and the nodes of the database."""
+    newest, pristine = folder / "00000002", folder.parent / "pristine"
+    shutil.copytree(newest, pristine)
+    draw, found = np.random.default_rng(0), 0
+    for name in disk.files_below(pristine):
+        size = (pristine / name).stat().st_size
+        places = range(size) if size < 8 else {0, size - 1, *draw.integers(size, size=size // BLOCK + 3).tolist()}
+        for at in places:
+            flip(newest / name, at)
+            with CheckpointConfig().build(folder) as manager:
+                source, step = manager.start() or (None, None)
+                assert source is manager
+                if step == 2:
+                    with pytest.raises(DamagedStep, match=r"checkpoint step 2 .* is damaged: "):
+                        manager.restore(2, like())
+                    assert manager.start() == (manager, 1)
+                restored, meta = manager.restore(1, like())
+                assert meta == {"step": 1} and int(restored["step"]) == 1
+            assert name.rsplit("/", 1)[-1] in capfd.readouterr().err
+            shutil.rmtree(folder / "00000002.damaged")
+            shutil.copytree(pristine, newest)
+            found += 1
+    assert found > 60
+
+
+def test_other_damage_of_a_large_file_is_found(folder: Path, capfd) -> None:
+    newest, other = folder / "00000002", folder / "00000001"
+    name, donor = largest(newest), largest(other)
+    content = (newest / name).read_bytes()
+    for damaged in (content[:-1], content + b"x", b"", (other / donor).read_bytes()[: len(content)], None):
+        (newest / name).unlink() if damaged is None else (newest / name).write_bytes(damaged)
+        reader = CheckpointReader(folder)
+        if (step := reader.newest_intact()) == 2:  # another step's file, of the same size
+            assert damaged is not None and len(damaged) == len(content)
+            with pytest.raises(DamagedStep, match=f"{name}: sha256"):
+                reader.restore(2, like())
+            step = reader.newest_intact()
+        assert step == 1
+        (newest / name).write_bytes(content)
+    assert CheckpointReader(folder).newest_intact() == 2
+
+
+def test_a_file_that_changes_after_the_choice_is_found(folder: Path) -> None:
+    reader = CheckpointReader(folder)
+    assert reader.newest_intact() == 2
+    reader.restore(2, like())
+    name = largest(folder / "00000002")
+    flip(folder / "00000002" / name, 700)
+    with pytest.raises(DamagedStep, match=r"sha256 [0-9a-f]{64} of bytes 512 to 1024, the manifest says [0-9a-f]{64}"):
+        reader.restore(2, like())
+
+
+def test_what_is_not_read_does_not_matter_and_what_is_read_does(folder: Path) -> None:
+    """Weights alone need no moments."""
+    step = folder / "00000002"
+    name = largest(step)
+    stored = StoredArrays(step)
+    weights = {name: leaf for name, leaf in like().items() if name.startswith("params.")}
+    first = {key: place for key, place in stored._index.items() if not isinstance(place, bytes)}
+    moment = next(place.start for key, place in first.items() if key.startswith("optimizer."))
+    weight = next(place.start for key, place in first.items() if key.startswith("params.rows"))
+    flip(step / name, moment + 600)
+    restored, _ = CheckpointReader(folder).restore(2, weights, partial=True)
+    np.testing.assert_array_equal(restored["params.rows"], state(2)["params.rows"])
+    flip(step / name, weight + 1000)
+    with pytest.raises(UserError, match=r"(?s)step 2 .*Choose another step"):
+        CheckpointReader(folder).restore(2, weights, partial=True)
+
+
+def test_each_byte_is_read_once(folder: Path, monkeypatch) -> None:
+    name, read = largest(folder / "00000002"), list[tuple[int, int]]()
+    total = (folder / "00000002" / name).stat().st_size
+    real = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        size = real(descriptor, buffers, offset)
+        if os.fstat(descriptor).st_size == total:
+            read.append((offset, offset + size))
+        return size
+
+    monkeypatch.setattr(os, "preadv", counted)
+    hashed: list[str] = []
+    monkeypatch.setattr(integrity, "_hash", lambda path, first, last: hashed.append(path.name) or "")
+    monkeypatch.setattr(integrity, "block_fault", lambda entry, block, actual: None)
+    reader = CheckpointReader(folder)
+    assert reader.newest_intact() == 2
+    reader.restore(2, like(**LAYOUTS["as saved"]))
+    assert sorted(read) == [(start, min(start + BLOCK, total)) for start in range(0, total, BLOCK)]
+    assert hashed and Path(name).name not in hashed
+
+
+def test_a_step_of_the_format_before_is_verified_first_and_restored(folder: Path, capfd) -> None:
+    step = folder / "00000002"
+    names = [name for name in disk.files_below(step) if name != integrity.MANIFEST]
+    integrity.BLOCK_BYTES = 2**30  # one hash for each file
+    entries = integrity.hash_files(step, names)
+    integrity.BLOCK_BYTES = BLOCK
+    document = {"format": 1, "files": entries, "seal": integrity.seal(entries)}
+    (step / integrity.MANIFEST).write_text(json.dumps(document))
+    restored, _ = CheckpointReader(folder).restore(2, like())
+    np.testing.assert_array_equal(restored["params.both"], state(2)["params.both"])
+    largest = max(names, key=lambda name: (step / name).stat().st_size)
+    flip(step / largest, 3000)
+    assert CheckpointReader(folder).newest_intact() == 1
+    assert largest in capfd.readouterr().err

@@ -1,0 +1,94 @@
+"""Damage that only the restore finds, in a block of a large file: runs and weights go on from the step before."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_jobs import losses, run_config
+
+from megajax.checkpoint import blocks, integrity
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import UserError
+from megajax.job.job import train
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints after steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrity, "BLOCK_BYTES", 512)
+        assert train(run_config(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def run(undisturbed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(undisturbed, tmp_path / "run"))
+
+
+def damage(run: Path, step: int) -> None:
+    """Flips a bit in the middle of the largest file, which holds the arrays."""
+    path = max((run / f"checkpoints/{step:08d}/arrays").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 4  # parameters are after moments
+    path.write_bytes(content)
+
+
+def events(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_from_the_step_before_with_the_same_losses(
+    run: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(run, 6)
+    assert train(run_config(run)) == 0
+    assert losses(run) == losses(undisturbed)
+    last = events(run)[-next(i for i, e in enumerate(reversed(events(run)), 1) if e["event"] == "start") :]
+    kinds = {event["event"]: event for event in last}
+    assert kinds["start"]["step"] == kinds["restored"]["step"] == 3
+    assert kinds["checkpoint_damaged"]["step"] == 6 and "sha256" in kinds["checkpoint_damaged"]["why"]
+    assert (kinds["checkpoint_fallback"]["from_step"], kinds["checkpoint_fallback"]["to_step"]) == (6, 3)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
+    assert names == ["00000003", "00000006", "00000006.damaged"]
+    output = capfd.readouterr()
+    assert "checkpoint step 6" in output.err and "step 3 of" in output.out
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param(lambda run: CheckpointConfig(load=run), id="state"),
+        pytest.param(lambda run: CheckpointConfig(load=run, parts="weights"), id="weights"),
+    ],
+)
+def test_another_run_starts_from_the_step_before(
+    run: Path, tmp_path: Path, checkpoint: Callable[[Path], CheckpointConfig], capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(run, 6)
+    assert train(run_config(tmp_path / "new", checkpoint=checkpoint(run))) == 0
+    output = capfd.readouterr()
+    assert "checkpoint step 6" in output.err and "damaged and was skipped" in output.err
+    assert "step 3" in output.out and not (run / "checkpoints/00000006.damaged").exists()
+
+
+def test_a_step_that_was_asked_for_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    damage(run, 6)
+    with pytest.raises(UserError, match=r"checkpoint step 6 .* is damaged: .*: sha256"):
+        train(run_config(tmp_path / "new", checkpoint=CheckpointConfig(load=run, step=6)))
+
+
+def test_no_intact_step_is_an_error(run: Path) -> None:
+    for step in (3, 6):
+        damage(run, step)
+    with pytest.raises(UserError, match=r"none of the checkpoints in .* is intact \(00000003.damaged"):
+        train(run_config(run))
