@@ -85,7 +85,7 @@ def tokenizer(value: str, settings: Mapping[str, Any]) -> Answer:
     """A local folder or file; with --tokenizer.type=HuggingFaceTokenizer if the config has another tokenizer."""
     tokenizer_type = {} if "tokenizer.path" in settings else {"tokenizer.type": "HuggingFaceTokenizer"}
     hint = download_hint(value) or "a local folder with a tokenizer.json, or that file"
-    return tokenizer_type | {"tokenizer.path": value}, hint
+    return tokenizer_type | {"tokenizer.path": download_folder(value) or value}, hint
 
 
 def pretrained(value: str, settings: Mapping[str, Any]) -> Answer:
@@ -288,6 +288,7 @@ def corrections(
     answered: dict[str, Problem] = {}
     answers: dict[str, Answer] = {}
     written: dict[str, str] = {}
+    direct: set[str] = set()
     # Computed answers come last, in the order of the table: they depend on the values of the others.
     for name in sorted((name for name in TABLE if name in arguments), key=lambda name: TABLE[name].by is not None):
         row, value = TABLE[name], "" if arguments[name] is Mark.BARE else str(arguments[name])
@@ -298,8 +299,10 @@ def corrections(
             answered[name] = Problem(f"--{name}", f"no such flag; a setting of training is {row.settings}")
         else:
             values, note = row.by(value, settings) if row.by else (_values(row, value, settings), row.note)
-            if row.by is not None:  # a name for the setting itself counts
-                values = {setting: text for setting, text in values.items() if setting not in written}
+            if row.by is None:
+                direct |= values.keys()
+            else:  # a name for the setting itself counts
+                values = {setting: text for setting, text in values.items() if setting not in direct}
             answers[name] = values, note
             settings |= values
             written |= values

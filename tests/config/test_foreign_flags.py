@@ -161,6 +161,8 @@ def test_batch_arithmetic_and_epochs():
         "global_size = micro_size x microbatches x data-parallel devices: 4 x 8 x 1; with N of them, 32 x N"
     )
     assert "steps = 3 x training rows / 32 rows a step" in answers["epochs"].hint
+    answers = corrections({"num_layers": Text("4"), "n_layer": Text("4")}, config_of("gpt2.py"))
+    assert {answer.hint for answer in answers.values()} == {"write --model.stack.repeats=4"}
     answers = corrections(names | {"train_batch_size": Text("64")}, config_of("gpt2.py"))
     assert answers["train_batch_size"].hint == "write --batch.global_size=64"
     assert answers["gradient_accumulation_steps"].hint.startswith("global_size = micro_size x microbatches")
