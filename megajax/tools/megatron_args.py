@@ -44,7 +44,7 @@ FOREIGN = {
     "pretrain_mimo.py": "models of several encoders (MIMO) are not part of this version",
     "mimo/train.py": "models of several encoders (MIMO) are not part of this version",
     "multimodal/train.py": "its images, prompts and models are its own; pretrain_vlm.py is the nearest",
-    "train_rl.py": "reinforcement learning is a config of its own here, see docs/reinforcement.md",
+    "train_rl.py": "reinforcement learning has configs of its own here, see docs/tuning.md",
     "modelopt/finetune.py": "quantization-aware and distilled fine-tuning of modelopt are not part of this version",
     "detxoify_lm/finetune_gpt.py": "it is a training script of its own",
     "tasks/main.py": "it evaluates a task: use megajax.evaluate",
@@ -171,7 +171,10 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
         script = read_script(text, path=str(path), arguments=rest[1:], defined=options.defined, answers=options.answers)
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
-    training = find_training(script.commands, str(path), options.command)
+    try:
+        training = find_training(script.commands, str(path), options.command)
+    except UserError as error:
+        raise UserError("\n".join([str(error), *(f"  {note}" for note in script.notes)])) from error
     words = (*training.words, *map(Word, flags))
     return replace(training, words=words, notes=script.notes), str(path)
 

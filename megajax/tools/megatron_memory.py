@@ -37,6 +37,9 @@ def recompute(args: Arguments) -> Settings:
     """The recomputed parts or layers, and the offloaded parts."""
     selective = args["recompute-activations"] or args["moe-layer-recompute"]
     kind = args["recompute-granularity"] or ("selective" if selective else None)
+    if kind is None and args["activations-checkpoint-method"]:
+        args.remark("activations-checkpoint-method", "removed from Megatron-LM: read as --recompute-granularity full")
+        kind = "full"
     if kind not in (None, "selective", "full"):
         args.problem("recompute-granularity", f"expected selective or full, got {kind}")
     megatron_fsdp = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
@@ -93,7 +96,7 @@ def recomputed_parts(args: Arguments) -> Recompute:
 
 def recomputed_layers(args: Arguments) -> Settings:
     """The number of layers per checkpoint of full recomputation, or the number of recomputed layers."""
-    count, method = args["recompute-num-layers"] or 1, args["recompute-method"]
+    count, method = args["recompute-num-layers"] or 1, args["recompute-method"] or args["activations-checkpoint-method"]
     if method not in (None, "uniform", "block"):
         args.problem("recompute-method", f"expected uniform or block, got {method}")
     if method == "block":

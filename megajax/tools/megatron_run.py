@@ -32,6 +32,8 @@ def precision(args: Arguments) -> Settings:
         settings["precision.gradients"] = "bfloat16"
     elif args["fp16"] and not args["accumulate-allreduce-grads-in-fp32"]:
         args.remark("fp16", "gradients are accumulated and reduced in float32 here, not in float16")
+    if args["use-megatron-fsdp"]:
+        settings |= _fsdp_gradients(args)
     # A scale of 0 means none, as in Megatron-LM: float16 has its dynamic one.
     if args["loss-scale"]:
         settings["precision.loss_scale"] = ConstantScaleConfig(value=args["loss-scale"])
@@ -45,6 +47,17 @@ def precision(args: Arguments) -> Settings:
     if (fp8 := _fp8(args)) is not None:
         settings["precision.fp8"] = fp8
     return settings
+
+
+def _fsdp_gradients(args: Arguments) -> Settings:
+    """The dtype in which gradients are added up and reduced."""
+    main, sent = args["megatron-fsdp-main-grads-dtype"], args["megatron-fsdp-grad-comm-dtype"]
+    for name in ("megatron-fsdp-main-grads-dtype", "megatron-fsdp-grad-comm-dtype"):
+        if args[name] not in ("fp32", "bf16", "auto"):
+            args.refuse(name, "gradients are added up and reduced in float32 or bfloat16: precision.gradients")
+    if sent != main and sent != "auto":
+        args.remark("megatron-fsdp-grad-comm-dtype", "gradients are reduced in the dtype that they are added up in")
+    return {"precision.gradients": "bfloat16"} if main == "bf16" else {}
 
 
 def _fp8(args: Arguments) -> Fp8Config | None:

@@ -229,6 +229,10 @@ CASES = {
     "deterministic-mode": "--deterministic-mode",
     "fp16": "--fp16",
     "fp8-format": f"{FP8} --fp8-format e4m3",
+    "activations-checkpoint-method": "--activations-checkpoint-method uniform",
+    "megatron-fsdp-main-grads-dtype": "--use-megatron-fsdp | --megatron-fsdp-main-grads-dtype bf16",
+    "megatron-fsdp-grad-comm-dtype":
+        "--use-megatron-fsdp | --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16",
     "fp8-param-gather": f"{FP8} --fp8-format hybrid --use-distributed-optimizer | --fp8-param-gather",
     "fp8-hybrid": f"{FP8} | --fp8-hybrid",
     "fp8-e4m3": f"{FP8} --fp8-e4m3",

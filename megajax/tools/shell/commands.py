@@ -102,11 +102,13 @@ class Commands(ABC):
         if isinstance(word, Array):
             value = dict(previous) if adds else {}
             start = next_index(value)
-            entries = [field for entry in word.entries if not entry.startswith("[") for field in words.fields(entry)]
-            value |= {str(start + number): entry for number, entry in enumerate(entries)}
             for entry in word.entries:
                 if match := re.fullmatch(r"\[([^]]+)\]=(.*)", entry, re.DOTALL):
                     value[words.text(match[1])] = words.text(match[2])
+                    continue
+                for field in words.fields(entry):
+                    value[str(start)] = field
+                    start += 1
         else:
             key = "0" if index is None else words.subscript(f"[{index}]")[0]
             # NAME=value replaces a scalar, and the first entry of an array.
