@@ -65,8 +65,7 @@ class Experts(nnx.Module):
         """
         products = ((name, self.product(kernel, weights, name, rows, sizes)) for name in self.cfg.inner)
         inputs = [checkpoint_name(self.biased(x, weights, name, sizes), "mlp") for name, x in products]
-        inner = activated(self.cfg, inputs)
-        inner = checkpoint_name(inner * scale.astype(inner.dtype), "activation")
+        inner = checkpoint_name(activated(self.cfg, inputs, scale), "activation")
         y = self.product(kernel, weights, "down", inner, sizes)
         if not self.cfg.bias:
             return y

@@ -410,6 +410,8 @@ class BlockFacts:
     """Tokens of the preceding section that the block reads, per token of its own."""
     experts: tuple[ExpertFacts, ...] = ()
     """Facts of the sub-layers with experts."""
+    expert_inputs: float = 0
+    """Elements per token of the rows that experts get, which their matmuls save as inputs."""
     unsharded: Elements = NO_ELEMENTS
     """Weights that ZeRO-1 and FSDP do not shard: those without the logical axis `embed`, such as biases and the
     up-projections of latents."""
@@ -419,12 +421,15 @@ class BlockFacts:
         if not self.experts:
             return self
         matmuls, tensors = tuple(matmul.on(sharding) for matmul in self.matmuls), dict(self.tensors)
+        expert_inputs = 0.0
         for facts in self.experts:
             more = (facts.over_mean(sharding) if facts.chunks == 1 else 0) - 1
+            expert_inputs += (more + 1) * facts.top_k * facts.width / sharding.tensor_shards
             for part, elements in facts.tensors.items():
                 tensors[part] = tensors[part].plus(Elements(sharded=round(more * facts.top_k * elements)))
         elsewhere = sum(matmul.size for matmul in self.matmuls) - sum(matmul.size for matmul in matmuls)
-        return replace(self, matmuls=matmuls, tensors=tensors, weights=self.weights - elsewhere)
+        weights = self.weights - elsewhere
+        return replace(self, matmuls=matmuls, tensors=tensors, weights=weights, expert_inputs=expert_inputs)
 
     @property
     def sharded_parts(self) -> int:
@@ -465,13 +470,16 @@ class BlockFacts:
         Without recomputation, norms and activations save only their inputs, as if all tensors were named.
         """
         parts = [part for part in (PARTS if policy.parts is None else policy.parts) if part not in policy.offloaded]
-        if policy.parts is not None or share.operand_width is None:
-            return self._bytes(parts, policy, share)
-        # A matmul saves its input in its own dtype. The output of attention is saved for attention as well; norms have
-        # several matmuls, which save about as much as one output.
-        ratio = share.operand_width / share.width
-        output = self.elements("core_attention").local(share.tensor) * share.tokens * share.width
-        return self._bytes(parts, policy, share) - (1 - ratio) * self.tensor_bytes("activation", share) + ratio * output
+        named = self._bytes(parts, policy, share)
+        if policy.parts is not None:
+            return named
+        operand_width = share.operand_width or share.width
+        rows = self.expert_inputs * share.tokens * operand_width
+        # With operands in another dtype, each matmul saves its input in that dtype. The output of attention is saved
+        # for attention as well; norms have several matmuls, which save about as much as one output.
+        ratio = operand_width / share.width
+        output = self.elements("core_attention").local(share.tensor) * share.tokens * share.width * (ratio < 1)
+        return named + rows - (1 - ratio) * self.tensor_bytes("activation", share) + ratio * output
 
     def host_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes that the block offloads to host memory."""

@@ -35,15 +35,22 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
-def activated(cfg: MLPConfig, inputs: Sequence[Array]) -> Array:
-    """The input of `down`, from the products of the layer's input with the matrices `cfg.inner`."""
+def activated(cfg: MLPConfig, inputs: Sequence[Array], scale: Array | None = None) -> Array:
+    """The input of `down`, from the products of the layer's input with the matrices `cfg.inner`; times `scale`."""
     activation = ACTIVATIONS[cfg.activation]
+
+    def scaled(x: Array) -> Array:
+        return x if scale is None else x * scale.astype(x.dtype)
+
     if isinstance(cfg, DenseMLPConfig):
-        return save_only_inputs(activation)(*inputs)
-    gate, up = inputs
-    if cfg.clamp is not None:
-        gate, up = jnp.minimum(gate, cfg.clamp), jnp.clip(up, -cfg.clamp, cfg.clamp)
-    return save_only_inputs(lambda gate, up: activation(gate) * (up + cfg.offset))(gate, up)
+        return save_only_inputs(lambda x: scaled(activation(x)))(*inputs)
+
+    def gated(gate: Array, up: Array) -> Array:
+        if cfg.clamp is not None:
+            gate, up = jnp.minimum(gate, cfg.clamp), jnp.clip(up, -cfg.clamp, cfg.clamp)
+        return scaled(activation(gate) * (up + cfg.offset))
+
+    return save_only_inputs(gated)(*inputs)
 
 
 class MLP(nnx.Module):

@@ -9,9 +9,17 @@ import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
 
 from megajax.kernels.capability import Request
-from megajax.layers.config import LatentAttentionConfig, Mamba1Config, Mamba2Config, StackConfig
+from megajax.layers.config import (
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    Mamba1Config,
+    Mamba2Config,
+    MoEConfig,
+    StackConfig,
+)
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.context import Context
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import Share
 from megajax.layers.remat import NAMES, PARTS, SELECTIVE, Recomputing
 from megajax.layers.stack import BLOCKS, Span
@@ -157,6 +165,22 @@ def test_without_recomputation_more_is_saved_than_has_names():
     ((_, device, _),) = formula(small(recompute="none"))
     ((_, everything, _),) = traced(small(recompute="none"))
     assert device < everything < 2 * device
+
+
+def test_without_recomputation_experts_save_their_rows_and_no_activation_twice():
+    """Gate, up and the input of `down` for each row; the activation before its factor is recomputed."""
+    (block,) = (model := llama(repeats=2)).stack.pattern
+    mixture = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=56))
+    model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=mixture),)), recompute="none")
+    program = build_program(model, ONE, microbatches=4, compute="float32")
+    (span,) = program.abstract.stack.spans(2)
+    saved = jax.make_jaxpr(lambda *args: differentiated(span.unit, *args)[1])(*arguments(program, span, "float32"))
+    rows = 2 * ROWS * LENGTH
+    shapes = [aval.shape[-2:] for aval in saved.out_avals if aval.ndim > 1 and aval.dtype == jnp.float32]
+    assert shapes.count((rows, 56)) == 3 and shapes.count((rows, model.hidden)) == 1
+    section = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None))).section_facts()[-1]
+    (facts,) = block_facts(section, section.stack.pattern, "float32")
+    assert facts.on(ExpertSharding()).expert_inputs == 2 * model.hidden
 
 
 def test_synonyms():
