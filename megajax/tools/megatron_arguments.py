@@ -7,6 +7,7 @@ from megajax.layers.config import (
     AttentionConfig,
     DenseMLPConfig,
     GatedMLPConfig,
+    IdentityNormConfig,
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
@@ -50,7 +51,8 @@ def arguments(model: DecoderConfig) -> dict[str, Any]:
         "position_embedding_type": "learned_absolute" if model.learned_positions else "none",
         "vocab_size": model.vocabulary_size,
         "fp32_residual_connection": model.residual == "float32",
-        **_norm(model.norm),
+        # Models of plain torch layers may have no norm after the last layer.
+        **_norm(blocks[0].norm if isinstance(model.norm, IdentityNormConfig) else model.norm),
         **_mixer(first.get("mixer"), model.hidden),
         **_windows([getattr(block.parts().get("mixer"), "window", None) for block in blocks]),
         **_rotated([getattr(block.parts().get("mixer"), "rope", None) for block in blocks]),

@@ -14,7 +14,7 @@ from megajax.checkpoint.megatron.tables import table
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
-from megajax.tools.megatron_checkpoint import model_config, open_model, read_model
+from megajax.tools.megatron_checkpoint import model_config, open_model, read_model, write_model
 
 SHARED: dict[str, Any] = {
     "num_layers": 4,
@@ -168,6 +168,23 @@ def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
     opened = open_model(tmp_path)
     assert opened.updates == 7
     demand_equal(opened, weights)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_tensors_of_t5_have_two_names(engine: bool, tmp_path: Path) -> None:
+    """Megatron-LM's T5 stores its positions and its output layer twice, and demands both when it loads."""
+    args, weights = {**T5, "transformer_impl": "transformer_engine" if engine else "local"}, random_tensors("t5")
+    if not engine:
+        weights = {name: array for name, array in weights.items() if "final_layernorm" not in name}
+    owners = {"position_embeddings.weight": "embedding", "output_layer.bias": "lm_head"}
+    copies = {name: weights[f"{owner}.{name}"] for name, owner in owners.items()}
+    write_sharded(tmp_path / "theirs", weights | copies, args, Shares(gated=False), stacked=False)
+    opened = open_model(tmp_path / "theirs")
+    demand_equal(opened, weights)
+    (tmp_path / "back").mkdir()
+    write_model(tmp_path / "back", opened.model, opened.weights, engine=engine)
+    content = MegatronCheckpoint(tmp_path / "back").contents
+    assert set(content.names()) == set(weights) | set(copies)
 
 
 def test_shards_with_a_common_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megajax.checkpoint.megatron.names import WITHOUT_WEIGHTS, LazyTensor, Named
 from megajax.checkpoint.megatron.pickles import Record, TensorPlace
 from megajax.checkpoint.megatron.ranks import RANK, RankTensors, rank_files
 from megajax.checkpoint.megatron.sharded import METADATA, ShardedFolder
-from megajax.checkpoint.megatron.tables import table
+from megajax.checkpoint.megatron.tables import second_names, table
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
@@ -183,7 +183,7 @@ def _int(value: Any) -> int:
 def ignored(model: Any) -> tuple[str, ...]:
     """Patterns of names of tensors that hold no weights, or copies: the last stage has a copy of a tied table."""
     tied = ("output_layer.weight", "lm_head.output_layer.weight") if model.tied else ()
-    return (*WITHOUT_WEIGHTS, *tied)
+    return (*WITHOUT_WEIGHTS, *tied, *second_names(model).values())
 
 
 def iteration_folder(folder: Path, step: int | None = None) -> Path:

@@ -12,7 +12,7 @@ from megajax.checkpoint.megatron.checkpoint import TRACKER
 from megajax.checkpoint.megatron.names import FUSED_NORMS, LazyTensor
 from megajax.checkpoint.megatron.pickles import Record
 from megajax.checkpoint.megatron.ranks import FILE
-from megajax.checkpoint.megatron.tables import table
+from megajax.checkpoint.megatron.tables import second_names, table
 from megajax.checkpoint.megatron.writer import NAMESPACE, write_archive
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
@@ -41,10 +41,12 @@ def write_model(
     names = {tensor.name: tensor.name for tensor in tensors}
     if engine:
         names = {name: _engine_name(name, names) for name in names}
-    content: dict[str, Any] = {}
+    seconds, content = second_names(model), dict[str, Any]()
     for tensor in tensors:
         read = partial(_read, tensor, weights, kind, advance)
         content[names[tensor.name]] = LazyTensor(tensor.shape(), kind, read)
+        if second := seconds.get(tensor.name):
+            content[second] = LazyTensor(tensor.shape(), kind, partial(export_tensor, tensor, weights, kind))
         if match := LINEAR.match(names[tensor.name]):
             content[f"{match[1]}._extra_state"] = None
     rank = folder / "release" / "mp_rank_00"

@@ -6,7 +6,7 @@ key-value head, `linear_qkv` has the rows of its query heads, then of the key, t
 has the rows of the gate, then those of the up projection.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,13 @@ def table(cfg: DecoderConfig) -> list[Row]:
     if isinstance(cfg, T5Config):
         return _t5(cfg)
     return _bert(cfg) if isinstance(cfg, BertConfig) else _decoder(cfg)
+
+
+def second_names(cfg: DecoderConfig) -> Mapping[str, str]:
+    """Name in the table -> other name of the same tensor. Megatron-LM's T5 stores these tensors under both."""
+    names = {"embedding": ("position_embeddings.weight",), "lm_head": ("output_layer.weight", "output_layer.bias")}
+    pairs = {f"{owner}.{name}": name for owner, owned in names.items() for name in owned}
+    return pairs if isinstance(cfg, T5Config) else {}
 
 
 def _tokens(cfg: DecoderConfig, tensor: str, path: str) -> Row:
