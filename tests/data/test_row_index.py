@@ -1,5 +1,6 @@
 """The row index against a walk through the stream, one document after the other."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
 from megajax.data import index as index_module
+from megajax.data.cache import load_or_build
 from megajax.data.index import Epochs, IndexRequest, build_index, plan_epochs
 
 
@@ -73,6 +75,18 @@ def test_chunks_do_not_change_an_index(monkeypatch: pytest.MonkeyPatch, chunk: i
             np.testing.assert_array_equal(part, expected)
             assert part.dtype == expected.dtype
         monkeypatch.undo()
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays, 10 MB, lie in the file."""
+    monkeypatch.setattr(index_module, "CHUNK", 1 << 14)
+    lengths = np.full(1_000_000, 3, np.int32)
+    wanted = IndexRequest(first=0, last=len(lengths), rows=None, sequence_length=6, seed=1)
+    tracemalloc.start()
+    arrays = load_or_build(tmp_path, {}, lambda new: build_index(lengths, wanted, "x", new)._asdict())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000 and sum(values.nbytes for values in arrays.values()) > 9_000_000
 
 
 def request(rows: int | None, **changes: int) -> IndexRequest:
