@@ -142,7 +142,7 @@ def test_what_only_inspects_a_run_or_takes_its_arrays_needs_no_trust(stranger: S
     stranger.change(model={"type": f"{stranger.file}:Foo"}, config=str(stranger.file))
     assert report([str(stranger.run), "--text"]) == 0
     assert inspect([str(stranger.run)]) == 0
-    weights: Any = open_weights(stranger.run, {}, set(), None)
+    weights: Any = open_weights(stranger.run, {}, set(), None, ())
     assert weights.settings() is not None and weights.vocabulary() and weights.model() is None
     capsys.readouterr()
     assert not stranger.marker.exists()
