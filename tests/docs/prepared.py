@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megajax.data.preprocessing import preprocess_text
 from megajax.tokenizers.config import ByteTokenizerConfig
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, blocks
 
 LINES = [
     f"{index}: It is the same, said {name}, and went on."
@@ -121,9 +123,22 @@ def _megatron_checkpoint(folder: Path) -> None:
     write_model(folder / "checkpoints/gpt", model, Zeros())
 
 
+def _hugging_face_folder(folder: Path) -> None:
+    """The Llama of docs/convert.md, with a tokenizer of 257 tokens."""
+    import tokenizers
+
+    page = blocks(ROOT / "docs/convert.md")
+    (script,) = [block.text for block in page if block.text.startswith("# make_llama.py")]
+    subprocess.run([sys.executable, "-c", script.replace("256", "257")], cwd=folder, check=True)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(LINES, vocab_size=257, special_tokens=["</s>"])
+    tokenizer.save(str(folder / "llama/tokenizer.json"))
+
+
 PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/getting_started.md": (_corpus, _megatron_script),
     "docs/checkpoints.md": (_checkpoint,),
+    "docs/coming_from_hugging_face.md": (_documents, _hugging_face_folder),
     "docs/data.md": (_token_files,),
     "docs/first_config.md": (_paragraphs,),
     "docs/images.md": (_images,),
