@@ -29,7 +29,11 @@ FLAGS = (
     Flag("to", PathText, required=True, help="a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
     Flag("dtype", str | None, help="float32, bfloat16 or float16; default: float32 for runs, otherwise unchanged"),
     Flag("verify", help="read the result back and compare all of it"),
-    Flag("base", PathText | None, help="model of --from=peft:DIR: hf:DIR or a run; default: the one the adapter names"),
+    Flag(
+        "base",
+        PathText | None,
+        help="model of peft:DIR: hf:DIR, a run, or a name with --to=peft:; default: the known one",
+    ),
     Flag("merge", help="add low-rank adapters to the weights"),
     IGNORE_FLAG,
     TRUST_FLAG,
@@ -63,11 +67,13 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verify")
     )
     options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
-    arguments = (flags["from"], flags["average"], flags["average_last"], flags["base"])
+    reads_base = not flags["to"].startswith("peft:") or (flags["from"] or "").startswith("peft:")
+    base = flags["base"] if reads_base else None
+    arguments = (flags["from"], flags["average"], flags["average_last"], base)
     choices = {"merge": flags["merge"], "vocabulary": flags["vocabulary"], "trusted": flags["trust_code"]}
     choices["ignore"] = flags["ignore"]
     stored = open_source(*arguments, **choices)
-    settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
+    settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"], flags["base"] or "")
     before, calibration, text = stored, None, None
     if flags["quantize"]:
         if flags["compare"] is not None:  # before anything is written

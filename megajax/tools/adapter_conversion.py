@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.family import Family
 from megajax.checkpoint.huggingface.peft import TENSORS, adapter_files, base_of, read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
@@ -18,14 +19,20 @@ from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, M
 from megajax.checkpoint.weights.foreign import Entry
 from megajax.checkpoint.weights.formats import foreign_format
 from megajax.checkpoint.weights.run_writer import Advance, converted
-from megajax.checkpoint.weights.tensor_table import Row
 from megajax.config.errors import UserError
+from megajax.config.nearest import listed
 from megajax.optim.groups import trainable
 from megajax.tools import conversion
 from megajax.tools.conversion import Options, StoredModel
 
 PEFT = "peft:"
 """Prefix of a PEFT folder."""
+SAMPLE = 16
+"""Elements of each dimension at both ends of a weight that are compared with the base model's."""
+BASE_ADVICE = (
+    "write the model that the adapters were trained on with --to=hf:DIR, and give it with --base=hf:DIR, or a name at "
+    "the Hub with --base=NAME; or set base_model_name_or_path in adapter_config.json"
+)
 
 
 def open_source(
@@ -70,7 +77,8 @@ def write(stored: StoredModel, target: str, options: Options, advance: Advance) 
     if not adapted:
         raise UserError(f"--to={target}: the model has no adapters (model.lora)")
     _demand_adapters_alone(stored, target)
-    config, tensors = _files(stored, options)
+    base, lines = base_model(stored, options)
+    config, tensors = _files(stored, options, base)
     folder = Path(target.removeprefix(PEFT))
     with new_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as staging:
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -80,7 +88,7 @@ def write(stored: StoredModel, target: str, options: Options, advance: Advance) 
                 file.write(name, tensor)
                 advance(tensor.size)
     rank, modules = config["r"], ", ".join(config["target_modules"])
-    return [f"{folder}: {len(tensors) // 2} adapters of rank {rank} on {modules}, {options.dtype or 'float32'}"]
+    return [f"{folder}: {len(tensors) // 2} adapters of rank {rank} on {modules}, {options.dtype or 'float32'}", *lines]
 
 
 def verify(stored: StoredModel, target: str, options: Options, advance: Advance) -> str:
@@ -97,7 +105,7 @@ def verify(stored: StoredModel, target: str, options: Options, advance: Advance)
 def _verify(stored: StoredModel, target: str, options: Options, advance: Advance) -> str:
     if not target.startswith(PEFT):
         return conversion.verify(stored, target, advance)
-    folder, (_, expected) = Path(target.removeprefix(PEFT)), _files(stored, options)
+    folder, (_, expected) = Path(target.removeprefix(PEFT)), _files(stored, options, None)
     adapters = SafetensorsFolder(folder)
     differing = [name for name, tensor in expected.items() if adapters.read(name).tobytes() != tensor.tobytes()]
     advance(sum(tensor.size for tensor in expected.values()))
@@ -130,18 +138,56 @@ def _with_adapter(folder: Path, base: str | None, trusted: bool, ignore: Sequenc
     stored = conversion.open_source(base or f"hf:{recorded_base}", trusted=trusted, ignore=ignore)
     if getattr(stored.model, "lora", None) is not None:
         raise UserError(f"--base={base} already has adapters; convert it with --merge first")
-    adapter = read_adapter(folder, stored.model, _rows(stored))
+    adapter = read_adapter(folder, stored.model, _family(stored).rows(stored.model))
     return stored.derived(adapter.model, JoinedWeights(stored.weights, adapter))
 
 
-def _files(stored: StoredModel, options: Options) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    config, tensors = adapter_files(stored.model, _rows(stored, options.family), stored.weights, None)
+def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[str]]:
+    """(the base model to record for an adapter, lines about it).
+
+    It is --base, or else the folder that the weights came from. Raises UserError if --base has other weights.
+    """
+    named_folder = options.base.removeprefix("hf:")
+    folder = named_folder or (stored.origin.folder if stored.origin.format == "hf" else "")
+    if not folder:
+        return None, [f"base model: not known; {BASE_ADVICE}"]
+    if not Path(folder).is_dir():
+        return folder, [f"base model: {folder}, which is not a folder here, so its weights were not compared"]
+    if differing := _differing(stored, conversion.open_source(f"hf:{folder}", ignore=["*"])):
+        problem = f"the weights below the adapters are not those of {folder}: {listed(differing)} differ"
+        if named_folder:
+            raise UserError(f"--base={options.base}: {problem}")
+        return None, [f"base model: {problem}; {BASE_ADVICE}"]
+    return str(Path(folder).absolute()), [f"base model: {Path(folder).absolute()}"]
+
+
+def _differing(stored: StoredModel, base: StoredModel) -> list[str]:
+    """Paths of weights that differ in shape, or in the first or last elements."""
+    shapes, own_shapes = base.weights.shapes(), stored.weights.shapes()
+    paths = [
+        path for path in own_shapes if not path.endswith((LORA_A, LORA_B)) and stored.declared[path].updater is None
+    ]
+    differing = [path for path in paths if shapes.get(path) != own_shapes[path]]
+    for path in (path for path in paths if path not in differing):
+        for number in (0, -1):
+            box = tuple(slice(max(0, number % size - SAMPLE), number % size + SAMPLE) for size in own_shapes[path])
+            box = tuple(
+                slice(part.start, min(part.stop, size)) for part, size in zip(box, own_shapes[path], strict=True)
+            )
+            values = stored.weights.read(path, box)
+            if not np.array_equal(converted(base.weights.read(path, box), values.dtype, path), values):
+                differing.append(path)
+                break
+    return differing
+
+
+def _files(stored: StoredModel, options: Options, base: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    config, tensors = adapter_files(stored.model, _family(stored, options.family), stored.weights, base)
     dtype = options.dtype or np.dtype(np.float32)
     return config, {name: converted(tensor, dtype, name) for name, tensor in tensors.items()}
 
 
-def _rows(stored: StoredModel, family: str = "") -> Sequence[Row]:
-    """The table of tensor names of the model without adapters."""
-    model = replace(stored.model, lora=None)
+def _family(stored: StoredModel, name: str = "") -> Family:
+    """The family of the model without adapters."""
     recorded = stored.origin.family if stored.origin.format == "hf" else ""
-    return family_for(model, family, recorded).rows(model)
+    return family_for(replace(stored.model, lora=None), name, recorded)

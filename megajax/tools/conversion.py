@@ -61,6 +61,8 @@ class Options:
     """Dtype of weights; None: float32 in a run, the dtype of the source in other formats."""
     family: str = ""
     shard_bytes: int = SHARD_BYTES
+    base: str = ""
+    """The base model of an adapter that is written: hf:DIR, or a name to record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +226,9 @@ def open_source(
     return _run([open_step(Path(name or ""), step, trusted=trusted) for step in steps[-last:]])
 
 
-def options(dtype: str | None, family: str = "", shard_gigabytes: float = SHARD_BYTES / 1e9) -> Options:
+def options(dtype: str | None, family: str = "", shard_gigabytes: float = SHARD_BYTES / 1e9, base: str = "") -> Options:
     """The options of a command line."""
-    return Options(jnp.dtype(dtype) if dtype else None, family, int(shard_gigabytes * 1e9))
+    return Options(jnp.dtype(dtype) if dtype else None, family, int(shard_gigabytes * 1e9), base)
 
 
 def write(stored: StoredModel, target: str, options: Options, advance: Advance) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hugging_face_folders import write_llama
 from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.boxes import Box
@@ -22,13 +23,15 @@ from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
 from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
+from megajax.checkpoint.weights.provenance import Provenance
 from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
 from megajax.layers.config import LoRAConfig
 from megajax.optim.config import AdamWConfig
+from megajax.tools import conversion
 from megajax.tools.adapter_conversion import open_source, write
-from megajax.tools.conversion import options
+from megajax.tools.conversion import StoredModel, options
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 32,
@@ -110,7 +113,7 @@ def of_peft(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dic
 def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, lora: LoRAConfig) -> None:
     model = replace(base(kind).model, lora=lora)
     weights, declared = random_weights(model), declared_by(model)
-    config, tensors = adapter_files(model, base(kind).rows, weights, "base")
+    config, tensors = adapter_files(model, families()[kind], weights, "base")
     deltas = {
         path.removesuffix(LORA_A): merge(
             np.zeros_like(weights.weights[path.removesuffix(LORA_A)]),
@@ -132,7 +135,7 @@ def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, 
 def test_names_are_those_of_peft() -> None:
     """As PEFT 0.21 writes them for q_proj, o_proj and gate_proj of LlamaForCausalLM."""
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.query", "*.mixer.output", "*.mlp.gate")))
-    config, tensors = adapter_files(model, base("llama").rows, random_weights(model), None)
+    config, tensors = adapter_files(model, families()["llama"], random_weights(model), None)
     modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
     names = {
         f"base_model.model.model.layers.{n}.{name}.lora_{x}.weight" for n in (0, 1) for name in modules for x in "AB"
@@ -160,7 +163,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
     lora = replace(LORA, targets=("*.mixer.*",) if kind == "llama" else ("*.output", "*.up"), dropout=0.1)
     model = replace(base(kind).model, lora=lora)
     weights = random_weights(model)
-    config, tensors = adapter_files(model, base(kind).rows, weights, None)
+    config, tensors = adapter_files(model, families()[kind], weights, None)
     adapter = adapter_of(write_adapter(tmp_path / "adapter", config, tensors), kind)
     assert replace(adapter.model.lora, targets=lora.targets) == lora
     assert set(adapter.shapes()) == {path for path in weights.shapes() if ".lora_" in path}
@@ -168,7 +171,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(read_weight(adapter, path), weights.weights[path])
     joined = JoinedWeights(weights, adapter)
     assert set(joined.shapes()) == set(weights.shapes())
-    converted = adapter_files(adapter.model, base(kind).rows, joined, None)
+    converted = adapter_files(adapter.model, families()[kind], joined, None)
     assert converted[0] == config and all(
         np.array_equal(converted[1][name], tensor) for name, tensor in tensors.items()
     )
@@ -215,7 +218,7 @@ def test_a_box_of_merged_weights_is_that_part_of_the_whole() -> None:
 def refused(tmp_path: Path, **changes: Any) -> str:
     """The message for a folder with these changes of settings, and of tensors (None: it is absent)."""
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.query",)))
-    config, tensors = adapter_files(model, base("llama").rows, random_weights(model), None)
+    config, tensors = adapter_files(model, families()["llama"], random_weights(model), None)
     for name, value in changes.items():
         if "." in name and value is None:
             del tensors[name]
@@ -362,7 +365,7 @@ def test_matrices_that_are_not_linear_layers_in_peft_cannot_be_written() -> None
     model = replace(base("mixtral").model, lora=replace(LORA, targets=("*.experts.up",)))
     rows = [row for row in base("mixtral").rows if ".up" not in str(row.paths)]
     with pytest.raises(UserError, match=r"no adapter for stack\.blocks\.0\.mlp\.experts\.up"):
-        adapter_files(model, rows, random_weights(model), None)
+        adapter_files(model, replace(families()["mixtral"], rows=lambda cfg: rows), random_weights(model), None)
 
 
 def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
@@ -376,7 +379,7 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(LLAMA))
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, hf / "model.safetensors")
-    config, adapter_tensors = adapter_files(model, base("llama").rows, weights, str(hf))
+    config, adapter_tensors = adapter_files(model, families()["llama"], weights, str(hf))
     write_adapter(adapter, config, adapter_tensors)
 
     assert main([f"--from=peft:{adapter}", f"--to={run}", "--verify"]) == 0
@@ -385,6 +388,8 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     assert back.keys() == adapter_tensors.keys() and all(
         np.array_equal(back[name], adapter_tensors[name]) for name in adapter_tensors
     )
+    recorded = json.loads((tmp_path / "back" / CONFIG).read_text())
+    assert (recorded["task_type"], recorded["base_model_name_or_path"]) == ("CAUSAL_LM", str(hf))
     assert main([f"--from={run}", "--merge", f"--to=hf:{tmp_path / 'merged'}", "--verify"]) == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for module, delta in of_peft(config, adapter_tensors).items():
@@ -408,3 +413,52 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     with pytest.raises(UserError, match=r"trained other weights.*=\*norm\*.*: .*norm\.gain\n.*--merge --to=hf:DIR"):
         write(stored, f"peft:{tmp_path / 'other'}", options(None), lambda elements: None)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "adapter", "run", "back", "merged"}
+
+
+def test_an_adapter_names_its_base_model_and_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder that the weights came from, unless they were trained since; or the one that is given."""
+    hf, run = tmp_path / "hf", tmp_path / "run"
+    write_llama(hf)
+    assert main([f"--from=hf:{hf}", f"--to={run}"]) == 0
+    plain = conversion.open_source(str(run))
+    model = replace(plain.model, lora=replace(LORA, targets=("*.mixer.query",)))
+    adapters = random_weights(model).weights
+    arrays = {path: read_weight(plain.weights, path) for path in plain.weights.shapes()}
+    arrays |= {path: values for path, values in adapters.items() if path not in arrays}
+    trained = {path: values + 0.01 * path.endswith("mlp.up") for path, values in arrays.items()}
+    unknown = replace(plain, origin=Provenance())
+
+    def recorded(arrays: dict[str, np.ndarray], source: StoredModel = plain, name: str = "") -> dict[str, Any]:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        stored = source.derived(model, ArraySource(arrays))
+        lines = write(stored, f"peft:{folder}", options(None, base=name), lambda elements: None)
+        return {**json.loads((folder / CONFIG).read_text()), "told": lines[-1]}
+
+    config = recorded(arrays)
+    assert config["told"] == f"base model: {hf}" and config["base_model_name_or_path"] == str(hf)
+    assert (config["task_type"], config["auto_mapping"]) == ("CAUSAL_LM", None)
+    config = recorded(trained)
+    assert config["base_model_name_or_path"] is None
+    assert f"are not those of {hf}: stack.blocks.0.mlp.up differ; write the model that" in config["told"]
+    with pytest.raises(UserError, match=r"--base=hf:.*: the weights below the adapters are not those of"):
+        recorded(trained, name=f"hf:{hf}")
+    config = recorded(arrays, unknown)
+    assert config["base_model_name_or_path"] is None and "base model: not known; write the model" in config["told"]
+    assert recorded(arrays, unknown, f"hf:{hf}")["base_model_name_or_path"] == str(hf)
+    config = recorded(arrays, name="example/llama")
+    assert config["base_model_name_or_path"] == "example/llama" and "were not compared" in config["told"]
+    hf.rename(tmp_path / "elsewhere")
+    assert recorded(arrays)["base_model_name_or_path"] == str(hf)
+
+
+def test_families_have_the_tasks_of_peft() -> None:
+    """For models without a task, the class of transformers is recorded."""
+    tasks = {name: family.task for name, family in families().items()}
+    others = {"bert", "megatron-bert", "t5", "mt5", "vit", "clip", "siglip", "llava"}
+    assert {name for name, task in tasks.items() if task != "CAUSAL_LM"} == others
+    config = {"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 32}
+    family = families()["vit"]
+    model = replace(family.read(Settings(config)), lora=replace(LORA, targets=("*.mixer.query",)))
+    settings = adapter_files(model, family, random_weights(model), None)[0]
+    mapping = {"base_model_class": "ViTForImageClassification", "parent_library": "transformers"}
+    assert (settings["task_type"], settings["auto_mapping"]) == (None, mapping)

@@ -175,6 +175,7 @@ def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **par
     return Family(
         name=name,
         architecture=architecture,
+        task="CAUSAL_LM",
         heads={"lm_head.weight": "model.embed_tokens.weight"},
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq", *ignored),
         **parts,

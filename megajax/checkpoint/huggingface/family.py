@@ -253,6 +253,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Patterns of names of tensors outside of the table that hold no weights, such as tables of rotary angles, or
     weights that the model does not have."""
+    task: str = ""
+    """task_type of PEFT; "": it has none for these models, or PEFT 0.21 can't load it with transformers 5 (T5)."""
     extra: tuple[str, ...] = ()
     """Patterns of those of them that an export keeps: layers of a released model that the model here does not read."""
     extra_settings: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.huggingface.family import Family
 from megajax.checkpoint.huggingface.peft_settings import CONFIG, AdapterSettings, read_settings
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFile
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, leading
@@ -246,14 +247,16 @@ def _demand_zeros(adapter: PeftAdapter) -> None:
 
 
 def adapter_files(
-    model: Any, rows: Sequence[Row], weights: WeightSource, base: str | None
+    model: Any, family: Family, weights: WeightSource, base: str | None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(adapter_config.json, tensors by name) of a model with adapters.
 
-    weights: a source with the adapters; base: name or folder of the base model, to be recorded.
+    family: of the base model; weights: a source with the adapters; base: name or folder of the base model, to be
+    recorded. With it, PEFT's AutoPeftModel classes find the base model, by its task or else by its class.
     Raises UserError for adapters that PEFT does not support.
     """
-    lora, declared = model.lora, declared_by(model)
+    lora, declared, plain = model.lora, declared_by(model), replace(model, lora=None)
+    rows, architecture = family.rows(plain), family.config_json(plain)["architectures"][0]
     layers = adapted_tensors(rows, declared)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -267,7 +270,8 @@ def adapter_files(
     alphas = {pattern: lora.scale() * (rank**0.5 if lora.rank_stabilized else rank) for pattern, rank in larger.items()}
     config = {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": family.task or None,
+        "auto_mapping": None if family.task else {"base_model_class": architecture, "parent_library": "transformers"},
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": _number(lora.alpha),

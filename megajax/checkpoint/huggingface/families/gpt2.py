@@ -82,6 +82,7 @@ FAMILIES = [
     Family(
         name="gpt2",
         architecture="GPT2LMHeadModel",
+        task="CAUSAL_LM",
         read=_read,
         write=_write,
         rows=_rows,

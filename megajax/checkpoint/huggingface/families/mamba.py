@@ -110,6 +110,7 @@ FAMILIES = [
     Family(
         name=name,
         architecture=architecture,
+        task="CAUSAL_LM",
         read=read,
         write=write,
         rows=rows,

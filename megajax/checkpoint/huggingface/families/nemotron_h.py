@@ -107,6 +107,7 @@ FAMILIES = [
     Family(
         name="nemotron_h",
         architecture="NemotronHForCausalLM",
+        task="CAUSAL_LM",
         read=_read,
         write=_write,
         rows=_rows,
