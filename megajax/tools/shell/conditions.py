@@ -24,6 +24,8 @@ NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-ge": int.__ge__,
 }
 TEXTS = ("=", "==", "!=", "<", ">", "=~")
+UNREAD = re.compile(r"\)[*+?{]|\[\[|\[:|--|&&|~~|\|\|")
+"""Parts of patterns that take long, or that mean something else to Python."""
 REPETITION = re.compile(r"(?<!\\)[*+?{]")
 
 
@@ -155,7 +157,7 @@ class Test:
         """left =~ right, for patterns that take little time."""
         pattern = self.words.text(right)
         is_short = len(left) <= 200 and len(pattern) <= 200 and is_known(pattern)
-        if not is_short or len(REPETITION.findall(pattern)) > 3 or re.search(r"\)[*+?{]|\[\[?:", pattern):
+        if not is_short or len(REPETITION.findall(pattern)) > 3 or UNREAD.search(pattern):
             return None
         try:
             return re.search(pattern, left) is not None
