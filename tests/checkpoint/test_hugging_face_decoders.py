@@ -3,6 +3,7 @@
 Names are written by hand after transformers 5.23.0, whose own tiny models gave the same ones.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from test_tensor_table import Arrays
 
+from megajax.checkpoint.huggingface.export import config_for
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.registry import families, family_of, lost_settings
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
@@ -159,6 +161,23 @@ def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
     for tensor in table:
         back = tensor.from_weights([values[piece.path][piece.index] for piece in tensor.pieces])
         assert (back.dtype, back.tobytes()) == (np.float16, theirs.read(tensor.name).tobytes()), tensor.name
+
+
+def test_the_style_of_transformers_5_is_read_and_kept(case: tuple[str, Any, Shapes]) -> None:
+    """rope_parameters and dtype instead of rope_theta, rope_scaling and torch_dtype, as by transformers 5.23."""
+    kind, model, _ = case
+    family = families()[kind]
+    published = {**family.config_json(model), "torch_dtype": "bfloat16", "transformers_version": "4.41.2"}
+    newer = {**published, "dtype": published["torch_dtype"], "transformers_version": "5.23.0"}
+    inner = newer.pop("rope_parameters", {}) or newer.pop("rope_scaling") or {"rope_type": "default"}
+    outer = {name: newer.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in newer}
+    newer = {name: value for name, value in newer.items() if name not in ("torch_dtype", "rope_scaling")}
+    newer["rope_parameters"] = inner | outer
+    for config in (published, newer):
+        assert (
+            read(**{"kind": kind, **{name: value for name, value in config.items() if name != "model_type"}}) == model
+        )
+        assert json.dumps(config_for(model, family, config, ())) == json.dumps(config)
 
 
 PRESETS = {
