@@ -2,8 +2,8 @@
 
 After a cache miss, one process builds the arrays in a temporary file, which gets its name when it is complete. Other
 processes that need the same arrays wait on a lock of the file system, which a process that dies releases. In a folder
-without such locks, there is one builder per host. All processes map the finished file, so a host holds it in memory
-once.
+without such locks, or with locks of each host, there is one builder per host. All processes map the finished file, so a
+host holds it in memory once.
 
 The file ends with a table of contents and its checksum, which are checked whenever the file is opened. The checksum of
 the arrays is computed when they are built, and compared by `verify` only.
@@ -15,12 +15,13 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,12 +98,15 @@ def load_or_build(
             if (cached := _read(path, description)) is not None:
                 return cached  # another process has built it
             if path.exists():
-                warnings.warn(f"{path}: damaged: built again.", stacklevel=2)
+                fault = "damaged" if os.access(path, os.R_OK) else "not readable by this user"
+                warnings.warn(f"{path}: {fault}: built again.", stacklevel=2)
             _write(temporary, description, build)
             with _storing():
-                temporary.replace(path)
-            if (cached := _read(path, description)) is not None:
-                return cached
+                with suppress(FileNotFoundError):  # another host has built it, and deleted this one
+                    temporary.replace(path)
+                if (cached := _read(path, description)) is not None:
+                    return cached
+                raise OSError(errno.EIO, f"{path.name} is not what was written")
     except _CannotStore as error:
         warnings.warn(
             f"index cache {folder} cannot be written ({error}): indices are kept in memory and built again "
@@ -153,47 +157,54 @@ def _storing() -> Generator[None]:
 
 @contextmanager
 def _sole_builder(path: Path) -> Generator[Path]:
-    """An empty temporary file for `path`, once no other process has one; removed unless it has been renamed.
+    """The name of a temporary file for `path`, once no other process builds it; removed unless it has been renamed.
 
-    The temporary file is the lock itself, so a process that is killed leaves one file at most, which the next one
-    overwrites.
+    The lock is another file. A lock may hold on this host alone, as on NFS with `nolock` or Lustre with `localflock`,
+    and two hosts that write one memory-mapped file would kill each other. What a killed process has left, the next one
+    of its host deletes, and whoever completes the file.
 
     Raises:
         _CannotStore: the folder cannot be written.
     """
-    temporary, locks = path.with_name(f"{path.name}.tmp"), []
+    host = re.sub(r"[^\w.-]", "_", os.uname().nodename)
+    temporary = path.with_name(f"{path.name}.{host}-{uuid.uuid4().hex[:8]}.tmp")
+    lock, descriptor = path.with_name(f"{path.name}.lock"), None
     try:
         with _storing():
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                locks.append((temporary, _lock(temporary)))
+                descriptor = _lock(lock)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                # One builder per host, which writes a file of its own.
+                lock.unlink(missing_ok=True)
                 host_folder = Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}"
                 host_folder.mkdir(mode=0o700, exist_ok=True)
-                host_lock = host_folder / f"{path.name}.lock"
-                locks.append((host_lock, _lock(host_lock)))
-                temporary.unlink(missing_ok=True)
-                temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-                temporary.touch()
-            os.truncate(temporary, 0)
+                lock = host_folder / lock.name  # one builder per host
+                descriptor = _lock(lock)
+            _delete(path.parent.glob(f"{path.name}.{host}-*.tmp"))
         yield temporary
+        _delete(path.parent.glob(f"{path.name}.*.tmp"))
     finally:
-        for name, descriptor in locks:
-            if _is_open_as(name, descriptor):
-                name.unlink()
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # memory maps keep the file open
+        _delete([temporary])
+        if descriptor is not None:
+            if _is_open_as(lock, descriptor):
+                _delete([lock])
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
-        if locks and locks[0][0] != temporary:
-            temporary.unlink(missing_ok=True)
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    """Deletes files, if they exist and may be deleted."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _lock(path: Path) -> int:
     """Waits for the lock of a file, which is created if missing -> its descriptor. Raises OSError."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path.parent.mkdir(parents=True, exist_ok=True)  # may be deleted while this process waits
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_open_as(path, descriptor):
@@ -201,14 +212,14 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # renamed or removed while this process waited
+        os.close(descriptor)  # removed while this process waited
 
 
 def _is_open_as(path: Path, descriptor: int) -> bool:
     """Whether the file of a descriptor has this name."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
@@ -251,20 +262,26 @@ def _write(
 ) -> None:
     """Raises _CannotStore; errors of `build` pass through."""
     with _storing():
-        file = path.open("r+b", buffering=0)
+        file = path.open("w+b", buffering=0)
     with file:
         space = _Space(file)
         arrays = build(space.new)
         table = {name: [values.dtype.str, values.shape, space.start_of(values)] for name, values in arrays.items()}
         with _storing():
-            file.write(MAGIC)
+            _write_all(file, MAGIC)
             file.truncate(space.end)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             facts = {"description": description, "arrays": table, "sha256": digest}
             contents = json.dumps(facts, sort_keys=True).encode()
-            file.write(contents + TAIL.pack(hashlib.sha256(contents).digest(), space.end))
+            _write_all(file, contents + TAIL.pack(hashlib.sha256(contents).digest(), space.end))
             os.fsync(file.fileno())
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    """Writes to an unbuffered file, whose writes stop at a full disk or at a limit without an error. Raises OSError."""
+    while data:
+        data = data[file.write(data) :]
 
 
 @contextmanager

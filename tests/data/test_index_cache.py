@@ -3,12 +3,16 @@
 import errno
 import fcntl
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +200,79 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"cannot be written \(No space left on device; .*\): .* kept in memory"):
         check(load_or_build(tmp_path, {"seed": 1}, Builder()))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_at_the_last_bytes(tmp_path: Path) -> None:
+    """The first write to a disk with too little space writes a part, without an error."""
+    (path,) = load_or_build(tmp_path / "whole", {"seed": 1}, Builder()).files
+    size, limits = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+    try:
+        with pytest.warns(UserWarning, match=r"cannot be written \(File too large; .*\): .* kept in memory"):
+            check(load_or_build(tmp_path / "full", {"seed": 1}, Builder()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_folder_that_is_deleted_while_one_waits(tmp_path: Path) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def build_and_wait(_: Any) -> dict[str, np.ndarray]:
+        entered.set()
+        assert leave.wait(60)
+        return Builder()()
+
+    waits, build = Builder(), tmp_path / "cache"
+    with ThreadPoolExecutor(2) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first one cannot store its arrays
+        first = pool.submit(load_or_build, build, {"seed": 1}, build_and_wait)
+        assert entered.wait(60)
+        second = pool.submit(load_or_build, build, {"seed": 1}, waits)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        shutil.rmtree(build)
+        leave.set()
+        check(first.result(60))
+        arrays = second.result(60)
+    check(arrays)
+    assert waits.calls == 1 and [*arrays.files] == [*build.iterdir()]
+
+
+LOCAL = """
+import fcntl, pathlib, sys
+import numpy as np
+from megajax.data import cache
+
+fcntl.flock = lambda *_: None  # the locks of another host are not seen here
+
+def build(new):
+    values = new(100_000, np.int64)
+    print("building", flush=True)
+    sys.stdin.readline()
+    values[:] = np.arange(100_000)
+    return {"values": values}
+
+arrays = cache.load_or_build(pathlib.Path(sys.argv[1]), {"seed": 1}, build)
+cache.verify(*arrays.files)
+assert np.array_equal(arrays["values"], np.arange(100_000))
+"""
+
+
+def test_hosts_whose_locks_are_their_own_do_not_share_a_file(tmp_path: Path) -> None:
+    """As on NFS with `nolock`: a second host would cut the memory-mapped file of the first one."""
+    hosts = []
+    with ExitStack() as stack:
+        for number in range(2):
+            name = f"import os; os.uname = lambda: os.uname_result(('', 'host{number}', '', '', ''))\n"
+            command = [sys.executable, "-W", "error", "-c", name + LOCAL, str(tmp_path)]
+            host = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert host.stdout is not None and host.stdout.readline() == b"building\n"
+            hosts.append(host)
+        for host in hosts:
+            host.communicate(b"\n")
+    assert [host.returncode for host in hosts] == [0, 0]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".arrays"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
