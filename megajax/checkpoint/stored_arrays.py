@@ -33,6 +33,8 @@ FILES = f"{ARRAYS}/{DATABASE}/"
 """Before the names of the database's files, in the manifest of a step."""
 SHARD_INDEX_BYTES = 20
 """After the elements of a chunk, with the codec that Orbax uses: offset, size and CRC-32C."""
+BUFFER_BYTES = 2**28
+"""Maximum size of the buffers of chunks whose parts lie apart; a larger chunk has a buffer of its size."""
 BLOCK = 2**18
 """Elements that are converted to float64 at a time."""
 
@@ -93,7 +95,7 @@ class StoredArrays:
                     region = results[-1][(*relative(common, box), ...)]
                     part = _Part(region, _strides(metadata), relative(common, chunk_box))
                     parts.setdefault((name, key), []).append(part)
-        buffers, spans = list[tuple[list[_Part], int, np.ndarray]](), list[Span]()
+        buffers, spans, waiting = list[_Buffer](), list[Span](), 0
         for (name, key), chunk_parts in parts.items():
             place, first = self._place(name, key), min(part.first for part in chunk_parts)
             size = max(part.last for part in chunk_parts) - first
@@ -106,12 +108,19 @@ class StoredArrays:
             else:
                 spans.append(Span(f"{FILES}{place.name}", place.start + first, buffer))
             if not direct:
-                buffers.append((chunk_parts, first, buffer))
-        self._blocks.read(spans)
-        for chunk_parts, first, buffer in buffers:
-            for part in chunk_parts:
-                part.fill(buffer, first)
+                buffers.append(_Buffer(chunk_parts, first, buffer))
+                waiting += size
+            if waiting >= BUFFER_BYTES:
+                self._fill(spans, buffers)
+                buffers, spans, waiting = [], [], 0
+        self._fill(spans, buffers)
         return results
+
+    def _fill(self, spans: Sequence[Span], buffers: Sequence["_Buffer"]) -> None:
+        self._blocks.read(spans)
+        for parts, first, content in buffers:
+            for part in parts:
+                part.fill(content, first)
 
     def verify_rest(self, share: slice) -> None:
         """Verifies what `read_all` of all arrays does not read. share: this process's part. Raises Damaged."""
@@ -205,6 +214,15 @@ class _Part(NamedTuple):
         self.region[...] = np.ndarray(
             shape_of(self.box), self.region.dtype, buffer.data, self.first - start, self.strides[:-1]
         )
+
+
+class _Buffer(NamedTuple):
+    """Bytes of a chunk between parts that lie apart in it, as a column does."""
+
+    parts: list[_Part]
+    first: int
+    """First byte in the chunk."""
+    content: np.ndarray
 
 
 class _OtherArrays:

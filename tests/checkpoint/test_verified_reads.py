@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import blocks, disk, integrity
+from megajax.checkpoint import blocks, disk, integrity, stored_arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.checkpoint.stored_arrays import StoredArrays
@@ -179,6 +180,21 @@ def test_each_byte_is_read_once(folder: Path, monkeypatch) -> None:
     reader.restore(2, like(**LAYOUTS["as saved"]))
     assert sorted(read) == [(start, min(start + BLOCK, total)) for start in range(0, total, BLOCK)]
     assert hashed and Path(name).name not in hashed
+
+
+def test_columns_of_many_arrays_take_little_memory(tmp_path: Path, monkeypatch) -> None:
+    """The rows between the parts of a column are read and hashed too, but not for all arrays at a time."""
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 2**15)
+    monkeypatch.setattr(stored_arrays, "BUFFER_BYTES", 2**18)
+    with CheckpointConfig().build(tmp_path) as manager:
+        manager.save(1, {f"columns{number:02}": jnp.full((256, 256), number, jnp.float32) for number in range(24)})
+    stored = StoredArrays(tmp_path / "00000001")
+    tracemalloc.start()
+    columns = stored.read_all([(name, (slice(0, 256), slice(8, 12))) for name in stored.arrays])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [column.tolist() for column in columns] == [[[number] * 4] * 256 for number in range(24)]
+    assert peak < 2 * 2**20, peak  # of 6 MiB
 
 
 def test_a_step_of_the_format_before_is_verified_first_and_restored(folder: Path, capfd) -> None:
