@@ -78,7 +78,8 @@ def samples(value: str, settings: Mapping[str, Any]) -> Answer:
 def token_files(value: str, settings: Mapping[str, Any]) -> Answer:
     """Prefixes of token files; with --data.type=Blend if the config has other data."""
     data_type = {} if "data.paths" in settings else {"data.type": "Blend"}
-    return data_type | {"data.paths": value}, "token files, PREFIX of PREFIX.bin, from python -m megajax.preprocess"
+    note = "token files, PREFIX of PREFIX.bin, from python -m megajax.preprocess; blends: WEIGHT,PREFIX,WEIGHT,PREFIX"
+    return data_type | {"data.paths": ",".join(value.split())}, note
 
 
 def tokenizer(value: str, settings: Mapping[str, Any]) -> Answer:
@@ -102,7 +103,8 @@ STYLES = (
 )
 DTYPES = (
     "bf16=bfloat16 fp16=float16 half=float16 fp32=float32 float=float32 no=float32 32=float32 bf16-mixed=bfloat16 "
-    "16-mixed=float16"
+    "16-mixed=float16 bf16-true=bfloat16 16-true=float16 32-true=float32 torch.bfloat16=bfloat16 torch.float16=float16 "
+    "torch.float32=float32"
 )
 SWITCH = "true=true false=false"
 COMMAND = (
@@ -262,7 +264,7 @@ ROWS = (
     Row("limit", note="--tasks=lm-eval:NAME:limit=N"),
     Row("do_train do_eval do_predict", note="verbs: python -m megajax.train, evaluate, generate"),
     # Devices and processes
-    Row("device", flags="devices", values="cuda=gpu cpu=cpu"),
+    Row("device", flags="devices", values="cuda=gpu cuda:0=gpu cpu=cpu"),
     Row("use_cpu no_cuda", flags="devices", values="true=cpu"),
     Row("nproc_per_node num_gpus gpus n_gpu ngpus gpus_per_node nprocs",
         flags="processes", values="gpu=none auto=none", note=COMMAND),
@@ -337,8 +339,9 @@ def _unknown(problem: Problem, arguments: Mapping[str, Any]) -> str:
     if problem.message == NO_SETTING and name in arguments and name in TABLE:
         return name
     part = name.removesuffix(".type")
-    is_known = part != name and part in arguments and part in TABLE
-    return part if is_known and str(arguments[part]).lower() in TABLE[part].words else ""
+    value = str(arguments[part]).lower() if part != name and part in arguments and part in TABLE else ""
+    is_theirs = value and (value in TABLE[part].words or (TABLE[part].by is pretrained and "/" in value))
+    return part if is_theirs else ""
 
 
 def _with_flag(problem: Problem, arguments: Mapping[str, Any], flags: Collection[str]) -> Problem:
@@ -362,7 +365,7 @@ def _flag(name: str, flag: str, row: Row, value: str) -> Problem:
 def _setting(name: str, values: Mapping[str, str], note: str, problems: Sequence[Problem], config: Any) -> Problem:
     """What to write instead of `name`. problems: of the config with the values of all names."""
     row = TABLE[name]
-    problems = [problem for problem in problems if problem.setting.removesuffix(".type") in values]
+    problems = [p for p in problems if {p.setting, p.setting.removesuffix(".type")} & values.keys()]
     has_none = any(problem.message == NO_SETTING for problem in problems) or (row.settings and not (values or note))
     if has_none and config is not None:
         return Problem(f"--{name}", f"is called {row.settings}, and this config has no such setting")

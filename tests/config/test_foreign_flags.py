@@ -220,6 +220,16 @@ def test_values_of_other_trainers_for_our_names():
     problems = refused("--config=gpt2.py", "--precision=bf16", "--optimizer=dam", "--model=gpt2")
     assert problems.keys() == {"--precision", "optimizer.type", "model.type"}
     assert problems["--precision"] == "is called precision.compute here\nwrite --precision.compute=bfloat16"
+    problems = refused("--config=gpt2.py", "--precision=bf16-true", "--model=org/a", "--optim=lamb", "--device=cuda:0")
+    assert problems["--precision"] == "is called precision.compute here\nwrite --precision.compute=bfloat16"
+    assert problems["--model"].startswith("is set by checkpoint.load here\nwrite --checkpoint.load=hf:models/a\n")
+    assert "write --optimizer.type=lamb\noptimizer.type: expected AdamWConfig" in problems["--optim"]
+    assert problems["--device"] == "is called --devices here\nwrite --devices=gpu"
+
+
+def test_a_blend_in_one_word():
+    hint = corrections({"data_path": Text("0.5 data/a 0.5 data/b")}, config_of("gpt2.py"))["data_path"].hint
+    assert hint.startswith("write --data.paths=0.5,data/a,0.5,data/b\n")
 
 
 def test_names_without_a_config():
