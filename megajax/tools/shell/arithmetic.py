@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 
 TOKEN = re.compile(
-    r"\s*(?:(?P<number>0[xX][\da-fA-F]+|\d+#\w+|\d+)|(?P<name>[A-Za-z_]\w*)"
-    r"|(?P<operator>\*\*|<<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%]=|[-+*/%<>!~?:()=,&|^]))"
+    r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|[<>=!]=|&&|\|\||\+\+|--|[-+*/%]=|[-+*/%<>!~?:()=,&|^])"
 )
-LENGTH, LARGEST, BRACKETS = 1000, 2**62, 50
+LENGTH, LARGEST = 1000, 2**62
 
 type Number = int | None
 """None: not known."""
@@ -26,65 +25,50 @@ def _power(left: int, right: int) -> int:
     return left**right
 
 
-def _shift(left: int, right: int) -> int:
-    return left * _power(2, right)
-
-
 LEVELS: tuple[Mapping[str, Callable[[int, int], int]], ...] = (
-    {"||": lambda left, right: int(bool(left or right))},
-    {"&&": lambda left, right: int(bool(left and right))},
+    {"||": lambda left, right: bool(left or right)},
+    {"&&": lambda left, right: bool(left and right)},
     {"|": operator.or_},
     {"^": operator.xor},
     {"&": operator.and_},
     {"==": operator.eq, "!=": operator.ne},
     {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    {"<<": _shift, ">>": lambda left, right: left >> min(max(right, 0), 63)},
+    {"<<": lambda left, right: left * _power(2, right), ">>": lambda left, right: left // _power(2, right)},
     {"+": operator.add, "-": operator.sub},
     {"*": operator.mul, "/": _quotient, "%": lambda left, right: left - right * _quotient(left, right)},
     {"**": _power},
 )
 """Operators, the loosest first."""
+SIGNS: Mapping[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "!": operator.not_,
+    "~": operator.inv,
+}
 
 
-def evaluate(text: str, value_of: Callable[[str], str | None], assign: Callable[[str, Number], None]) -> Number:
-    """The value of an expression; None: not known, or not a valid expression.
+class Expression:
+    """Evaluates an expression.
 
     value_of: the value of a variable, None: not known. assign: sets a variable.
     """
-    tokens, place = [], 0
-    text = text.strip()
-    while place < len(text):
-        match = TOKEN.match(text, place)
-        if match is None or len(text) > LENGTH:
+
+    def __init__(self, text: str, value_of: Callable[[str], str | None], assign: Callable[[str, Number], None]):
+        self.value_of, self.assign = value_of, assign
+        self.is_read = len(text) <= LENGTH and not TOKEN.sub("", text).strip()
+        self.tokens = TOKEN.findall(text) if self.is_read else []
+
+    def value(self) -> Number:
+        """The value of the expression; None: not known, or not a valid expression."""
+        try:
+            value = self.list() if self.tokens else 0
+        except (ValueError, ZeroDivisionError, IndexError, RecursionError):
             return None
-        tokens.append((match.lastgroup or "", match[match.lastgroup or 0]))
-        place = match.end()
-    if not tokens:
-        return 0
-    try:
-        expression = _Expression(tokens, value_of, assign)
-        value = expression.list()
-        return value if not expression.tokens else None
-    except (ValueError, ZeroDivisionError, IndexError):
-        return None
-
-
-class _Expression:
-    """The tokens that are not evaluated so far."""
-
-    def __init__(
-        self,
-        tokens: list[tuple[str, str]],
-        value_of: Callable[[str], str | None],
-        assign: Callable[[str, Number], None],
-    ):
-        self.tokens, self.value_of, self.assign, self.brackets = tokens, value_of, assign, 0
+        return value if self.is_read and not self.tokens else None
 
     def take(self, *texts: str) -> str:
-        """The next operator if it is one of these, or ''."""
-        if self.tokens and self.tokens[0][1] in texts:
-            return self.tokens.pop(0)[1]
-        return ""
+        """The next token if it is one of these, or ''."""
+        return self.tokens.pop(0) if self.tokens and self.tokens[0] in texts else ""
 
     def list(self) -> Number:
         """Expressions separated by commas: the last value."""
@@ -95,9 +79,10 @@ class _Expression:
 
     def choice(self) -> Number:
         """condition ? value : value, or an assignment."""
-        symbol = self.tokens[1][1] if len(self.tokens) > 1 and self.tokens[0][0] == "name" else ""
-        if symbol in ("=", "+=", "-=", "*=", "/=", "%="):
-            return self.assignment()
+        if self.tokens[1:] and re.fullmatch(r"[-+*/%]?=", self.tokens[1]):
+            name, symbol = self.tokens.pop(0), self.tokens.pop(0)[:-1]
+            value = self.choice()
+            return self.set(name, combine(symbol, self.number(name), value) if symbol else value)
         condition = self.level(0)
         if not self.take("?"):
             return condition
@@ -107,13 +92,10 @@ class _Expression:
         second = self.choice()
         return None if condition is None else first if condition else second
 
-    def assignment(self) -> Number:
-        """NAME = value, NAME += value, …"""
-        (_, name), (_, symbol) = self.tokens[:2]
-        del self.tokens[:2]
-        value = self.choice()
-        if symbol != "=":
-            value = self.combine(symbol[:-1], self.number(name), value)
+    def set(self, name: str, value: Number) -> Number:
+        """Set a variable."""
+        if not name.isidentifier():
+            raise ValueError(f"{name} is not a variable")
         self.assign(name, value)
         return value
 
@@ -123,53 +105,44 @@ class _Expression:
             return self.single()
         value = self.level(number + 1)
         while symbol := self.take(*LEVELS[number]):
-            value = self.combine(symbol, value, self.level(number if symbol == "**" else number + 1))
+            value = combine(symbol, value, self.level(number if symbol == "**" else number + 1))
         return value
-
-    def combine(self, symbol: str, left: Number, right: Number) -> Number:
-        """The value of an operator."""
-        if left is None or right is None:
-            return None
-        value = int(next(level[symbol] for level in LEVELS if symbol in level)(left, right))
-        return value if abs(value) <= LARGEST else None
 
     def single(self) -> Number:
         """A number, a variable, brackets, or a sign before one of them."""
-        if symbol := self.take("-", "+", "!", "~", "++", "--"):
-            if symbol in ("++", "--"):
-                return self.step(self.tokens.pop(0)[1], symbol, before=True)
+        if symbol := self.take(*SIGNS):
             value = self.single()
-            signs: Mapping[str, Callable[[int], int]] = {"-": operator.neg, "!": operator.not_, "~": operator.inv}
-            return value if value is None or symbol == "+" else int(signs[symbol](value))
+            return None if value is None else int(SIGNS[symbol](value))
+        if symbol := self.take("++", "--"):
+            name = self.tokens.pop(0)
+            return self.set(name, combine(symbol[0], self.number(name), 1))
         if self.take("("):
-            self.brackets += 1
             value = self.list()
-            if not self.take(")") or self.brackets > BRACKETS:
+            if not self.take(")"):
                 raise ValueError("unclosed (")
             return value
-        kind, text = self.tokens.pop(0)
-        if kind == "name" and (symbol := self.take("++", "--")):
-            return self.step(text, symbol, before=False)
-        if kind == "operator":
-            raise ValueError(f"{text} is not a value")
-        return self.number(text)
-
-    def step(self, name: str, symbol: str, *, before: bool) -> Number:
-        """NAME++ and its kin."""
+        name = self.tokens.pop(0)
         value = self.number(name)
-        new = None if value is None else value + (1 if symbol == "++" else -1)
-        self.assign(name, new)
-        return new if before else value
+        if symbol := self.take("++", "--"):
+            self.set(name, combine(symbol[0], value, 1))
+        return value
 
     def number(self, text: str) -> Number:
         """The value of a number or of a variable that holds one."""
         if text[0].isdigit():
-            base, mark, digits = text.partition("#")
-            if not mark and re.fullmatch(r"0\d+", text):
-                return int(text, 8)
-            value = int(digits, int(base)) if mark else int(text[:20], 0)
+            value = int(text[:20], 8 if re.fullmatch(r"0\d+", text) else 0)
             return value if value <= LARGEST and len(text) <= 20 else None
+        if not text.isidentifier():
+            raise ValueError(f"{text} is not a value")
         value_text = self.value_of(text)
         if value_text is None or not re.fullmatch(r"\s*[-+]?\d{1,18}\s*", value_text):
             return 0 if value_text is not None and not value_text.strip() else None
         return int(value_text)
+
+
+def combine(symbol: str, left: Number, right: Number) -> Number:
+    """The value of an operator."""
+    if left is None or right is None:
+        return None
+    value = int(next(level[symbol] for level in LEVELS if symbol in level)(left, right))
+    return value if abs(value) <= LARGEST else None

@@ -1,19 +1,17 @@
 """Follow the commands of a script with values for its variables. No program is run."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
 from megajax.tools.shell.commands import Commands, Left
-from megajax.tools.shell.conditions import Truth, evaluate_test, inverse
+from megajax.tools.shell.conditions import Truth, inverse
 from megajax.tools.shell.state import Command, Report, State, is_known, plain
 from megajax.tools.shell.syntax import parse
 from megajax.tools.shell.tree import (
-    Arithmetic,
     Body,
     Case,
     Chain,
@@ -25,7 +23,6 @@ from megajax.tools.shell.tree import (
     If,
     Pipeline,
     Simple,
-    Test,
     While,
 )
 from megajax.tools.shell.words import checked_text
@@ -42,10 +39,6 @@ class Script:
 
     commands: tuple[Command, ...]
     notes: tuple[str, ...]
-
-
-type Way = Callable[[Follower], object]
-"""Follows the commands of one answer to a condition."""
 
 
 def read_script(
@@ -93,79 +86,73 @@ class Follower(Commands):
         missing, self.state.missing = self.state.missing, []
         try:
             status = self.run(condition.body)
-            names, line = dict.fromkeys(self.state.missing), condition.line
+            names = dict.fromkeys(self.state.missing)
         finally:
             self.state.missing = missing
         if status is None:
-            return self.answer(line)
+            return self.answer(condition.line)
         if names:
-            outside = " and ".join(names)
             variable = next(iter(names)).removeprefix("$")
             change = "the script's arguments" if variable.startswith("argument") else f"--define={variable}=VALUE"
-            is_true = "true" if status else "false"
             self.state.report.note(
-                f"{self.state.place(line)}: {outside} is not set, so {condition.text} is {is_true}; {change} changes it"
+                f"{self.state.place(condition.line)}: {' and '.join(names)} is not set, so {condition.text} is "
+                f"{'true' if status else 'false'}; {change} changes it"
             )
         return status
 
     def answer(self, line: int) -> Truth:
         """What --assume says of a line."""
-        key = self.state.answer_key(line)
-        text = self.state.report.answers.get(key)
-        if text is None:
-            return None
-        if text not in ("true", "false"):
-            raise UserError(f"--assume={key}={text}: expected true or false")
-        self.state.report.used_answers.add(key)
-        return text == "true"
+        text = self.state.answer(line)
+        if text not in ("true", "false", None):
+            raise UserError(f"--assume={self.state.answer_key(line)}={text}: expected true or false")
+        return None if text is None else text == "true"
 
-    def follow_ways(self, line: int, text: str, ways: Mapping[str, Way]) -> Truth:
+    def follow_ways(self, line: int, text: str, ways: Mapping[str, Callable[[], object]]) -> Truth:
         """Follow each way of a condition that is not known, and keep what they have in common.
 
         ways: answer -> follows the commands of that way.
         """
-        place, key = self.state.place(line), self.state.answer_key(line)
+        outer, note = self.state, self.state.report.note
+        place, key = f"{outer.place(line)}: {plain(text)}", outer.answer_key(line)
         choose = " or ".join(f"--assume={key}={answer}" for answer in ways)
         states, ends, trains = {}, [], False
         for answer, way in ways.items():
-            state = self.state.fork()
-            try:
-                way(Follower(state, self.depth, self.output))
-                states[answer] = state
-            except Left as left:
-                if left.kind != "exit":
-                    raise UserError(f"{place}: it is not known whether {plain(text)} is true: {choose}") from None
-                ends.append(answer)
+            with self.inside(outer.fork()) as state:
+                try:
+                    way()
+                    states[answer] = state
+                except Left as left:
+                    if left.kind != "exit":
+                        message = f"{outer.place(line)}: it is not known whether {plain(text)} is true: {choose}"
+                        raise UserError(message) from None
+                    ends.append(answer)
             trains = trains or any(".py" in word.text for command in state.commands for word in command.words)
-            self.state.commands += [command for command in state.commands if command not in self.state.commands]
-        note = self.state.report.note
+            outer.commands += [command for command in state.commands if command not in outer.commands]
         if trains:
-            note(f"{place}: {plain(text)} is not known and decides on a command: {choose}")
+            note(f"{place} is not known and decides on a command: {choose}")
         if not states:
             raise Left("exit")
         if ends and not trains:
             end = " or ".join(ends)
-            note(f"{place}: {plain(text)} is taken not to be {end}, as the script ends there: --assume={key}={end}")
-        self.state.join(states, f"{place}: {plain(text)} is not known and decides", choose)
+            note(f"{place} is taken not to be {end}, as the script ends there: --assume={key}={end}")
+        outer.join(states, f"{place} is not known and decides", choose)
         return None
 
     # Compound commands
 
     def chain(self, node: Chain) -> Truth:
         """&& and ||. In a condition, what is not known stays so; elsewhere both ways are followed."""
+        first, *rest = node.commands
         is_condition = self.state.missing is not None
-        status = (
-            self.run((node.commands[0],))
-            if is_condition
-            else self.truth(Condition(node.line, (node.commands[0],), "the command before && or ||"))
-        )
-        for operator, command in zip(node.operators, node.commands[1:], strict=True):
+        text = "the command before && or ||"
+        status = self.run((first,)) if is_condition else self.truth(Condition(node.line, (first,), text))
+        for operator, command in zip(node.operators, rest, strict=True):
             if status is None and is_condition:
                 other = self.run((command,))
                 status = other if other is (operator == "||") else None
             elif status is None:
-                ways: dict[str, Way] = {"true": lambda way: None, "false": lambda way: None}
-                ways["true" if operator == "&&" else "false"] = lambda way, command=command: way.run((command,))
+                ways = {"true": lambda: None, "false": lambda: None}
+                ways["true" if operator == "&&" else "false"] = lambda command=command: self.run((command,))
                 self.follow_ways(node.line, f"the status of the command before {operator}", ways)
             elif status == (operator == "&&"):
                 status = self.run((command,))
@@ -177,43 +164,21 @@ class Follower(Commands):
         for command in node.commands:
             status = self.run((command,))
         if len(node.commands) > 1:
-            self.output, status = None, None
+            self.state.output.append(None)
+            status = None
         return inverse(status) if node.inverse else status
 
     def group(self, node: Group) -> Truth:
         """{ } and ( )."""
-        if not node.subshell:
-            return self.run(node.body)
-        state = self.state.fork()
-        follower = Follower(state, self.depth + 1, self.output)
-        try:
-            return follower.run(node.body)
-        except Left:
-            return None
-        finally:
-            self.state.commands += state.commands
-            self.output = follower.output
-
-    def test(self, node: Test) -> Truth:
-        """[[ ]]."""
-        return evaluate_test(node.words, self.words(node.line), extended=True)
-
-    def arithmetic(self, node: Arithmetic) -> Truth:
-        """(( ))."""
-        number = self.words(node.line).number(node.text)
-        return None if number is None else number != 0
+        return self.subshell(node.body) if node.subshell else self.run(node.body)
 
     def if_command(self, node: If) -> Truth:
         """if, elif, else."""
-        if not node.branches:
-            return self.run(node.otherwise)
-        (condition, body), *rest = node.branches
-        status = self.truth(condition)
+        status = self.truth(node.condition)
         if status is None:
-            others = replace(node, branches=tuple(rest))
-            ways = {"true": lambda way: way.run(body), "false": lambda way: way.if_command(others)}
-            return self.follow_ways(condition.line, condition.text, ways)
-        return self.run(body) if status else self.if_command(replace(node, branches=tuple(rest)))
+            ways = {"true": lambda: self.run(node.body), "false": lambda: self.run(node.otherwise)}
+            return self.follow_ways(node.condition.line, node.condition.text, ways)
+        return self.run(node.body if status else node.otherwise)
 
     def while_command(self, node: While) -> Truth:
         """while and until. A loop that changes nothing ends after one turn."""
@@ -221,13 +186,11 @@ class Follower(Commands):
             self.state.report.budget.spend(COST)
             status = self.truth(node.condition)
             status = inverse(status) if node.until else status
-            if status is False:
-                return True
             if status is None:
-                ways = {"true": lambda way: way.turn(node.body), "false": lambda way: None}
+                ways = {"true": lambda: self.turn(node.body), "false": lambda: None}
                 return self.follow_ways(node.line, node.condition.text, ways)
             before = (dict(self.state.variables), list(self.state.arguments))
-            if not self.turn(node.body) or before == (self.state.variables, self.state.arguments):
+            if not status or not self.turn(node.body) or before == (self.state.variables, self.state.arguments):
                 return True
 
     def turn(self, body: Body) -> bool:
@@ -244,13 +207,22 @@ class Follower(Commands):
 
     def for_command(self, node: For) -> Truth:
         """for NAME in words."""
-        expand = self.words(node.line).fields
-        entries = self.state.arguments if node.words is None else [f for word in node.words for f in expand(word)]
-        for entry in list(entries):
-            self.state.assign(node.name, {"0": entry})
-            if not self.turn(node.body):
-                break
-        return True
+        words = ('"$@"',) if node.words is None else node.words
+        entries = [entry for word in words for entry in self.words(node.line).fields(word)]
+
+        def follow() -> Truth:
+            for entry in entries:
+                self.state.assign(node.name, entry)
+                if not self.turn(node.body):
+                    break
+            return True
+
+        status = True if all(map(is_known, entries)) else self.answer(node.line)
+        if status is None:
+            # One word that is not known may be several, or none.
+            ways = {"true": follow, "false": lambda: None}
+            return self.follow_ways(node.line, f"the list of for {node.name}", ways)
+        return status and follow()
 
     def count(self, node: Count) -> Truth:
         """for ((;;))."""
@@ -268,26 +240,23 @@ class Follower(Commands):
 
     def case_command(self, node: Case) -> Truth:
         """case."""
-        words, key = self.words(node.line), self.state.answer_key(node.line)
-        missing, self.state.missing = self.state.missing, []
-        value = words.text(node.word)
-        names, self.state.missing = self.state.missing, missing
-        if not is_known(value) and key in self.state.report.answers:
-            self.state.report.used_answers.add(key)
-            value = self.state.report.answers[key]
+        words, place, missing = self.words(node.line), self.state.place(node.line), self.state.missing
+        self.state.missing = []
+        value, names, self.state.missing = words.text(node.word), self.state.missing, missing
+        if not is_known(value):
+            value = self.state.answer(node.line) or value
         if names:
-            place = self.state.place(node.line)
             self.state.report.note(f"{place}: {' and '.join(names)} is not set, so case looks for an empty word")
         if is_known(value):
             for patterns, body in node.branches:
-                if any(re.match(words.pattern(pattern) or "(?!)", value) for pattern in patterns):
+                if any(pattern.match(value) for pattern in map(words.pattern, patterns) if pattern):
                     return self.run(body)
             return True
-        ways: dict[str, Way] = {
-            words.text(patterns[0]): lambda way, body=body: way.run(body) for patterns, body in node.branches
+        ways: dict[str, Callable[[], object]] = {
+            words.text(patterns[0]): lambda body=body: self.run(body) for patterns, body in node.branches
         }
         if not any("*" in patterns for patterns, _ in node.branches):
-            ways["…"] = lambda way: None
+            ways["…"] = lambda: None
         return self.follow_ways(node.line, f"the value of {node.word}", ways)
 
     def function(self, node: Function) -> Truth:
@@ -300,8 +269,6 @@ METHODS: Mapping[type, Callable[..., Truth]] = {
     Chain: Follower.chain,
     Pipeline: Follower.pipeline,
     Group: Follower.group,
-    Test: Follower.test,
-    Arithmetic: Follower.arithmetic,
     If: Follower.if_command,
     While: Follower.while_command,
     For: Follower.for_command,

@@ -1,9 +1,9 @@
 """What a shell knows at one place of a script: variables, arguments, functions; and what its reader reports."""
 
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megajax.config.budget import Budget
 from megajax.config.errors import UserError
@@ -13,8 +13,8 @@ from megajax.tools.shell.tree import Node
 FIRST, LAST = 0xF0000, 0xFFFFD
 """Code points that stand for unknown values in texts, one for each reason."""
 
-type Value = Mapping[str, str]
-"""Index -> entry. A scalar has the index 0."""
+type Value = tuple[str, ...]
+"""The entries of an array. A scalar has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,8 @@ class State:
     files: dict[str, str] = field(default_factory=dict)
     """Files that the script writes from here-documents."""
     commands: list[Command] = field(default_factory=list)
+    output: list[str | None] = field(default_factory=list)
+    """What commands print, for $(…); None: the output of a program."""
     missing: list[str] | None = None
     """Names of variables that a condition has taken as unset; None: outside of a condition."""
 
@@ -106,18 +108,24 @@ class State:
         """The name of a line in --assume."""
         return f"{posixpath.basename(self.file)}:{line}" if self.file else str(line)
 
+    def answer(self, line: int) -> str | None:
+        """What --assume says of a line."""
+        key = self.answer_key(line)
+        self.report.used_answers |= {key} & set(self.report.answers)
+        return self.report.answers.get(key)
+
     def value(self, name: str) -> Value | None:
         """The value of a variable; None: not set."""
         if name in self.report.defined:
-            return {"0": self.report.defined[name]}
+            return (self.report.defined[name],)
         if name in self.variables:
             return self.variables[name]
         shell = {"PWD": self.folder, "BASH_SOURCE": self.file or self.script, "IFS": " \t\n"}
-        return {"0": shell[name]} if name in shell else None
+        return (shell[name],) if name in shell else None
 
-    def assign(self, name: str, value: Value) -> None:
+    def assign(self, name: str, *value: str) -> None:
         """Set a variable, unless it is given from outside."""
-        self.report.budget.spend(len(value), bytes=sum(map(len, value.values())))
+        self.report.budget.spend(len(value), bytes=sum(map(len, value)))
         if name not in self.report.defined:
             self.variables[name] = value
 
@@ -129,31 +137,30 @@ class State:
             return []
         return [self.report.unknown(f"{self.place(line)}: {variable} is not known")]
 
-    def fork(self) -> "State":
-        """A copy that can change without changing this one."""
-        state = copy(self)
-        state.variables, state.functions = dict(self.variables), dict(self.functions)
-        state.arguments, state.commands, state.files = list(self.arguments), [], dict(self.files)
-        state.exported = set(self.exported)
-        return state
+    def fork(self, **fields: Any) -> "State":
+        """A copy that can change without changing this one, with other values of some fields."""
+        names = ("arguments", "variables", "exported", "functions", "files")
+        copies = {name: getattr(self, name).copy() for name in names}
+        return replace(self, **copies | {"commands": []} | fields)
 
     def join(self, states: "Mapping[str, State]", reason: str, choose: str) -> None:
         """Take over the values of the ways of a condition. Where they differ, the value is not known."""
         first, *others = states.values()
         if any(state.arguments != first.arguments for state in others):
             raise UserError(f"{reason} on the script's arguments: {choose}")
+        variables: dict[str, Value] = {}
         for name in dict.fromkeys(name for state in states.values() for name in state.variables):
             values = [state.variables.get(name) for state in states.values()]
-            value = values[0]
+            value = values[0] or ()
             if any(other != value for other in values):
                 texts = [
-                    f"{answer}: {plain(' '.join(other.values())) if other is not None else 'not set'}"
+                    f"{answer}: {plain(' '.join(other)) if other is not None else 'not set'}"
                     for answer, other in zip(states, values, strict=True)
                 ]
-                value = merge(values, f"{reason} on ${name} ({'; '.join(texts)}): {choose}", self.report)
-            assert value is not None
-            self.variables[name] = value
-        self.arguments, self.folder = first.arguments, first.folder
+                unknown = self.report.unknown(f"{reason} on ${name} ({'; '.join(texts)}): {choose}")
+                value = (*shared([other or () for other in values]), unknown)
+            variables[name] = value
+        self.variables, self.arguments, self.folder = variables, first.arguments, first.folder
         for state in states.values():
             self.functions |= state.functions
             self.files |= state.files
@@ -164,21 +171,8 @@ class State:
         return posixpath.normpath(posixpath.join(self.folder, name))
 
 
-def array(entries: Iterable[str]) -> dict[str, str]:
-    """Entries as the value of an array."""
-    return {str(index): entry for index, entry in enumerate(entries)}
-
-
-def next_index(value: Mapping[str, str]) -> int:
-    """The index that an appended entry gets."""
-    return 1 + max((int(index) for index in value if index.isdigit()), default=-1)
-
-
-def merge(values: Sequence[Value | None], reason: str, report: Report) -> Value:
-    """The value of a variable after several ways that differ: what arrays share at the start, then an unknown value."""
-    lists = [list((value or {}).values()) for value in values]
-    shared = 0
-    if all(len(entries) > 1 for entries in lists):
-        while all(len(entries) > shared for entries in lists) and len({entries[shared] for entries in lists}) == 1:
-            shared += 1
-    return array([*lists[0][:shared], report.unknown(reason)])
+def shared(values: Sequence[Value]) -> Value:
+    """What arrays have in common at their start; nothing if one of them is a scalar."""
+    columns = list(zip(*values, strict=False)) if all(len(value) > 1 for value in values) else []
+    equal = [len(set(column)) == 1 for column in columns]
+    return values[0][: [*equal, False].index(False)]

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NoReturn
 
 from megajax.config.errors import UserError
 from megajax.tools.shell.tree import (
-    Arithmetic,
-    Array,
     Body,
     Case,
     Chain,
@@ -21,29 +20,27 @@ from megajax.tools.shell.tree import (
     Node,
     Pipeline,
     Simple,
-    Test,
     While,
 )
 
 NAME = r"[A-Za-z_]\w*"
 DEPTH = 40
 """Levels of brackets inside of each other, and of commands inside of each other."""
-BLANKS = re.compile(r"(?:[ \t]|\\\n)+")
-OPERATOR = re.compile(r"\d*(?:<<<|<<-?|<&|<>|>>|>&|>\||<|>)|&>>?|&&|\|\||\|&|;;&|;;|;&|[;&|()\n]")
-ARRAY = re.compile(rf"({NAME}(?:\[[^]=]*\])?\+?=)\(")
+BLANKS = re.compile(r"(?:[ \t]|\\\n|#.*)+")
+OPERATOR = re.compile(r"\d*(?:<<<|<<-?|<&|<>|>>|>&|>\||<|>)|&>>?|&&|\|\||\|&|;;&|;&|;;|[;&|()\n]")
+ARRAY = re.compile(rf"{NAME}\+?=")
+"""What an array in brackets follows."""
 DELIMITERS = " \t\n;&|<>()"
+PROCESS = ("<(", ">(")
 ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", "]]"}
 """Words that end a part of a compound command."""
-SINGLE = re.compile(r"'[^']*'")
-ESCAPED = re.compile(r"\$'(?:[^'\\]|\\.)*+'", re.DOTALL)
-PROCESS = re.compile(r"[<>]\(")
-TEXT = re.compile(r"\S+")
-QUOTED_CHARACTERS = ("<(", ">(", "(")
+QUOTED = re.compile(r"'[^']*'|\$'(?:[^'\\]|\\.)*+'", re.DOTALL)
+NAMED = re.compile(rf"\$(?:{NAME}|[\d@*#?$!-])")
 CLOSED_BY = {'"': '"', "`": "`", "${": "}", "$(": ")", "<(": ")", ">(": ")", "(": ")"}
 
 
 def piece_end(text: str, start: int, depth: int = 0, inside: str = "") -> int:
-    """The end of the quoted text, expansion or single character at `start`.
+    """The end of the quoted text, expansion, comment or single character at `start`.
 
     inside: what surrounds it: " in which ' is a character, ) in which ( is a bracket, < for a here-document, in which
     quotes are characters.
@@ -52,15 +49,16 @@ def piece_end(text: str, start: int, depth: int = 0, inside: str = "") -> int:
         UserError: an unclosed quote or bracket.
     """
     first, two, is_quoted = text[start], text[start : start + 2], inside in ('"', "<")
-    if inside == "<" and first == '"':
-        return start + 1
     if first == "\\":
         return min(start + 2, len(text))
+    if inside == ")" and first == "#" and text[start - 1] in " \t\n":
+        return (text + "\n").index("\n", start)
     if not is_quoted and (first == "'" or two == "$'"):
-        match = (SINGLE if first == "'" else ESCAPED).match(text, start)
+        match = QUOTED.match(text, start)
         return match.end() if match else _unclosed("'", depth)
     opener = two if two in CLOSED_BY else first
-    if opener not in CLOSED_BY or (is_quoted and opener in QUOTED_CHARACTERS) or (opener == "(" and inside != ")"):
+    is_character = (is_quoted and opener in (*PROCESS, "(")) or (opener == "(" and inside != ")")
+    if opener not in CLOSED_BY or is_character or (inside == "<" and first == '"'):
         return start + 1
     place, closer = start + len(opener), CLOSED_BY[opener]
     within = '"' if opener == '"' or (is_quoted and opener == "${") else closer
@@ -74,376 +72,8 @@ def piece_end(text: str, start: int, depth: int = 0, inside: str = "") -> int:
     return place + 1
 
 
-def _unclosed(opener: str, depth: int) -> int:
+def _unclosed(opener: str, depth: int) -> NoReturn:
     raise UserError(f"unclosed {opener}" if depth <= DEPTH else f"{opener} has more than {DEPTH} levels of brackets")
-
-
-def parse(text: str, first_line: int = 1) -> Body:
-    """The commands of a script.
-
-    first_line: the line of its file that the text begins at.
-
-    Raises:
-        UserError: an unclosed quote or bracket, or control flow without its end.
-    """
-    parser = _Parser(text.replace("\r\n", "\n"), first_line)
-    body = parser.body()
-    kind, token = parser.peek()
-    if kind != "end":
-        parser.fail(f"{token.strip() or 'the end of the line'} is not expected here")
-    return body
-
-
-@dataclass
-class _Parser:
-    """A place in a text. Tokens are ("word" | "array" | "operator" | "redirection" | "end", text)."""
-
-    text: str
-    first_line: int
-    place: int = 0
-    depth: int = 0
-    counted: tuple[int, int] = (0, 0)
-    """A place, and the number of line ends before it."""
-    documents: list[Document] = field(default_factory=list)
-    """Here-documents whose text follows the current line."""
-
-    def line(self) -> int:
-        """The line of the current place."""
-        place, count = self.counted
-        if place > self.place:
-            place, count = 0, 0
-        self.counted = self.place, count + self.text.count("\n", place, self.place)
-        return self.first_line + self.counted[1]
-
-    def fail(self, message: str) -> None:
-        """Raise UserError with the line."""
-        raise UserError(f"line {self.line()}: {message}")
-
-    def peek(self) -> tuple[str, str]:
-        """The kind and the text of the next token; `place` is at its beginning."""
-        while (match := BLANKS.match(self.text, self.place)) or self.text.startswith("#", self.place):
-            self.place = match.end() if match else (self.text + "\n").index("\n", self.place)
-        if self.place >= len(self.text):
-            return "end", ""
-        if match := ARRAY.match(self.text, self.place):
-            return "array", match[1]
-        match = OPERATOR.match(self.text, self.place)
-        if match and not PROCESS.match(self.text, self.place):
-            return "redirection" if match[0].strip("0123456789&")[:1] in ("<", ">") else "operator", match[0]
-        return "word", self.text[self.place : self._word_end()]
-
-    def _word_end(self) -> int:
-        end = self.place
-        try:
-            while end < len(self.text):
-                if self.text[end] in DELIMITERS and self.text[end : end + 2] not in ("<(", ">("):
-                    break
-                if self.text[end] in "<>" and end > self.place:
-                    break
-                end = piece_end(self.text, end)
-        except UserError as error:
-            self.fail(str(error))
-        return end
-
-    def take(self) -> str:
-        """Step behind the next token, and behind the here-documents that follow a line."""
-        _, token = self.peek()
-        self.place += len(token)
-        if token == "\n":
-            for document in self.documents:
-                self._read_document(document)
-            self.documents.clear()
-        return token
-
-    def _read_document(self, document: Document) -> None:
-        lines, start = [], self.line()
-        while self.place < len(self.text):
-            end = (self.text.find("\n", self.place) + 1 or len(self.text) + 1) - 1
-            line, self.place = self.text[self.place : end], min(end + 1, len(self.text))
-            if line.lstrip("\t") == document.delimiter:
-                break
-            lines.append(line)
-        else:
-            raise UserError(f"line {start}: no line {document.delimiter} ends the here-document")
-        document.text = "\n".join(lines) + "\n"
-
-    def expect(self, *words: str) -> str:
-        """Step behind one of these tokens, after line ends."""
-        self.skip_lines()
-        _, token = self.peek()
-        if token not in words:
-            self.fail(f"expected {' or '.join(words)}, got {token.strip() or 'the end'}")
-        return self.take()
-
-    def skip_lines(self) -> None:
-        """Step behind line ends."""
-        while self.peek() == ("operator", "\n"):
-            self.take()
-
-    def body(self, *ends: str) -> Body:
-        """Commands up to one of the words `ends`, or up to ), ;; or the end."""
-        self.depth += 1
-        if self.depth > DEPTH:
-            self.fail(f"more than {DEPTH} levels of commands")
-        nodes = []
-        while True:
-            kind, token = self.peek()
-            if kind == "operator" and token in ("\n", ";", "&"):
-                self.take()
-            elif kind == "end" or token in (")", ";;", ";&", ";;&") or (kind == "word" and token in ends):
-                self.depth -= 1
-                return tuple(nodes)
-            else:
-                nodes.append(self.chain())
-
-    def chain(self) -> Node:
-        """Commands joined by && and ||."""
-        line = self.line()
-        commands, operators = [self.pipeline()], list[str]()
-        while self.peek()[1] in ("&&", "||"):
-            operators.append(self.take())
-            self.skip_lines()
-            commands.append(self.pipeline())
-        return Chain(line, tuple(commands), tuple(operators)) if operators else commands[0]
-
-    def pipeline(self) -> Node:
-        """Commands joined by |."""
-        self.peek()
-        line, inverse = self.line(), False
-        while self.peek() == ("word", "!"):
-            self.take()
-            inverse = not inverse
-        commands = [self.command()]
-        while self.peek()[1] in ("|", "|&"):
-            self.take()
-            self.skip_lines()
-            commands.append(self.command())
-        return Pipeline(line, tuple(commands), inverse) if inverse or len(commands) > 1 else commands[0]
-
-    def command(self) -> Node:
-        """One command, with its redirections."""
-        kind, token = self.peek()
-        line = self.line()
-        if kind == "operator" and token == "(":
-            if self.text.startswith("((", self.place):
-                node: Node = Arithmetic(line, self.double_brackets())
-            else:
-                self.take()
-                body = self.body()
-                self.expect(")")
-                node = Group(line, body, subshell=True)
-        elif kind == "word" and token in COMPOUND:
-            self.take()
-            node = COMPOUND[token](self, line)
-        elif kind in ("operator", "end") or (kind == "word" and token in ENDS):
-            self.fail(f"{token.strip() or 'the end'} is not expected here")
-        else:
-            return self.simple(line)
-        self.redirections()
-        return node
-
-    def double_brackets(self) -> str:
-        """The text inside of (( ))."""
-        end = self.place
-        try:
-            end = piece_end(self.text, self.place, inside=")")
-        except UserError as error:
-            self.fail(str(error))
-        inner, self.place = self.text[self.place + 2 : end - 2], end
-        return inner
-
-    def redirections(self) -> tuple[Document | None, str | None]:
-        """Step behind redirections: the here-document, and the file of standard output."""
-        document, output = None, None
-        while self.peek()[0] == "redirection":
-            operator = self.take()
-            kind, target = self.peek()
-            if kind != "word":
-                self.fail(f"{operator} has no file")
-            self.take()
-            if operator.endswith("<<<"):
-                document = Document("", target)
-            elif operator.endswith(("<<", "<<-")):
-                document = Document(re.sub(r"[\\'\"]", "", target), expands=not re.search(r"[\\'\"]", target))
-                self.documents.append(document)
-            elif operator.strip("1&") in (">", ">>", ">|"):
-                output = target
-        return document, output
-
-    def simple(self, line: int) -> Node:
-        """Words, arrays and redirections up to the end of the command; or NAME() and a function's body."""
-        words, document, output = list[str | Array](), None, None
-        while True:
-            kind, token = self.peek()
-            if kind == "redirection":
-                new_document, new_output = self.redirections()
-                document, output = new_document or document, new_output or output
-            elif kind == "array":
-                words.append(self.array())
-            elif kind == "word":
-                words.append(self.take())
-            elif token == "(" and len(words) == 1 and isinstance(words[0], str) and re.fullmatch(r"[\w:.-]+", words[0]):
-                self.take()
-                self.expect(")")
-                self.skip_lines()
-                return Function(line, words[0], self.command())
-            elif token == "(":
-                self.fail("( is not expected here")
-            else:
-                return Simple(line, tuple(words), document, output)
-
-    def array(self) -> Array:
-        """NAME=( entries )."""
-        line, start = self.line(), self.take()
-        self.place += 1
-        entries = []
-        while True:
-            self.skip_lines()
-            kind, token = self.peek()
-            if kind == "end":
-                raise UserError(f"line {line}: unclosed (")
-            if token == ")":
-                self.take()
-                return Array(start, tuple(entries))
-            if kind not in ("word", "array"):
-                self.fail(f"{token} is not allowed in an array")
-            entries.append(self.take())
-
-    def condition(self, *ends: str) -> Condition:
-        """Commands up to `ends`, which is not stepped behind."""
-        self.skip_lines()
-        start, line = self.place, self.line()
-        body = self.body(*ends)
-        text = " ".join(self.text[start : self.place].split()).rstrip("; ")
-        return Condition(line, body, text)
-
-    def if_command(self, line: int) -> If:
-        """After if."""
-        branches, otherwise, word = [], (), "if"
-        while word in ("if", "elif"):
-            condition = self.condition("then")
-            self.expect("then")
-            branches.append((condition, self.body("elif", "else", "fi")))
-            word = self.expect("elif", "else", "fi")
-        if word == "else":
-            otherwise = self.body("fi")
-            self.expect("fi")
-        return If(line, tuple(branches), otherwise)
-
-    def while_command(self, line: int) -> While:
-        """After while."""
-        condition = self.condition("do")
-        return While(line, condition, self.loop_body(), until=False)
-
-    def until_command(self, line: int) -> While:
-        """After until."""
-        condition = self.condition("do")
-        return While(line, condition, self.loop_body(), until=True)
-
-    def loop_body(self) -> Body:
-        """do commands done."""
-        if self.peek()[1] == ";":
-            self.take()
-        self.expect("do")
-        body = self.body("done")
-        self.expect("done")
-        return body
-
-    def for_command(self, line: int) -> Node:
-        """After for."""
-        self.peek()
-        if self.text.startswith("((", self.place):
-            parts = tuple(self.double_brackets().split(";"))
-            if len(parts) != 3:
-                self.fail("for (( )) needs three parts")
-            return Count(line, parts, self.loop_body())
-        name, words = self.take(), None
-        self.skip_lines()
-        if self.peek() == ("word", "in"):
-            self.take()
-            words = self.words()
-        return For(line, name, words, self.loop_body())
-
-    def words(self) -> tuple[str, ...]:
-        """Words up to another token."""
-        words = []
-        while self.peek()[0] == "word":
-            words.append(self.take())
-        return tuple(words)
-
-    def case_command(self, line: int) -> Case:
-        """After case."""
-        self.peek()
-        word, branches = self.take(), []
-        self.expect("in")
-        self.skip_lines()
-        while self.peek() != ("word", "esac"):
-            if self.peek()[1] == "(":
-                self.take()
-            patterns = [self.take()]
-            while self.expect("|", ")") == "|":
-                patterns.append(self.take())
-            branches.append((tuple(patterns), self.body("esac")))
-            if self.peek()[1] in (";&", ";;&"):
-                self.fail(f"{self.peek()[1]} is not supported")
-            if self.peek()[1] == ";;":
-                self.take()
-            self.skip_lines()
-            if self.peek()[0] == "end":
-                raise UserError(f"line {line}: case without esac")
-        self.take()
-        return Case(line, word, tuple(branches))
-
-    def function_command(self, line: int) -> Function:
-        """After function."""
-        self.peek()
-        name = self.take()
-        if self.peek()[1] == "(":
-            self.take()
-            self.expect(")")
-        self.skip_lines()
-        return Function(line, name, self.command())
-
-    def group_command(self, line: int) -> Group:
-        """After {."""
-        body = self.body("}")
-        self.expect("}")
-        return Group(line, body, subshell=False)
-
-    def test_command(self, line: int) -> Test:
-        """After [[."""
-        words = []
-        while (token := self.peek()) != ("word", "]]"):
-            if token[0] == "end":
-                raise UserError(f"line {line}: [[ without ]]")
-            if words and words[-1] == "=~":
-                # A regular expression may hold brackets and bars.
-                match = TEXT.match(self.text, self.place)
-                words.append(match[0] if match else "")
-                self.place += len(words[-1])
-            elif self.take() != "\n":
-                words.append(token[1])
-        self.take()
-        return Test(line, tuple(words))
-
-    def refuse_select(self, line: int) -> Node:
-        """After select or coproc."""
-        raise UserError(f"line {line}: select and coproc are not supported: remove them from the script")
-
-
-COMPOUND: dict[str, Callable[[_Parser, int], Node]] = {
-    "if": _Parser.if_command,
-    "while": _Parser.while_command,
-    "until": _Parser.until_command,
-    "for": _Parser.for_command,
-    "case": _Parser.case_command,
-    "function": _Parser.function_command,
-    "{": _Parser.group_command,
-    "[[": _Parser.test_command,
-    "select": _Parser.refuse_select,
-    "coproc": _Parser.refuse_select,
-}
-"""Reserved word -> the method that reads what follows it."""
 
 
 def pieces(text: str, inside: str = "") -> Sequence[str]:
@@ -457,4 +87,323 @@ def pieces(text: str, inside: str = "") -> Sequence[str]:
     return parts
 
 
-NAMED = re.compile(rf"\$(?:{NAME}|[\d@*#?$!-])")
+@dataclass(slots=True)
+class Token:
+    """A part of a script, and its line."""
+
+    kind: str
+    """word, operator, redirection, arithmetic, expands or plain (here-documents), end."""
+    text: str
+    line: int
+    start: int
+
+
+def tokens(text: str, first_line: int) -> list[Token]:
+    """The tokens of a script. An array is one word; the text of a here-document is that of the token after <<.
+
+    Raises:
+        UserError: an unclosed quote, bracket or here-document, with its line.
+    """
+    row, documents, place, line = list[Token](), list[Token](), 0, first_line
+    while place < len(text):
+        start, before = place, row[-1] if row else Token("operator", "", 0, 0)
+        if match := BLANKS.match(text, place):
+            place = match.end()
+        else:
+            try:
+                kind, place = _token_end(text, start, before.text)
+            except UserError as error:
+                raise UserError(f"line {line}: {error}") from error
+            row.append(Token(kind, text[start:place], line, start))
+            if kind == "word" and re.fullmatch(r"\d*<<-?", before.text):
+                documents.append(row[-1])
+        if text[start] == "\n":
+            while documents:
+                place = _document_end(text, place, line + 1, documents.pop(0))
+        line += text.count("\n", start, place)
+    return [*row, Token("end", "", line, place)]
+
+
+def _token_end(text: str, start: int, before: str) -> tuple[str, int]:
+    """The kind and the end of the token at `start`; `before` is the text of the one before it."""
+    if before == "=~" and (match := re.compile(r"\S+").match(text, start)):
+        # A regular expression may hold brackets and bars.
+        return "word", match.end()
+    if text.startswith("((", start):
+        return "arithmetic", piece_end(text, start, inside=")")
+    match = OPERATOR.match(text, start)
+    if match and not text.startswith(PROCESS, start):
+        return "redirection" if re.search("[<>]", match[0]) else "operator", match.end()
+    end = start
+    while end < len(text) and (text[end] not in DELIMITERS or (text.startswith(PROCESS, start) and end == start)):
+        end = piece_end(text, end)
+        if text.startswith("(", end) and ARRAY.fullmatch(text, start, end):
+            end = piece_end(text, end, inside=")")
+    return "word", end
+
+
+def _document_end(text: str, place: int, line: int, token: Token) -> int:
+    """Give a token the text of its here-document: the place behind it."""
+    delimiter = re.sub(r"[\\'\"]", "", token.text)
+    end = re.compile(rf"^\t*{re.escape(delimiter)}(?:\n|\Z)", re.MULTILINE).search(text, place)
+    if end is None:
+        raise UserError(f"line {line}: no line {delimiter} ends the here-document")
+    token.kind = "expands" if delimiter == token.text else "plain"
+    token.text = text[place : end.start()]
+    return end.end()
+
+
+def array_entries(text: str, line: int) -> list[str]:
+    """The words of an array in brackets."""
+    row = [token for token in tokens(text[1:-1], line)[:-1] if token.text != "\n"]
+    for token in row:
+        if token.kind != "word":
+            raise UserError(f"line {token.line}: {token.text} is not allowed in an array")
+    return [token.text for token in row]
+
+
+def parse(text: str, first_line: int = 1) -> Body:
+    """The commands of a script.
+
+    first_line: the line of its file that the text begins at.
+
+    Raises:
+        UserError: an unclosed quote or bracket, or control flow without its end.
+    """
+    text = text.replace("\r\n", "\n")
+    parser = _Parser(text, tokens(text, first_line))
+    body = parser.body()
+    if parser.token.kind != "end":
+        parser.refuse_token()
+    return body
+
+
+@dataclass
+class _Parser:
+    """A place in the tokens of a text."""
+
+    text: str
+    tokens: list[Token]
+    place: int = 0
+    depth: int = 0
+
+    @property
+    def token(self) -> Token:
+        """The next token."""
+        return self.tokens[self.place]
+
+    def fail(self, message: str) -> NoReturn:
+        """Raise UserError with the line."""
+        raise UserError(f"line {self.token.line}: {message}")
+
+    def refuse_token(self) -> NoReturn:
+        """Raise UserError: the next token is not expected."""
+        self.fail(f"{self.token.text.strip() or 'the end'} is not expected here")
+
+    def take(self) -> str:
+        """Step behind the next token: its text."""
+        token = self.token
+        self.place += token.kind != "end"
+        return token.text
+
+    def takes(self, *texts: str) -> bool:
+        """Step behind the next token if it is one of these."""
+        return self.token.text in texts and self.take() in texts
+
+    def expect(self, *words: str) -> str:
+        """Step behind one of these tokens, after line ends."""
+        self.skip_lines()
+        if self.token.text not in words:
+            self.fail(f"expected {' or '.join(words)}, got {self.token.text.strip() or 'the end'}")
+        return self.take()
+
+    def skip_lines(self) -> None:
+        """Step behind line ends."""
+        while self.takes("\n"):
+            pass
+
+    def words(self) -> tuple[str, ...]:
+        """Words up to another token."""
+        words = []
+        while self.token.kind == "word":
+            words.append(self.take())
+        return tuple(words)
+
+    def body(self, *ends: str) -> Body:
+        """Commands up to one of the words `ends`, or up to ), ;; or the end."""
+        self.depth += 1
+        if self.depth > DEPTH:
+            self.fail(f"more than {DEPTH} levels of commands")
+        nodes = []
+        while self.token.kind != "end" and self.token.text not in (")", ";;", ";&", ";;&", *ends):
+            if not self.takes("\n", ";", "&"):
+                nodes.append(self.chain())
+        self.depth -= 1
+        return tuple(nodes)
+
+    def chain(self) -> Node:
+        """Commands joined by && and ||."""
+        line, commands, operators = self.token.line, [self.pipeline()], list[str]()
+        while self.token.text in ("&&", "||"):
+            operators.append(self.take())
+            self.skip_lines()
+            commands.append(self.pipeline())
+        return Chain(line, tuple(commands), tuple(operators)) if operators else commands[0]
+
+    def pipeline(self) -> Node:
+        """Commands joined by |."""
+        line, inverse = self.token.line, False
+        while self.takes("!"):
+            inverse = not inverse
+        commands = [self.command()]
+        while self.takes("|", "|&"):
+            self.skip_lines()
+            commands.append(self.command())
+        return Pipeline(line, tuple(commands), inverse) if inverse or len(commands) > 1 else commands[0]
+
+    def command(self) -> Node:
+        """One command, with its redirections."""
+        token = self.token
+        if token.kind == "arithmetic":
+            node: Node = Simple(token.line, ("((", self.take()[2:-2]))
+        elif token.text in COMPOUND:
+            self.take()
+            node = COMPOUND[token.text](self, token.line)
+        elif token.kind in ("operator", "end") or token.text in ENDS:
+            self.refuse_token()
+        else:
+            return self.simple(token.line)
+        self.redirections()
+        return node
+
+    def redirections(self) -> tuple[Document | None, str | None]:
+        """Step behind redirections: the here-document, and the file of standard output."""
+        document, output = None, None
+        while self.token.kind == "redirection":
+            operator, kind = self.take(), self.token.kind
+            if kind not in ("word", "expands", "plain"):
+                self.fail(f"{operator} has no file")
+            target = self.take()
+            if operator.endswith("<<<"):
+                document = Document(target, "word")
+            elif kind == "expands" or kind == "plain":
+                document = Document(target, kind)
+            elif operator.strip("1&") in (">", ">>", ">|"):
+                output = target
+        return document, output
+
+    def simple(self, line: int) -> Node:
+        """Words and redirections up to the end of the command; or NAME() and a function's body."""
+        words, document, output = list[str](), None, None
+        while self.token.kind in ("word", "redirection"):
+            new_document, new_output = self.redirections()
+            document, output = new_document or document, new_output or output
+            words += self.words()
+        if self.token.text == "(":
+            if len(words) != 1 or not re.fullmatch(r"[\w:.-]+", words[0]):
+                self.refuse_token()
+            return self.function(line, words[0])
+        return Simple(line, tuple(words), document, output)
+
+    def function(self, line: int, name: str = "") -> Function:
+        """After function, or after the name."""
+        name = name or self.take()
+        if self.takes("("):
+            self.expect(")")
+        self.skip_lines()
+        return Function(line, name, self.command())
+
+    def condition(self, end: str) -> Condition:
+        """Commands up to `end`."""
+        self.skip_lines()
+        first = self.token
+        body = self.body(end)
+        text = " ".join(self.text[first.start : self.token.start].split()).rstrip("; ")
+        self.expect(end)
+        return Condition(first.line, body, text)
+
+    def if_command(self, line: int) -> If:
+        """After if or elif."""
+        condition, body, otherwise = self.condition("then"), self.body("elif", "else", "fi"), ()
+        word = self.expect("elif", "else", "fi")
+        if word == "elif":
+            otherwise = (self.if_command(self.token.line),)
+        elif word == "else":
+            otherwise = self.body("fi")
+            self.expect("fi")
+        return If(line, condition, body, otherwise)
+
+    def while_command(self, line: int) -> While:
+        """After while or until."""
+        until = self.tokens[self.place - 1].text == "until"
+        return While(line, self.condition("do"), self.loop_body(), until)
+
+    def loop_body(self) -> Body:
+        """Commands up to done."""
+        body = self.body("done")
+        self.expect("done")
+        return body
+
+    def for_command(self, line: int) -> Node:
+        """After for."""
+        parts, words = tuple(self.token.text[2:-2].split(";")), None
+        is_count, name = self.token.kind == "arithmetic", self.take()
+        if is_count and len(parts) != 3:
+            self.fail("for (( )) needs three parts")
+        self.skip_lines()
+        if not is_count and self.takes("in"):
+            words = self.words()
+        self.takes(";")
+        self.expect("do")
+        return Count(line, parts, self.loop_body()) if is_count else For(line, name, words, self.loop_body())
+
+    def case_command(self, line: int) -> Case:
+        """After case."""
+        word, branches = self.take(), []
+        self.expect("in")
+        self.skip_lines()
+        while not self.takes("esac"):
+            self.takes("(")
+            patterns = [self.take()]
+            while self.expect("|", ")") == "|":
+                patterns.append(self.take())
+            branches.append((tuple(patterns), self.body("esac")))
+            if self.token.text in (";&", ";;&"):
+                self.fail(f"{self.token.text} is not supported: repeat the commands of the next pattern")
+            self.takes(";;")
+            self.skip_lines()
+        return Case(line, word, tuple(branches))
+
+    def group(self, line: int) -> Group:
+        """After { or (."""
+        subshell = self.tokens[self.place - 1].text == "("
+        body = self.body("}")
+        self.expect(")" if subshell else "}")
+        return Group(line, body, subshell)
+
+    def test(self, line: int) -> Simple:
+        """After [[."""
+        words = ["[["]
+        while not self.takes("]]"):
+            if self.token.kind in ("end", "arithmetic"):
+                self.refuse_token()
+            words += [self.take()] if self.token.text != "\n" else self.take().split()
+        return Simple(line, tuple(words))
+
+    def refuse_command(self, line: int) -> Node:
+        """After select or coproc."""
+        name = self.tokens[self.place - 1].text
+        raise UserError(f"line {line}: {name} is not supported: remove it from the script")
+
+
+COMPOUND: dict[str, Callable[[_Parser, int], Node]] = {
+    "if": _Parser.if_command,
+    **dict.fromkeys(("while", "until"), _Parser.while_command),
+    "for": _Parser.for_command,
+    "case": _Parser.case_command,
+    "function": _Parser.function,
+    **dict.fromkeys(("{", "("), _Parser.group),
+    "[[": _Parser.test,
+    **dict.fromkeys(("select", "coproc"), _Parser.refuse_command),
+}
+"""Reserved word -> the method that reads what follows it."""

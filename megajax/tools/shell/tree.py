@@ -1,143 +1,115 @@
 """Commands of a shell script as a tree. Words keep their quotes and expansions."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
-    """NAME=(entries) or NAME+=(entries)."""
-
-    start: str
-    entries: tuple[str, ...]
-
-
-@dataclass(slots=True)
 class Document:
-    """A here-document. Its text is known at the end of the line that has its operator."""
+    """A here-document, with or without expansions, or the word after <<<."""
 
-    delimiter: str
-    text: str = ""
-    expands: bool = True
+    text: str
+    kind: Literal["expands", "plain", "word"]
 
 
 @dataclass(frozen=True, slots=True)
-class Simple:
-    """Assignments, and a command with its arguments."""
+class Node:
+    """A command, and the line that it begins at."""
 
     line: int
-    words: tuple[str | Array, ...]
+
+
+type Body = tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Simple(Node):
+    """Assignments, and a command with its arguments. ((text)) and [[ words ]] are commands named (( and [[."""
+
+    words: tuple[str, ...]
     document: Document | None = None
     output: str | None = None
     """The file that standard output goes to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
-    """[[ words ]]."""
-
-    line: int
-    words: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """(( text ))."""
-
-    line: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Node):
     """Commands joined by && and ||; `operators` has one entry less."""
 
-    line: int
-    commands: "tuple[Node, ...]"
+    commands: Body
     operators: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(Node):
     """Commands joined by |, or one command after !."""
 
-    line: int
-    commands: "tuple[Node, ...]"
+    commands: Body
     inverse: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Group(Node):
     """{ commands; }, or ( commands ) in a shell of its own."""
 
-    line: int
-    body: "Body"
+    body: Body
     subshell: bool
 
 
 @dataclass(frozen=True, slots=True)
-class If:
-    """if, elif …, else."""
+class Condition(Node):
+    """The commands after if, elif, while or until, and their source for messages."""
 
-    line: int
-    branches: "tuple[tuple[Condition, Body], ...]"
-    otherwise: "Body"
+    body: Body
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
-class While:
+class If(Node):
+    """if and else; elif is another If in `otherwise`."""
+
+    condition: Condition
+    body: Body
+    otherwise: Body
+
+
+@dataclass(frozen=True, slots=True)
+class While(Node):
     """while, or until."""
 
-    line: int
-    condition: "Condition"
-    body: "Body"
+    condition: Condition
+    body: Body
     until: bool
 
 
 @dataclass(frozen=True, slots=True)
-class For:
+class For(Node):
     """for NAME in words; None: the script's arguments."""
 
-    line: int
     name: str
     words: tuple[str, ...] | None
-    body: "Body"
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class Count(Node):
     """for ((first; condition; step))."""
 
-    line: int
     parts: tuple[str, ...]
-    body: "Body"
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Case(Node):
     """case word in patterns) body;; esac."""
 
-    line: int
     word: str
-    branches: "tuple[tuple[tuple[str, ...], Body], ...]"
+    branches: tuple[tuple[tuple[str, ...], Body], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class Function(Node):
     """The definition of a function."""
 
-    line: int
     name: str
-    body: "Node"
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """The commands after if, elif, while or until, and their source for messages."""
-
-    line: int
-    body: "Body"
-    text: str
-
-
-type Node = Simple | Test | Arithmetic | Chain | Pipeline | Group | If | While | For | Count | Case | Function
-type Body = tuple[Node, ...]
+    body: Node
