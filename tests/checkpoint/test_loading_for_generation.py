@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
     weights = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in specs.items()}
-    config, tensors = adapter_files(adapted, family_for(model).rows(model), Drawn(), str(folder / "base"))  # ty: ignore
+    config, tensors = adapter_files(adapted, family_for(model), Drawn(), str(folder / "base"))  # ty: ignore
     (folder / "adapter").mkdir()
     (folder / "adapter" / CONFIG).write_text(json.dumps(config))
     save_file(tensors, folder / "adapter" / TENSORS)

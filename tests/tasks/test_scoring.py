@@ -10,6 +10,7 @@ from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, llama
 
 from megajax.config.errors import UserError
 from megajax.data.config import MockConfig
+from megajax.inference.from_run import engine_refusal
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -17,7 +18,7 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
-from megajax.tasks.generation import Generation, by_recomputation, generate, has_engine
+from megajax.tasks.generation import Generation, by_recomputation, generate
 from megajax.tasks.loglikelihood import Request, log_likelihoods
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig
@@ -169,7 +170,8 @@ def test_generation_on_layouts_matches_one_device(parallel, engine):
     def texts():
         return [Generation(window.tokens[:size], 4) for window, size in zip(windows(), (5, 9, 3), strict=False)]
 
-    assert has_engine(scorer(parallel, 2).program) is engine
+    program = scorer(parallel, 2).program
+    assert (engine_refusal(program.cfg.model, program.mesh) is None) is engine
     assert generate(scorer(parallel, 2), texts()) == by_recomputation(scorer(), texts())
 
 
