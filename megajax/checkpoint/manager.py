@@ -255,6 +255,7 @@ class CheckpointManager(CheckpointReader):
                 raise self._failed(save, error) from error
         self._verified.add(save.step)
         self._refused.discard(save.step)  # that was set aside
+        self._opened = None  # perhaps also of the step that was set aside
         total = time.monotonic() - save.started
         return SaveReport(save.step, blocking if self.cfg.asynchronous else total, total, size)
 

@@ -121,9 +121,10 @@ class CheckpointReader:
         """The result of `work`, if no process finds the step damaged."""
         result, reason = list[T](), None
         try:
-            if self._opened is None or self._opened[0] != step:
-                self._opened = step, StoredArrays(self.folder / folder.step_name(step))
-            result.append(work(self._opened[1]))
+            opened = self._opened
+            if opened is None or opened[0] != step:
+                opened = self._opened = step, StoredArrays(self.folder / folder.step_name(step))
+            result.append(work(opened[1]))
         except Damaged as error:
             reason = str(error)
         if (reason := self._peers.agree(reason)) is None:

@@ -182,6 +182,17 @@ def test_each_byte_is_read_once(folder: Path, monkeypatch) -> None:
     assert hashed and Path(name).name not in hashed
 
 
+def test_a_step_that_is_saved_again_is_read_again(tmp_path: Path) -> None:
+    like = {"values": jax.ShapeDtypeStruct((4096,), jnp.float32)}
+    with CheckpointConfig().build(tmp_path) as manager:
+        for value in (1, 2):
+            manager.save(1, {"values": jnp.zeros(4096)})
+            manager.save(2, {"values": jnp.full(4096, value, jnp.float32)})
+            manager.wait()
+            assert manager.restore(2, like)[0]["values"][0] == value
+            manager.go_back(1)
+
+
 def test_columns_of_many_arrays_take_little_memory(tmp_path: Path, monkeypatch) -> None:
     """The rows between the parts of a column are read and hashed too, but not for all arrays at a time."""
     monkeypatch.setattr(integrity, "BLOCK_BYTES", 2**15)
