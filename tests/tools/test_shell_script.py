@@ -76,6 +76,10 @@ def test_arguments_and_definitions() -> None:
         ("A=$(nproc)\nB=$A/x\nrun $B", "line 1: only a shell can run $(nproc)"),
         ("run $((A + 1))", "line 1: $((A + 1)) is not known"),
         ("run $((08 + 1))", "line 1: $((08 + 1)) is not known"),
+        ("A=010\nrun $((A + 1))", "line 2: $((A + 1)) is not known"),
+        ("run $((1 < 2 ? 3 : 4))", "line 1: $((1 < 2 ? 3 : 4)) is not known"),
+        ("run $((3 > 2 > 1))", "line 1: $((3 > 2 > 1)) is not known"),
+        ("A=abc\nrun ${A:1}", "line 2: the expansion ${A:1} is not supported"),
     ],
 )
 def test_unknown_values_carry_the_reason_and_line(text: str, reason: str) -> None:
@@ -89,9 +93,9 @@ CONTROL = [
     ("A=x\nif [[ $A == y ]]; then B=1; elif [[ $A == [x-z] ]]; then B=2; else B=3; fi\nrun $B", "run 2"),
     ("for i in 1 2 3; do B+=$i; done\nrun $B", "run 123"),
     ("for i in {1..4}; do [ $i = 3 ] && break; B+=$i; done\nrun $B", "run 12"),
-    ("for ((i = 0; i < 3; i++)); do B+=$i; done\nrun $B", "run 012"),
     ("i=0\nwhile (( i < 5 )); do i=$((i + 1)); if ((i % 2)); then continue; fi; B+=$i; done\nrun $B", "run 24"),
-    ("i=3\nuntil [ $i -eq 0 ]; do B+=$i; let i-=1; done\nrun $B", "run 321"),
+    ("i=3\nwhile ! [ $i -eq 0 ]; do B+=$i; let i-=1; done\nrun $B", "run 321"),
+    ("i=0\nB=0\nwhile (( i < 3 )); do C+=$((i++)); (( B += i )); done\nrun $i $B $C", "run 3 6 012"),
     ("case abc in\n  a|b) X=1 ;;\n  a*) X=2 ;;\n  *) X=3 ;;\nesac\nrun $X", "run 2"),
     ("f() {\n  local A=$1\n  B=$A\n}\nA=0\nf 7\nrun $A $B", "run 0 7"),
     ('function g { [ "$1" = x ] && return; B=1; }\nB=0\ng x\nrun $B', "run 0"),
@@ -105,13 +109,10 @@ CONTROL = [
         "F=a/model.tar.gz\nrun ${F%.gz} ${F%%.*} ${F##*/} ${F#*/} ${F/model/m} ${F//a/o}",
         "run a/model.tar a/model model.tar.gz model.tar.gz a/m.tar.gz o/model.tor.gz",
     ),
-    (
-        "A=abc\nB=(x y z)\nrun ${#A} ${#B[@]} ${A:1} ${A:0:2} ${B[1]} ${B[-1]} ${B[@]:1} ${A^^} ${A^}",
-        "run 3 3 bc ab y z y z ABC Abc",
-    ),
+    ("A=abc\nB=(x y z)\nrun ${#A} ${#B[@]} ${B[1]} ${B[-1]}", "run 3 3 y z"),
     ("B=5\nrun ${C:+x} ${B:+y} ${C:=z} $C", "run y z z"),
     ("M=(a b)\nM[2]=c\nM[0]+=x\nM[-2]=y\nrun ${M[@]}", "run ax y c"),
-    ("run $((7 / 2)) $((-7 / 2)) $((2 ** 5 | 1)) $((1 < 2 && 3 > 2 ? 8 : 9)) $((0x10 + 010))", "run 3 -3 33 8 24"),
+    ("run $((7 / 2)) $((-7 / 2)) $((-7 % 2)) $((1 < 2 && (0 > 2 || 3))) $((0x10 + 1))", "run 3 -3 -1 1 17"),
     ("A=1\n{ A=2; B=3; }\n( A=9 )\nrun $A $B", "run 2 3"),
     ('[ -z "" ] && A=1 || A=2\nrun $A', "run 1"),
     ("! [ a = b ] && A=1\nrun $A", "run 1"),
@@ -126,7 +127,6 @@ CONTROL = [
     ("set -- 1 2\nA=x\nbash <<EOF\nrun \"$A '$A' $@\"\nEOF", "run x 'x' 1 2"),
     ("sbatch --nodes=2 <<'EOF'\n#!/bin/bash\nA=4\nrun $A\nEOF", "run 4"),
     ("sbatch --wrap='python x.py --a 1'", "python x.py --a 1"),
-    ("B=1\ncat > job.sh <<EOF\nrun $B\nEOF\nbash job.sh", "run 1"),
     ("if true; then\n  run a; exit 0\nfi\nrun b", "run a"),
     ("while true; do run a; sleep 5; done", "run a"),
     ("A=$'x\\ty'\nrun \"$A\"", "run x\ty"),
@@ -146,7 +146,7 @@ def test_each_of_these_scripts_means_the_same_to_bash(tmp_path: Path) -> None:
         pytest.skip("no bash")
     quiet = 'run() { echo "run $*"; }; python() { echo "python $*"; }; sleep() { exit; }; sbatch() { bash; }; '
     quiet += "export -f run python; "
-    known = [(text, expected) for text, expected in CONTROL if "--wrap" not in text and "job.sh" not in text]
+    known = [(text, expected) for text, expected in CONTROL if "--wrap" not in text]
     for text, expected in known:
         done = subprocess.run([bash, "-c", f"{quiet}\n{text}"], capture_output=True, text=True, cwd=tmp_path)
         assert done.stdout.strip() == expected, text
@@ -240,7 +240,7 @@ def test_other_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("A=1\nfi", "line 2: fi is not expected here"),
         ("case x in\n a) run", "line 1: case without esac|expected"),
         ("cat <<EOF\nx", "line 2: no line EOF ends the here-document"),
-        ("A=1\nselect x in a b; do run; done", "line 2: select is not supported: remove it from the script"),
+        ("A=1\nselect x in a b; do run; done", "line 2: select is not supported: write it otherwise"),
         ("\nwhile getopts n: o; do run; done", "line 2: getopts is not supported: write its result into the script"),
         ("A=1\n\ndeclare -A M", "line 3: declare -A is not supported"),
         ("M=([2]=1)", r"line 1: an array with indices, M, is not supported"),
@@ -250,7 +250,9 @@ def test_other_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("i=0\nwhile true; do i=$((i + 1)); done", "refused: .* entries"),
         ("(" * 60 + ")" * 60, "more than 40 levels"),
         ("A=" + "${A:-" * 60 + "}" * 60, "more than 40 levels"),
-        ("for ((i = 0; i < N; i++)); do A=1; done", "line 1: the number of turns"),
+        ("\nfor ((i = 0; i < N; i++)); do A=1; done", r"line 2: for \(\( \)\) is not supported"),
+        ("until false; do A=1; done", "line 1: until is not supported"),
+        ("A=1\n(( A + (B = 2) ))", r"line 2: an assignment inside of \(\( A"),
     ],
 )
 def test_what_is_no_script_or_has_no_end(text: str, message: str) -> None:

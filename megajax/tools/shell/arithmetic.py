@@ -1,13 +1,16 @@
-"""Whole-number arithmetic of a shell: $((…)), ((…)) and let."""
+"""Whole-number arithmetic of a shell, as far as it is that of Python: $((…)), ((…)) and let."""
 
+import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
-TOKEN = re.compile(
-    r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|[<>=!]=|&&|\|\||\+\+|--|[-+*/%]=|[-+*/%<>!~?:()=,&|^])"
-)
-LENGTH, LARGEST = 1000, 2**62
+from megajax.config.errors import UserError
+
+ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)\s*|([-+*/%]?)=(?!=)(.*))", re.DOTALL)
+INNER = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+LENGTH, LARGEST = 200, 2**62
 
 type Number = int | None
 """None: not known."""
@@ -19,130 +22,70 @@ def _quotient(left: int, right: int) -> int:
     return quotient if (left < 0) == (right < 0) else -quotient
 
 
-def _power(left: int, right: int) -> int:
-    if not 0 <= right <= 62:
-        raise ValueError("the exponent is out of range")
-    return left**right
-
-
-LEVELS: tuple[Mapping[str, Callable[[int, int], int]], ...] = (
-    {"||": lambda left, right: bool(left or right)},
-    {"&&": lambda left, right: bool(left and right)},
-    {"|": operator.or_},
-    {"^": operator.xor},
-    {"&": operator.and_},
-    {"==": operator.eq, "!=": operator.ne},
-    {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    {"<<": lambda left, right: left * _power(2, right), ">>": lambda left, right: left // _power(2, right)},
-    {"+": operator.add, "-": operator.sub},
-    {"*": operator.mul, "/": _quotient, "%": lambda left, right: left - right * _quotient(left, right)},
-    {"**": _power},
-)
-"""Operators, the loosest first."""
-SIGNS: Mapping[str, Callable[[int], int]] = {
-    "-": operator.neg,
-    "+": operator.pos,
-    "!": operator.not_,
-    "~": operator.inv,
+OPERATORS: Mapping[type, Callable[..., int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.And: lambda *values: all(values),
+    ast.Or: lambda *values: any(values),
 }
 
 
-class Expression:
-    """Evaluates an expression.
+def evaluate(text: str, value_of: Callable[[str], str], assign: Callable[[str, Number], None]) -> Number:
+    """The value of an expression, and the assignment that it may be; None: not known, or not supported.
 
-    value_of: the value of a variable, None: not known. assign: sets a variable.
+    value_of: the text of a variable. assign: sets a variable.
+
+    Raises:
+        UserError: an assignment inside of an expression.
     """
-
-    def __init__(self, text: str, value_of: Callable[[str], str | None], assign: Callable[[str, Number], None]):
-        self.value_of, self.assign = value_of, assign
-        self.is_read = len(text) <= LENGTH and not TOKEN.sub("", text).strip()
-        self.tokens = TOKEN.findall(text) if self.is_read else []
-
-    def value(self) -> Number:
-        """The value of the expression; None: not known, or not a valid expression."""
-        try:
-            value = self.list() if self.tokens else 0
-        except (ValueError, ZeroDivisionError, IndexError, RecursionError):
-            return None
-        return value if self.is_read and not self.tokens else None
-
-    def take(self, *texts: str) -> str:
-        """The next token if it is one of these, or ''."""
-        return self.tokens.pop(0) if self.tokens and self.tokens[0] in texts else ""
-
-    def list(self) -> Number:
-        """Expressions separated by commas: the last value."""
-        value = self.choice()
-        while self.take(","):
-            value = self.choice()
-        return value
-
-    def choice(self) -> Number:
-        """condition ? value : value, or an assignment."""
-        if self.tokens[1:] and re.fullmatch(r"[-+*/%]?=", self.tokens[1]):
-            name, symbol = self.tokens.pop(0), self.tokens.pop(0)[:-1]
-            value = self.choice()
-            return self.set(name, combine(symbol, self.number(name), value) if symbol else value)
-        condition = self.level(0)
-        if not self.take("?"):
-            return condition
-        first = self.choice()
-        if not self.take(":"):
-            raise ValueError("? without :")
-        second = self.choice()
-        return None if condition is None else first if condition else second
-
-    def set(self, name: str, value: Number) -> Number:
-        """Set a variable."""
-        if not name.isidentifier():
-            raise ValueError(f"{name} is not a variable")
-        self.assign(name, value)
-        return value
-
-    def level(self, number: int) -> Number:
-        """Operators of one level, from the left."""
-        if number == len(LEVELS):
-            return self.single()
-        value = self.level(number + 1)
-        while symbol := self.take(*LEVELS[number]):
-            value = combine(symbol, value, self.level(number if symbol == "**" else number + 1))
-        return value
-
-    def single(self) -> Number:
-        """A number, a variable, brackets, or a sign before one of them."""
-        if symbol := self.take(*SIGNS):
-            value = self.single()
-            return None if value is None else int(SIGNS[symbol](value))
-        if symbol := self.take("++", "--"):
-            name = self.tokens.pop(0)
-            return self.set(name, combine(symbol[0], self.number(name), 1))
-        if self.take("("):
-            value = self.list()
-            if not self.take(")"):
-                raise ValueError("unclosed (")
-            return value
-        name = self.tokens.pop(0)
-        value = self.number(name)
-        if symbol := self.take("++", "--"):
-            self.set(name, combine(symbol[0], value, 1))
-        return value
-
-    def number(self, text: str) -> Number:
-        """The value of a number or of a variable that holds one."""
-        if text[0].isdigit():
-            value = int(text[:20], 8 if re.fullmatch(r"0\d+", text) else 0)
-            return value if value <= LARGEST and len(text) <= 20 else None
-        if not text.isidentifier():
-            raise ValueError(f"{text} is not a value")
-        value_text = self.value_of(text)
-        if value_text is None or not re.fullmatch(r"\s*[-+]?\d{1,18}\s*", value_text):
-            return 0 if value_text is not None and not value_text.strip() else None
-        return int(value_text)
+    if (match := ASSIGNMENT.fullmatch(text)) is None:
+        if INNER.search(text):
+            raise UserError(f"an assignment inside of (({text})) is not supported: write it as a command of its own")
+        return value(text, value_of)
+    name, step, symbol, right = match.groups()
+    before = value(name, value_of) if step or symbol else None
+    after = value(f"{name} {step[0]} 1" if step else f"{name} {symbol} ({right})" if symbol else right, value_of)
+    assign(name, after)
+    return before if step else after
 
 
-def combine(symbol: str, left: Number, right: Number) -> Number:
-    """The value of an operator."""
-    if left is None or right is None:
+def value(text: str, value_of: Callable[[str], str]) -> Number:
+    """The value of an expression without assignments."""
+
+    def number(node: Any) -> int:
+        match node:
+            case ast.Constant(value=int(constant)) if not isinstance(constant, bool):
+                return constant
+            case ast.Name(id=name):
+                if not re.fullmatch(r"\s*[-+]?(0|[1-9]\d{0,17})?\s*", constant := value_of(name)):
+                    raise ValueError("not a decimal number")
+                return int(constant.strip() or 0)
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+                operands = [left, right]
+            case ast.BoolOp(op=op, values=operands):
+                pass
+            case ast.UnaryOp(op=op, operand=operand):
+                operands = [operand]
+            case _:
+                raise ValueError("not a number")
+        result = int(OPERATORS[type(op)](*map(number, operands)))
+        if abs(result) > LARGEST:
+            raise ValueError("too large")
+        return result
+
+    source = " ".join(text.replace("&&", " and ").replace("||", " or ").split()) or "0"
+    try:
+        return number(ast.parse(source, mode="eval").body) if len(text) <= LENGTH else None
+    except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-    value = int(next(level[symbol] for level in LEVELS if symbol in level)(left, right))
-    return value if abs(value) <= LARGEST else None

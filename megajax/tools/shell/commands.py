@@ -12,8 +12,7 @@ from megajax.config.budget import read_file
 from megajax.config.errors import UserError
 from megajax.tools.shell.conditions import Test, Truth
 from megajax.tools.shell.state import Command, State, Value, is_known, plain
-from megajax.tools.shell.syntax import DEPTH, NAME, array_entries, parse
-from megajax.tools.shell.tree import Body, Node, Simple
+from megajax.tools.shell.syntax import DEPTH, NAME, Body, Simple, array_entries, parse
 from megajax.tools.shell.words import Words, checked_text
 
 ASSIGNMENT = re.compile(rf"({NAME})(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)
@@ -45,7 +44,7 @@ class Commands(ABC):
     def run(self, body: Body) -> Truth:
         """Follow commands: the status of the last one."""
 
-    def refuse(self, node: Node, name: str) -> NoReturn:
+    def refuse(self, node: Simple, name: str) -> NoReturn:
         """Raise UserError for a construct that is not supported."""
         raise UserError(f"line {node.line}: {name} is not supported: write its result into the script")
 
@@ -150,7 +149,7 @@ class Commands(ABC):
                 self.state.exported.add(self.words(node.line).text(name))
         return True
 
-    def assign(self, word: str, node: Node) -> None:
+    def assign(self, word: str, node: Simple) -> None:
         """NAME=value, NAME+=value, NAME[index]=value or NAME=(…)."""
         match = ASSIGNMENT.fullmatch(word)
         assert match is not None
@@ -170,7 +169,7 @@ class Commands(ABC):
         previous = "".join(value[place : place + 1]) if adds else ""
         self.state.assign(name, *value[:place], previous + words.text(text), *value[place + 1 :])
 
-    def script(self, name: str, node: Node, follow: Callable[[Body], Truth]) -> Truth:
+    def script(self, name: str, node: Simple, follow: Callable[[Body], Truth]) -> Truth:
         """Follow another file; `follow` has its commands."""
         content = self.content(name, node.line)
         if content is None:
@@ -183,8 +182,6 @@ class Commands(ABC):
     def content(self, name: str, line: int) -> str | None:
         """The text of a script that this one runs, from the current folder or from that of the script."""
         place, state = self.state.place(line), self.state
-        if name in state.files:
-            return state.files[name]
         if is_known(name):
             beside = posixpath.join(posixpath.dirname(state.script), posixpath.basename(name))
             for path in (state.path(name), state.path(beside)):
@@ -205,8 +202,6 @@ class Commands(ABC):
         state.output.append(None)
         document = self.words(node.line).document(node.document) if node.document else None
         if name in SILENT:
-            if name == "cat" and document is not None and node.output:
-                state.files[self.words(node.line).text(node.output)] = document
             return None
         if document is not None and name in RUNNERS:
             return self.subshell(parse(document, node.line), arguments=[])

@@ -12,8 +12,10 @@ type Truth = bool | None
 """None: not known."""
 
 FILE_TESTS: dict[str, Callable[[str], bool]] = {
-    **{"-e": os.path.exists, "-f": os.path.isfile, "-d": os.path.isdir, "-L": os.path.islink, "-h": os.path.islink},
-    **{f"-{letter}": os.path.exists for letter in "rwxs"},
+    "-e": os.path.exists,
+    "-f": os.path.isfile,
+    "-d": os.path.isdir,
+    **dict.fromkeys(("-r", "-s", "-w", "-x"), os.path.exists),
 }
 NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": int.__eq__,
@@ -103,11 +105,6 @@ class Test:
             return self.is_filled(operand)
         if operator == "-z":
             return inverse(self.is_filled(operand))
-        if operator == "-v":
-            is_set = state.value(operand) is not None
-            if not is_set and state.missing is not None:
-                state.missing.append(f"${operand}")
-            return is_set
         if operator in FILE_TESTS and is_known(operand) and operand:
             path = state.path(operand)
             if FILE_TESTS[operator](path):

@@ -10,21 +10,7 @@ from megajax.config.errors import UserError
 from megajax.tools.shell.commands import Commands, Left
 from megajax.tools.shell.conditions import Truth, inverse
 from megajax.tools.shell.state import Command, Report, State, is_known, plain
-from megajax.tools.shell.syntax import parse
-from megajax.tools.shell.tree import (
-    Body,
-    Case,
-    Chain,
-    Condition,
-    Count,
-    For,
-    Function,
-    Group,
-    If,
-    Pipeline,
-    Simple,
-    While,
-)
+from megajax.tools.shell.syntax import Body, Condition, Node, Simple, parse
 from megajax.tools.shell.words import checked_text
 
 LIMITS = Limits(bytes=2**24, entries=1_000_000)
@@ -76,7 +62,8 @@ class Follower(Commands):
         status: Truth = True
         for node in body:
             self.state.report.budget.spend(COST)
-            status = METHODS[type(node)](self, node)
+            simple = isinstance(node, Simple)
+            status = self.simple(node) if simple else COMPOUND[node.word](self, node.line, *node.parts)
         return status
 
     # Conditions
@@ -140,57 +127,52 @@ class Follower(Commands):
 
     # Compound commands
 
-    def chain(self, node: Chain) -> Truth:
+    def chain(self, line: int, commands: Sequence[Node], operators: Sequence[str]) -> Truth:
         """&& and ||. In a condition, what is not known stays so; elsewhere both ways are followed."""
-        first, *rest = node.commands
+        first, *rest = commands
         is_condition = self.state.missing is not None
         text = "the command before && or ||"
-        status = self.run((first,)) if is_condition else self.truth(Condition(node.line, (first,), text))
-        for operator, command in zip(node.operators, rest, strict=True):
+        status = self.run((first,)) if is_condition else self.truth(Condition(line, (first,), text))
+        for operator, command in zip(operators, rest, strict=True):
             if status is None and is_condition:
                 other = self.run((command,))
                 status = other if other is (operator == "||") else None
             elif status is None:
                 ways = {"true": lambda: None, "false": lambda: None}
                 ways["true" if operator == "&&" else "false"] = lambda command=command: self.run((command,))
-                self.follow_ways(node.line, f"the status of the command before {operator}", ways)
+                self.follow_ways(line, f"the status of the command before {operator}", ways)
             elif status == (operator == "&&"):
                 status = self.run((command,))
         return status
 
-    def pipeline(self, node: Pipeline) -> Truth:
-        """Commands joined by |."""
+    def pipeline(self, line: int, commands: Sequence[Node], is_inverse: bool) -> Truth:
+        """Commands joined by |, or ! before a command."""
         status: Truth = True
-        for command in node.commands:
+        for command in commands:
             status = self.run((command,))
-        if len(node.commands) > 1:
+        if len(commands) > 1:
             self.state.output.append(None)
             status = None
-        return inverse(status) if node.inverse else status
+        return inverse(status) if is_inverse else status
 
-    def group(self, node: Group) -> Truth:
-        """{ } and ( )."""
-        return self.subshell(node.body) if node.subshell else self.run(node.body)
-
-    def if_command(self, node: If) -> Truth:
-        """if, elif, else."""
-        status = self.truth(node.condition)
+    def if_command(self, line: int, condition: Condition, body: Body, otherwise: Body) -> Truth:
+        """if and else; elif is another if in `otherwise`."""
+        status = self.truth(condition)
         if status is None:
-            ways = {"true": lambda: self.run(node.body), "false": lambda: self.run(node.otherwise)}
-            return self.follow_ways(node.condition.line, node.condition.text, ways)
-        return self.run(node.body if status else node.otherwise)
+            ways = {"true": lambda: self.run(body), "false": lambda: self.run(otherwise)}
+            return self.follow_ways(condition.line, condition.text, ways)
+        return self.run(body if status else otherwise)
 
-    def while_command(self, node: While) -> Truth:
-        """while and until. A loop that changes nothing ends after one turn."""
+    def while_command(self, line: int, condition: Condition, body: Body) -> Truth:
+        """while. A loop that changes nothing ends after one turn."""
         while True:
             self.state.report.budget.spend(COST)
-            status = self.truth(node.condition)
-            status = inverse(status) if node.until else status
+            status = self.truth(condition)
             if status is None:
-                ways = {"true": lambda: self.turn(node.body), "false": lambda: None}
-                return self.follow_ways(node.line, node.condition.text, ways)
+                ways = {"true": lambda: self.turn(body), "false": lambda: None}
+                return self.follow_ways(line, condition.text, ways)
             before = (dict(self.state.variables), list(self.state.arguments))
-            if not status or not self.turn(node.body) or before == (self.state.variables, self.state.arguments):
+            if not status or not self.turn(body) or before == (self.state.variables, self.state.arguments):
                 return True
 
     def turn(self, body: Body) -> bool:
@@ -205,75 +187,60 @@ class Follower(Commands):
             return left.kind == "continue"
         return True
 
-    def for_command(self, node: For) -> Truth:
+    def for_command(self, line: int, name: str, words: Sequence[str], body: Body) -> Truth:
         """for NAME in words."""
-        words = ('"$@"',) if node.words is None else node.words
-        entries = [entry for word in words for entry in self.words(node.line).fields(word)]
+        entries = [entry for word in words for entry in self.words(line).fields(word)]
 
         def follow() -> Truth:
             for entry in entries:
-                self.state.assign(node.name, entry)
-                if not self.turn(node.body):
+                self.state.assign(name, entry)
+                if not self.turn(body):
                     break
             return True
 
-        status = True if all(map(is_known, entries)) else self.answer(node.line)
+        status = True if all(map(is_known, entries)) else self.answer(line)
         if status is None:
             # One word that is not known may be several, or none.
             ways = {"true": follow, "false": lambda: None}
-            return self.follow_ways(node.line, f"the list of for {node.name}", ways)
+            return self.follow_ways(line, f"the list of for {name}", ways)
         return status and follow()
 
-    def count(self, node: Count) -> Truth:
-        """for ((;;))."""
-        words, (first, condition, step) = self.words(node.line), node.parts
-        words.number(first)
-        while True:
-            self.state.report.budget.spend(COST)
-            number = words.number(condition) if condition.strip() else 1
-            if number is None:
-                place = self.state.place(node.line)
-                raise UserError(f"{place}: the number of turns of for (({condition})) is not known")
-            if number == 0 or not self.turn(node.body):
-                return True
-            words.number(step)
-
-    def case_command(self, node: Case) -> Truth:
+    def case_command(self, line: int, word: str, branches: Sequence[tuple[Sequence[str], Body]]) -> Truth:
         """case."""
-        words, place, missing = self.words(node.line), self.state.place(node.line), self.state.missing
+        words, place, missing = self.words(line), self.state.place(line), self.state.missing
         self.state.missing = []
-        value, names, self.state.missing = words.text(node.word), self.state.missing, missing
+        value, names, self.state.missing = words.text(word), self.state.missing, missing
         if not is_known(value):
-            value = self.state.answer(node.line) or value
+            value = self.state.answer(line) or value
         if names:
             self.state.report.note(f"{place}: {' and '.join(names)} is not set, so case looks for an empty word")
         if is_known(value):
-            for patterns, body in node.branches:
+            for patterns, body in branches:
                 if any(pattern.match(value) for pattern in map(words.pattern, patterns) if pattern):
                     return self.run(body)
             return True
         ways: dict[str, Callable[[], object]] = {
-            words.text(patterns[0]): lambda body=body: self.run(body) for patterns, body in node.branches
+            words.text(patterns[0]): lambda body=body: self.run(body) for patterns, body in branches
         }
-        if not any("*" in patterns for patterns, _ in node.branches):
+        if not any("*" in patterns for patterns, _ in branches):
             ways["…"] = lambda: None
-        return self.follow_ways(node.line, f"the value of {node.word}", ways)
+        return self.follow_ways(line, f"the value of {word}", ways)
 
-    def function(self, node: Function) -> Truth:
+    def function(self, line: int, name: str, body: Node) -> Truth:
         """The definition of a function."""
-        self.state.functions[node.name] = node.body
+        self.state.functions[name] = body
         return True
 
 
-METHODS: Mapping[type, Callable[..., Truth]] = {
-    Chain: Follower.chain,
-    Pipeline: Follower.pipeline,
-    Group: Follower.group,
-    If: Follower.if_command,
-    While: Follower.while_command,
-    For: Follower.for_command,
-    Count: Follower.count,
-    Case: Follower.case_command,
-    Function: Follower.function,
-    Simple: Follower.simple,
+COMPOUND: Mapping[str, Callable[..., Truth]] = {
+    "&&": Follower.chain,
+    "|": Follower.pipeline,
+    "{": lambda follower, line, body: follower.run(body),
+    "(": lambda follower, line, body: follower.subshell(body),
+    "if": Follower.if_command,
+    "while": Follower.while_command,
+    "for": Follower.for_command,
+    "case": Follower.case_command,
+    "function": Follower.function,
 }
+"""Word of a compound command -> the method that follows it."""

@@ -8,7 +8,7 @@ from typing import Any
 from megajax.config.budget import Budget
 from megajax.config.errors import UserError
 from megajax.tools.flags import UNKNOWN, Word
-from megajax.tools.shell.tree import Node
+from megajax.tools.shell.syntax import Node
 
 FIRST, LAST = 0xF0000, 0xFFFFD
 """Code points that stand for unknown values in texts, one for each reason."""
@@ -92,8 +92,6 @@ class State:
     variables: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     functions: dict[str, Node] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    """Files that the script writes from here-documents."""
     commands: list[Command] = field(default_factory=list)
     output: list[str | None] = field(default_factory=list)
     """What commands print, for $(…); None: the output of a program."""
@@ -139,7 +137,7 @@ class State:
 
     def fork(self, **fields: Any) -> "State":
         """A copy that can change without changing this one, with other values of some fields."""
-        names = ("arguments", "variables", "exported", "functions", "files")
+        names = ("arguments", "variables", "exported", "functions")
         copies = {name: getattr(self, name).copy() for name in names}
         return replace(self, **copies | {"commands": []} | fields)
 
@@ -163,7 +161,6 @@ class State:
         self.variables, self.arguments, self.folder = variables, first.arguments, first.folder
         for state in states.values():
             self.functions |= state.functions
-            self.files |= state.files
             self.exported |= state.exported
 
     def path(self, name: str) -> str:

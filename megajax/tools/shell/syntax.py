@@ -3,25 +3,9 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 from megajax.config.errors import UserError
-from megajax.tools.shell.tree import (
-    Body,
-    Case,
-    Chain,
-    Condition,
-    Count,
-    Document,
-    For,
-    Function,
-    Group,
-    If,
-    Node,
-    Pipeline,
-    Simple,
-    While,
-)
 
 NAME = r"[A-Za-z_]\w*"
 DEPTH = 40
@@ -37,6 +21,47 @@ ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", "]]"}
 QUOTED = re.compile(r"'[^']*'|\$'(?:[^'\\]|\\.)*+'", re.DOTALL)
 NAMED = re.compile(rf"\$(?:{NAME}|[\d@*#?$!-])")
 CLOSED_BY = {'"': '"', "`": "`", "${": "}", "$(": ")", "<(": ")", ">(": ")", "(": ")"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A here-document, with or without expansions, or the word after <<<."""
+
+    text: str
+    kind: Literal["expands", "plain", "word"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simple:
+    """Assignments, and a command with its arguments. ((text)) and [[ words ]] are commands named (( and [[."""
+
+    line: int
+    words: tuple[str, ...]
+    document: Document | None = None
+    output: str | None = None
+    """The file that standard output goes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compound:
+    """Control flow: the word for it, and what the method of the interpreter for this word takes."""
+
+    line: int
+    word: str
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """The commands after if, elif, while or until, and their source for messages."""
+
+    line: int
+    body: "Body"
+    text: str
+
+
+type Node = Simple | Compound
+type Body = tuple[Node, ...]
 
 
 def piece_end(text: str, start: int, depth: int = 0, inside: str = "") -> int:
@@ -248,7 +273,7 @@ class _Parser:
             operators.append(self.take())
             self.skip_lines()
             commands.append(self.pipeline())
-        return Chain(line, tuple(commands), tuple(operators)) if operators else commands[0]
+        return Compound(line, "&&", (commands, operators)) if operators else commands[0]
 
     def pipeline(self) -> Node:
         """Commands joined by |."""
@@ -259,7 +284,7 @@ class _Parser:
         while self.takes("|", "|&"):
             self.skip_lines()
             commands.append(self.command())
-        return Pipeline(line, tuple(commands), inverse) if inverse or len(commands) > 1 else commands[0]
+        return Compound(line, "|", (commands, inverse)) if inverse or len(commands) > 1 else commands[0]
 
     def command(self) -> Node:
         """One command, with its redirections."""
@@ -305,13 +330,13 @@ class _Parser:
             return self.function(line, words[0])
         return Simple(line, tuple(words), document, output)
 
-    def function(self, line: int, name: str = "") -> Function:
+    def function(self, line: int, name: str = "") -> Node:
         """After function, or after the name."""
         name = name or self.take()
         if self.takes("("):
             self.expect(")")
         self.skip_lines()
-        return Function(line, name, self.command())
+        return Compound(line, "function", (name, self.command()))
 
     def condition(self, end: str) -> Condition:
         """Commands up to `end`."""
@@ -322,7 +347,7 @@ class _Parser:
         self.expect(end)
         return Condition(first.line, body, text)
 
-    def if_command(self, line: int) -> If:
+    def if_command(self, line: int) -> Node:
         """After if or elif."""
         condition, body, otherwise = self.condition("then"), self.body("elif", "else", "fi"), ()
         word = self.expect("elif", "else", "fi")
@@ -331,12 +356,11 @@ class _Parser:
         elif word == "else":
             otherwise = self.body("fi")
             self.expect("fi")
-        return If(line, condition, body, otherwise)
+        return Compound(line, "if", (condition, body, otherwise))
 
-    def while_command(self, line: int) -> While:
-        """After while or until."""
-        until = self.tokens[self.place - 1].text == "until"
-        return While(line, self.condition("do"), self.loop_body(), until)
+    def while_command(self, line: int) -> Node:
+        """After while."""
+        return Compound(line, "while", (self.condition("do"), self.loop_body()))
 
     def loop_body(self) -> Body:
         """Commands up to done."""
@@ -346,18 +370,17 @@ class _Parser:
 
     def for_command(self, line: int) -> Node:
         """After for."""
-        parts, words = tuple(self.token.text[2:-2].split(";")), None
-        is_count, name = self.token.kind == "arithmetic", self.take()
-        if is_count and len(parts) != 3:
-            self.fail("for (( )) needs three parts")
+        if self.token.kind == "arithmetic":
+            self.fail("for (( )) is not supported: write for NAME in 0 1 2")
+        name, words = self.take(), ('"$@"',)
         self.skip_lines()
-        if not is_count and self.takes("in"):
+        if self.takes("in"):
             words = self.words()
         self.takes(";")
         self.expect("do")
-        return Count(line, parts, self.loop_body()) if is_count else For(line, name, words, self.loop_body())
+        return Compound(line, "for", (name, words, self.loop_body()))
 
-    def case_command(self, line: int) -> Case:
+    def case_command(self, line: int) -> Node:
         """After case."""
         word, branches = self.take(), []
         self.expect("in")
@@ -372,14 +395,14 @@ class _Parser:
                 self.fail(f"{self.token.text} is not supported: repeat the commands of the next pattern")
             self.takes(";;")
             self.skip_lines()
-        return Case(line, word, tuple(branches))
+        return Compound(line, "case", (word, branches))
 
-    def group(self, line: int) -> Group:
+    def group(self, line: int) -> Node:
         """After { or (."""
-        subshell = self.tokens[self.place - 1].text == "("
+        word = self.tokens[self.place - 1].text
         body = self.body("}")
-        self.expect(")" if subshell else "}")
-        return Group(line, body, subshell)
+        self.expect(")" if word == "(" else "}")
+        return Compound(line, word, (body,))
 
     def test(self, line: int) -> Simple:
         """After [[."""
@@ -391,19 +414,19 @@ class _Parser:
         return Simple(line, tuple(words))
 
     def refuse_command(self, line: int) -> Node:
-        """After select or coproc."""
+        """After select, coproc or until."""
         name = self.tokens[self.place - 1].text
-        raise UserError(f"line {line}: {name} is not supported: remove it from the script")
+        raise UserError(f"line {line}: {name} is not supported: write it otherwise")
 
 
 COMPOUND: dict[str, Callable[[_Parser, int], Node]] = {
     "if": _Parser.if_command,
-    **dict.fromkeys(("while", "until"), _Parser.while_command),
+    "while": _Parser.while_command,
     "for": _Parser.for_command,
     "case": _Parser.case_command,
     "function": _Parser.function,
     **dict.fromkeys(("{", "("), _Parser.group),
     "[[": _Parser.test,
-    **dict.fromkeys(("select", "coproc"), _Parser.refuse_command),
+    **dict.fromkeys(("select", "coproc", "until"), _Parser.refuse_command),
 }
 """Reserved word -> the method that reads what follows it."""

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megajax.config.errors import UserError
-from megajax.tools.shell.arithmetic import Expression, Number
+from megajax.tools.shell.arithmetic import Number, evaluate
 from megajax.tools.shell.state import State, Value, is_known, plain
-from megajax.tools.shell.syntax import NAME, pieces
-from megajax.tools.shell.tree import Document
+from megajax.tools.shell.syntax import NAME, Document, pieces
 
 PARAMETER = re.compile(
     rf"(?P<hash>#(?=.))?(?P<name>{NAME}|\d+|[@*#?$-])(?:\[(?P<index>[^]]*)\])?"
-    r"(?:(?P<operation>:?[-=?+]|%%?|##?|//?[#%]?|\^\^?|,,?|:)(?P<rest>.*))?",
+    r"(?:(?P<operation>:?[-=?+]|%%?|##?|//?)(?P<rest>.*))?",
     re.DOTALL,
 )
 LIST = re.compile(r"\$\{?@|\[@\]")
@@ -125,7 +124,10 @@ class Words:
             number = self.unknown(f"${name} is not known") if value is None else str(value)
             self.state.assign(name, number, *(self.state.value(name) or ())[1:])
 
-        return Expression(text.replace('"', ""), value_of, assign).value() if is_known(text) else None
+        try:
+            return evaluate(text.replace('"', ""), value_of, assign) if is_known(text) else None
+        except UserError as error:
+            raise UserError(f"line {self.line}: {error}") from error
 
     def parameter(self, inner: str, source: str) -> Sequence[str]:
         """The values of the inner part of ${…}."""
@@ -141,11 +143,7 @@ class Words:
             return self.default(name, values, operation, match["rest"])
         if values is None:
             return self.state.missing_value(name, self.line)
-        if operation == ":":
-            return self.slice(values, match["rest"], is_list=is_list)
-        if operation:
-            return self.changed(values, operation, match["rest"], source)
-        return values
+        return self.changed(values, operation, match["rest"], source) if operation else values
 
     def look_up(self, name: str, index: str | None, *, is_list: bool) -> Value | None:
         """The values of a variable or of an argument; None: not set."""
@@ -170,22 +168,18 @@ class Words:
         return (value[number],) if -len(value) <= number < len(value) else None
 
     def changed(self, values: Value, operation: str, rest: str, source: str) -> Sequence[str]:
-        """${NAME^^}, ${NAME/pattern/text}, ${NAME#pattern} and their kin."""
-        unknown = f"{plain(source)} is not known"
-        if any(len(value) > LONGEST or not is_known(value) for value in values):
-            return values if all(map(is_known, values)) else [self.unknown(unknown)]
-        if operation[0] in "^,":
-            end = None if len(operation) > 1 else 1
-            change = str.upper if operation[0] == "^" else str.lower
-            return [change(value[:end]) + (value[end:] if end else "") for value in values]
+        """${NAME/text/text}, ${NAME#pattern} and ${NAME%pattern}."""
         parts = pieces(rest)
         border = parts.index("/") if operation[0] == "/" and "/" in parts else len(parts)
-        pattern = self.pattern("".join(parts[:border]))
-        if pattern is None or (operation[0] == "/" and re.search(r"[*?]", rest)):
-            return [self.unknown(unknown)]
-        if operation[0] == "/":
-            return _replaced(values, operation, pattern, self.text("".join(parts[border + 1 :])))
-        return [_trimmed(value, pattern, operation) for value in values]
+        old, new = "".join(parts[:border]), "".join(parts[border + 1 :])
+        pattern = self.pattern(old)
+        if pattern is None or any(len(value) > LONGEST or not is_known(value) for value in values):
+            return [self.unknown(f"{plain(source)} is not known")]
+        if operation[0] != "/":
+            return [_trimmed(value, pattern, operation) for value in values]
+        if re.match(r"[#%]", old) or re.search(r"[*?[]", old):
+            return [self.unknown(f"the expansion {source} is not supported")]
+        return [value.replace(self.text(old), self.text(new), -1 if operation == "//" else 1) for value in values]
 
     def default(self, name: str, values: Value | None, operation: str, rest: str) -> Sequence[str]:
         """${NAME:-default} and its kin."""
@@ -201,17 +195,6 @@ class Words:
             self.state.assign(name, default)
         return [default]
 
-    def slice(self, values: Value, rest: str, *, is_list: bool) -> Sequence[str]:
-        """${NAME:start:length}."""
-        start_text, _, length_text = rest.partition(":")
-        start, length = self.number(start_text), self.number(length_text) if length_text else None
-        if start is None or (length_text and length is None):
-            return [self.unknown(f"the expansion of :{rest} is not known")]
-        if is_list:
-            return values[start:][:length]
-        text = "".join(values)
-        return [text[start:][:length] if is_known(text) else self.unknown("a part of an unknown value is not known")]
-
 
 def is_quoted(piece: str) -> bool:
     """Whether a piece of a word is '…', "…", $'…' or an escaped character."""
@@ -221,14 +204,6 @@ def is_quoted(piece: str) -> bool:
 def is_expansion(piece: str) -> bool:
     """Whether a piece of a word is $…, `…` or <(…)."""
     return len(piece) > 1 and piece[0] in "$`<>" and not piece.startswith("$'")
-
-
-def _replaced(values: Value, operation: str, pattern: re.Pattern, text: str) -> Sequence[str]:
-    """Values with a text in the place of what a pattern without * and ? matches."""
-    inner = pattern.pattern.removeprefix("(?s:").removesuffix(r")\z").removesuffix(r")\Z")
-    inner = rf"\A(?:{inner})" if operation.endswith("#") else inner
-    inner = rf"(?:{inner})\Z" if operation.endswith("%") else inner
-    return [re.sub(inner, lambda _: text, value, count=0 if operation == "//" else 1) for value in values]
 
 
 def _trimmed(value: str, pattern: re.Pattern, operation: str) -> str:
