@@ -27,7 +27,7 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Mark, leaves, patch_of, plain_name
 from megajax.config.tree import read_value
 from megajax.config.twin import advised
-from megajax.foreign_flags import corrections, with_corrections
+from megajax.foreign_flags import corrected, corrections
 from megajax.mesh.gpus import installed_gpus
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, RANKS, StartError, find_world, process_index
 from megajax.time_limit import OUTPUT_SECONDS, with_time_limit
@@ -376,25 +376,7 @@ def _configured(
         return None, None, [Problem("--config", message, hint.strip())]
     config, problems = assembled(file, root, patch_of(settings.items()), devices)
     flags = [*own_flags, "config", "devices", "print_config", "help"]
-    return config, file, _corrected(problems, settings, flags, file, root)
-
-
-def _corrected(
-    problems: list[Problem], settings: Mapping[str, Any], flags: Sequence[str], file: Source, root: str | type
-) -> list[Problem]:
-    """The problems, with what to write instead of unknown names of the command line and of a YAML or JSON file."""
-    lower = file.settings if isinstance(file.settings, Mapping) else {}
-    scalars = {plain_name(name): value if isinstance(value, str | int | float) else "" for name, value in lower.items()}
-
-    def configure(others: Mapping[str, Any]) -> Any:
-        remaining = {name: value for name, value in lower.items() if plain_name(name) in others}
-        source = replace(file, settings=remaining) if lower else file
-        patch = patch_of((name, value) for name, value in settings.items() if name in others)
-        return assembled(source, root, patch)[0] or assembled(source, root, {})[0]
-
-    corrected = with_corrections(problems, {**scalars, **settings}, flags, configure)
-    names = {f"--{name}": name for name in scalars if name not in settings}
-    return [replace(problem, setting=names.get(problem.setting, problem.setting)) for problem in corrected]
+    return config, file, corrected(problems, settings, flags, file, root)
 
 
 def _joined(error: UserError, problems: Iterable[Problem]) -> UserError:

@@ -37,21 +37,20 @@ def nearest_divisors(n: int, target: int) -> list[int]:
 
 
 def nearest_names(name: str, choices: Iterable[str], at_most: int = 3) -> list[str]:
-    """The choices most similar to `name`, best first; dotted choices also match by their last part.
-
-    Returns only choices nearly as good as the best one.
-    """
-    lower_name = name.lower().replace("-", "_")
-    leaf = lower_name.rpartition(".")[2]
-    scored = []
-    for choice in dict.fromkeys(choices):
-        end = choice.lower().rpartition(".")[2]
-        full_score, leaf_score = _likeness(lower_name, choice.lower()), _likeness(leaf, end)
-        part_score = 0.75 * (set(end.split("_")) < set(leaf.split("_")))  # grad_clip: there is a clip
-        # A match of the last part under a wrong parent is a good guess, but never as good as a full match.
-        scored.append((max(full_score, 0.9 * leaf_score + 0.1 * full_score, part_score), choice))
+    """The choices most similar to `name`, best first; only those nearly as good as the best one."""
+    scored = [(likeness(name, choice), choice) for choice in dict.fromkeys(choices)]
     scored = sorted((entry for entry in scored if entry[0] >= 0.65), key=lambda entry: -entry[0])
     return [choice for score, choice in scored[:at_most] if score >= scored[0][0] - 0.1]
+
+
+def likeness(name: str, choice: str) -> float:
+    """From 0 to 1 for equal names; dotted names also match by their last part."""
+    name, choice = name.lower().replace("-", "_"), choice.lower()
+    leaf, end = name.rpartition(".")[2], choice.rpartition(".")[2]
+    full_score, leaf_score = _ratio(name, choice), _ratio(leaf, end)
+    part_score = 0.75 * (set(end.split("_")) < set(leaf.split("_")))  # grad_clip: there is a clip
+    # A match of the last part under a wrong parent is a good guess, but never as good as a full match.
+    return max(full_score, 0.9 * leaf_score + 0.1 * full_score, part_score)
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
@@ -101,6 +100,6 @@ def download_hint(name: str, use: str = "give {} instead") -> str:
     return text if folder else ""
 
 
-def _likeness(a: str, b: str) -> float:
+def _ratio(a: str, b: str) -> float:
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     return matcher.ratio() if matcher.quick_ratio() >= 0.5 else 0.0

@@ -12,7 +12,7 @@ from megajax.command_line import front_door, parse
 from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
 from megajax.config.help import field_texts
-from megajax.foreign_flags import ROWS
+from megajax.foreign_names import ROWS
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig
@@ -29,7 +29,7 @@ false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with 
 """
 NAMES_HEAD = """# Names of other trainers
 
-Written by `python -m megajax.tools.config_reference` from `megajax/foreign_flags.py`; do not edit.
+Written by `python -m megajax.tools.config_reference` from `megajax/foreign_names.py`; do not edit.
 
 Names of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, nanoGPT, DeepSpeed, vLLM and lm-eval
 are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them, also in a
@@ -44,7 +44,7 @@ $ python -m megajax.train --config=llama3.py --lr=3e-4 --tp=8 --gradient_accumul
       write --parallel.tensor=8
   --gradient_accumulation_steps: is set by batch.global_size here
       write --batch.global_size=8
-      global_size = micro_size x microbatches x data-parallel devices: 1 x 8 x 1; with N of them, 8 x N
+      global_size = micro_size x microbatches x data-parallel devices: 1 x 8 x 1; with N of them, 8 x N (nanoGPT: 8)
 ```
 
 Dashes and underscores are equivalent in all names. N is the index of a block in the pattern of layers; the message

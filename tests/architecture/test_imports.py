@@ -14,9 +14,9 @@ RANKS = {
     for rank, names in enumerate(
         (
             ("config", "batch", "charts", "pages", "text", "time_limit"),
-            ("mesh", "heat_map", "working_folder", "write_errors", "foreign_flags"),
-            ("kernels", "precision", "command_line"),
-            ("layers", "pipeline"),
+            ("mesh", "heat_map", "working_folder", "write_errors", "foreign_names"),
+            ("kernels", "precision", "foreign_flags"),
+            ("layers", "pipeline", "command_line"),
             ("models",),
             ("tokenizers",),
             ("checkpoint", "resilience", "optim", "data", "metrics"),
@@ -33,6 +33,10 @@ UPWARD = {
     ("megajax.config.files", "megajax.training.run_config"): (
         "the root of a config file unless another is given: `load(file)` needs no more than the file"
     ),
+    (
+        "megajax.config.files",
+        "megajax.foreign_flags",
+    ): "`load` answers other trainers' names as the commands do",
 }
 """Reviewed names of something higher up; by statement there are none."""
 
