@@ -327,10 +327,6 @@ class Commands(ABC):
         """A command without an effect on values, and false."""
         return fields[0] != "false"
 
-    def refuse_builtin(self, fields: list[str], node: Simple) -> Truth:
-        """A builtin that is not supported."""
-        self.refuse(node, fields[0])
-
 
 BUILTINS: Mapping[str, Callable[[Commands, list[str], Simple], Truth]] = {
     **dict.fromkeys(("[", "test"), Commands.test),
@@ -348,6 +344,5 @@ BUILTINS: Mapping[str, Callable[[Commands, list[str], Simple], Truth]] = {
     **dict.fromkeys(("pwd", "dirname", "basename", "realpath", "readlink"), Commands.path),
     **dict.fromkeys((":", "true", "false", "trap", "shopt", "ulimit", "umask", "alias", "popd", "mkdir", "sleep"),
                     Commands.succeed),
-    "getopts": Commands.refuse_builtin,
 }  # fmt: skip
 """Name -> what it does to the shell."""

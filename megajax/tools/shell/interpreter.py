@@ -216,8 +216,11 @@ class Follower(Commands):
             self.state.report.note(f"{place}: {' and '.join(names)} is not set, so case looks for an empty word")
         if is_known(value):
             for patterns, body in branches:
-                if any(pattern.match(value) for pattern in map(words.pattern, patterns) if pattern):
-                    return self.run(body)
+                for pattern in patterns:
+                    if (expression := words.pattern(pattern)) is None:
+                        raise UserError(f"line {line}: the pattern {pattern} is not supported: write a word or * and ?")
+                    if expression.match(value):
+                        return self.run(body)
             return True
         ways: dict[str, Callable[[], object]] = {
             words.text(patterns[0]): lambda body=body: self.run(body) for patterns, body in branches

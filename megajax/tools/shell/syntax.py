@@ -18,6 +18,8 @@ DELIMITERS = " \t\n;&|<>()"
 PROCESS = ("<(", ">(")
 ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", "]]"}
 """Words that end a part of a compound command."""
+REFUSED = {"select", "coproc", "until", "getopts"}
+"""Commands that are not supported."""
 QUOTED = re.compile(r"'[^']*'|\$'(?:[^'\\]|\\.)*+'", re.DOTALL)
 NAMED = re.compile(rf"\$(?:{NAME}|[\d@*#?$!-])")
 CLOSED_BY = {'"': '"', "`": "`", "${": "}", "$(": ")", "<(": ")", ">(": ")", "(": ")"}
@@ -294,6 +296,8 @@ class _Parser:
         elif token.text in COMPOUND:
             self.take()
             node = COMPOUND[token.text](self, token.line)
+        elif token.text in REFUSED:
+            self.fail(f"{token.text} is not supported: write it otherwise")
         elif token.kind in ("operator", "end") or token.text in ENDS:
             self.refuse_token()
         else:
@@ -413,11 +417,6 @@ class _Parser:
             words += [self.take()] if self.token.text != "\n" else self.take().split()
         return Simple(line, tuple(words))
 
-    def refuse_command(self, line: int) -> Node:
-        """After select, coproc or until."""
-        name = self.tokens[self.place - 1].text
-        raise UserError(f"line {line}: {name} is not supported: write it otherwise")
-
 
 COMPOUND: dict[str, Callable[[_Parser, int], Node]] = {
     "if": _Parser.if_command,
@@ -427,6 +426,5 @@ COMPOUND: dict[str, Callable[[_Parser, int], Node]] = {
     "function": _Parser.function,
     **dict.fromkeys(("{", "("), _Parser.group),
     "[[": _Parser.test,
-    **dict.fromkeys(("select", "coproc", "until"), _Parser.refuse_command),
 }
 """Reserved word -> the method that reads what follows it."""

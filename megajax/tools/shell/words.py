@@ -94,12 +94,16 @@ class Words:
         return document.text if document.kind == "plain" else self.text(document.text)
 
     def pattern(self, word: str) -> re.Pattern | None:
-        """A regular expression for a pattern with * ? [ ]; None: not known. Quoted parts match themselves."""
+        """A regular expression for a pattern with * ? [ ]; None: not known, or with a class such as [:alpha:].
+
+        Quoted parts match themselves.
+        """
         text = ""
         for piece in pieces(word):
             value = " ".join(self.entries(piece))
             text += re.sub(r"([*?[])", r"[\1]", value) if is_quoted(piece) else value
-        return re.compile(fnmatch.translate(text)) if is_known(text) and len(text) <= LONGEST else None
+        is_read = is_known(text) and len(text) <= LONGEST and "[:" not in text
+        return re.compile(fnmatch.translate(text.replace("[^", "[!"))) if is_read else None
 
     def values(self, source: str) -> Sequence[str]:
         """The values of an expansion."""
@@ -171,15 +175,15 @@ class Words:
         """${NAME/text/text}, ${NAME#pattern} and ${NAME%pattern}."""
         parts = pieces(rest)
         border = parts.index("/") if operation[0] == "/" and "/" in parts else len(parts)
-        old, new = "".join(parts[:border]), "".join(parts[border + 1 :])
-        pattern = self.pattern(old)
+        old, new = (self.text("".join(part)) for part in (parts[:border], parts[border + 1 :]))
+        pattern = self.pattern("".join(parts[:border]))
         if pattern is None or any(len(value) > LONGEST or not is_known(value) for value in values):
             return [self.unknown(f"{plain(source)} is not known")]
         if operation[0] != "/":
             return [_trimmed(value, pattern, operation) for value in values]
-        if re.match(r"[#%]", old) or re.search(r"[*?[]", old):
-            return [self.unknown(f"the expansion {source} is not supported")]
-        return [value.replace(self.text(old), self.text(new), -1 if operation == "//" else 1) for value in values]
+        if not re.fullmatch(r"[^#%*?[][^*?[]*", old) or len(new) > LONGEST // 100:
+            return [self.unknown(f"the expansion {plain(source)} is not supported")]
+        return [value.replace(old, new, -1 if operation == "//" else 1) for value in values]
 
     def default(self, name: str, values: Value | None, operation: str, rest: str) -> Sequence[str]:
         """${NAME:-default} and its kin."""
