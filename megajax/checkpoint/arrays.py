@@ -7,11 +7,11 @@ names, shapes and dtypes only, not on the container types of an optimizer.
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from megajax.checkpoint.boxes import Box, box_of, shape_of
-from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.checkpoint.weights.placement import array_of
 from megajax.config.errors import UserError
 
@@ -27,6 +26,24 @@ type Tree = Any
 
 GROUP_BYTES = 2**29
 """Bytes to read before they are moved to the devices; an array of more is read by itself."""
+
+
+class ArraySource(Protocol):
+    """Stored arrays, of which parts can be read."""
+
+    @property
+    def step(self) -> Path | str:
+        """Name of the step, for messages."""
+        ...
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """Dotted name -> an object with the shape and dtype of an array."""
+        ...
+
+    def read_all(self, wanted: Sequence[tuple[str, Box]]) -> list[np.ndarray]:
+        """Boxes of arrays, verified. Raises Damaged."""
+        ...
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:
@@ -97,7 +114,7 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Any:
         return ocp.save_async(str(path), dict(arrays))
 
 
-def stored_shapes(stored: StoredArrays) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+def stored_shapes(stored: ArraySource) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
     """Dotted name -> shape and dtype of the arrays of a step."""
     return {name: (array.shape, jnp.dtype(array.dtype)) for name, array in stored.arrays.items()}
 
@@ -157,12 +174,12 @@ def demand_fit(
         )
 
 
-def read(stored: StoredArrays, like: Tree, *, partial: bool = False) -> Tree:
+def read(stored: ArraySource, like: Tree, *, partial: bool = False) -> Tree:
     """Reads a tree with the layout of `like`, whatever layout it was saved with. Each process reads its own shards.
 
     like: jax.ShapeDtypeStructs with shardings (in a single process a missing sharding means the first device).
     partial: `like` may be a part of the stored tree, in the stored or wider dtypes.
-    Raises one UserError with a table if names, shapes or dtypes differ; Damaged if a block differs from the manifest.
+    Raises one UserError with a table if names, shapes or dtypes differ; Damaged if a hash differs.
     """
     expected = named_leaves(like)
     to_load = {name: leaf for name, leaf in expected.items() if _stored(leaf)}
@@ -182,7 +199,7 @@ def read(stored: StoredArrays, like: Tree, *, partial: bool = False) -> Tree:
             loaded[name] = array_of(target[name], functools.partial(_box_values, read_boxes, name, target[name].dtype))
         jax.block_until_ready([loaded[name] for name in group])  # the memory of the group is free after this
     empty = {
-        name: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=leaf.sharding)(leaf.shape, leaf.dtype)
+        name: array_of(leaf, lambda box, dtype=leaf.dtype: np.zeros(shape_of(box), dtype))
         for name, leaf in target.items()
         if name not in to_load
     }

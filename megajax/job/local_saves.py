@@ -89,7 +89,7 @@ class LocalSaves:
             return None
         step = self.reader.newest_intact()
         if self.reader.skipped:
-            self._report_incomplete(self.reader.skipped, step)
+            self._report_skipped(self.reader.skipped, step)
         if step is None:
             return None
         saved, mesh = self.reader.meta(step)["mesh"], mesh_sizes(self.cfg)
@@ -100,15 +100,15 @@ class LocalSaves:
             return None
         return step
 
-    def _report_incomplete(self, skipped: Sequence[SkippedStep], step: int | None) -> None:
-        """Report incomplete local checkpoints. step: the newest complete one."""
+    def _report_skipped(self, skipped: Sequence[SkippedStep], step: int | None) -> None:
+        """Report local checkpoints that are incomplete or damaged. step: the newest complete one."""
         peers = None if self.local is None else self.local.peers
         shared = self.manager.newest() if peers is None else peers.broadcast(self.manager.newest())
         used = step is not None and (shared is None or step > shared)
         to = f"the local checkpoint of step {step}" if used else "the shared folder's checkpoints"
         next_one = step if used else shared
         for passed in (entry for entry in skipped if shared is None or entry.step > shared):
-            self._say_once(f"the local checkpoint of step {passed.step} is not complete: {passed.reason}; trying {to}")
+            self._say_once(f"the local checkpoint of step {passed.step} can't be used: {passed.reason}; trying {to}")
             self.event("checkpoint_fallback", from_step=passed.step, to_step=next_one, kind="local", why=passed.reason)
 
     def _say_once(self, line: str) -> None:

@@ -1,5 +1,6 @@
 """Local checkpoints of one process on eight devices: what comes back, what is refused, what a full disk does."""
 
+import contextlib
 import resource
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.local.sets import SetWriter
+from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError
 
 META = {"mesh": {"data": 4}, "spikes": {}}
@@ -42,10 +44,13 @@ def saved(folder: Path, *steps: int, first: int = 0, **settings: Any) -> None:
 def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
     """What a start finds: its step, the steps it passed over, and a value of the state."""
     with opened(folder) as local:
-        reader = LocalReader(local)
-        step = reader.newest_intact()
-        value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
-        return step, [skipped.step for skipped in reader.skipped], value
+        reader, passed_over = LocalReader(local), list[int]()
+        while True:
+            step, value = reader.newest_intact(), None
+            passed_over += [skipped.step for skipped in reader.skipped]
+            with contextlib.suppress(DamagedStep):
+                value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
+                return step, passed_over, value
 
 
 def laid_out(mesh: jax.sharding.Mesh, state: Any) -> Any:
@@ -125,6 +130,19 @@ def test_a_damaged_set_is_passed_over(tmp_path, capfd, file):
     assert [path.name for path in sets(tmp_path)] == ["00000001"]
     damage(sets(tmp_path)[0] / file)
     assert newest(tmp_path)[0] is None
+
+
+@pytest.mark.parametrize(("file", "every"), [("own.bin", 5), ("set.json", 61)])
+def test_a_flipped_bit_anywhere_is_found(tmp_path, file, every):
+    saved(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "node", tmp_path / "copy")
+    content = (sets(tmp_path)[-1] / file).read_bytes()
+    for at in range(0, len(content), every):
+        (sets(tmp_path)[-1] / file).write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        assert newest(tmp_path) == (1, [2] if file == "own.bin" else [], 1.0)
+        shutil.rmtree(tmp_path / "node")
+        shutil.copytree(tmp_path / "copy", tmp_path / "node")
+    assert newest(tmp_path) == (2, [], 2.0)
 
 
 def test_a_shortened_file_is_damage_and_so_is_a_missing_one(tmp_path):
@@ -259,15 +277,42 @@ def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
     assert list((tmp_path / "node").iterdir()) == []
 
 
-def test_a_set_that_is_lost_between_the_choice_and_the_restore_is_worth_a_restart(tmp_path):
-    saved(tmp_path, 1)
+def test_damage_that_a_restore_finds_is_named_and_the_next_choice_is_the_step_before(tmp_path):
+    saved(tmp_path, 1, 2)
     with opened(tmp_path) as local:
         reader = LocalReader(local)
+        assert reader.newest_intact() == 2
+        damage(sets(tmp_path)[1] / "own.bin")
+        with pytest.raises(DamagedStep, match=r"can't be read: process 0: w .* on process 0: own.bin: w: sha256"):
+            reader.restore(2, like(small(0)))
+        assert [path.name for path in sets(tmp_path)] == ["00000001"]
+        assert reader.newest_intact() == 1 and [skipped.step for skipped in reader.skipped] == [2]
+        assert float(reader.restore(1, like(small(0)))[0]["w"][0, 0]) == 1
+        assert reader.newest_intact() == 1 and reader.skipped == []
+
+
+@pytest.mark.parametrize("laid_out_as_saved", [True, False])
+def test_a_start_reads_each_byte_once(tmp_path, laid_out_as_saved):
+    values = np.arange(2**23, dtype=np.float32).reshape(2**11, 2**12)
+    mesh = mesh_of(4, 2)
+    state = {"w": jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))}
+    with opened(tmp_path) as local:
+        local.begin(0, state)
+        local.save(1, state, META)
+    target = like(state) if laid_out_as_saved else laid_out(mesh_of(2, 4), state)
+    with opened(tmp_path) as local:
+        before = bytes_read()
+        reader = LocalReader(local)
         assert reader.newest_intact() == 1
-        damage(sets(tmp_path)[0] / "own.bin")
-        with pytest.raises(UserError, match=r"can't be read: own.bin: w: sha256") as caught:
-            reader.restore(1, like(small(0)))
-    assert caught.value.code == 1
+        restored, _ = reader.restore(1, target)
+        count = bytes_read() - before
+    assert values.nbytes <= count < 1.1 * values.nbytes
+    np.testing.assert_array_equal(restored["w"], values)
+
+
+def bytes_read() -> int:
+    """That this process has asked the system for."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
 def test_a_history_that_cannot_be_written_is_a_message(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import gangs
 import pytest
+from local_sets import damage
 
 SETTINGS = ("--parallel.data_sharding=zero1", "--logging.every=1", "--model.dropout=0.1")
 
@@ -88,7 +89,54 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
         passed_over = events(run, "checkpoint_fallback")
         assert passed_over[0]["kind"] == "local" and passed_over[0]["from_step"] > shared
         assert "the shards of process 0 are lost" in passed_over[0]["why"]
-        assert "is not complete" in restarted.text
+        assert "can't be used" in restarted.text
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_gives_way_to_its_replica_and_damaged_replicas_to_the_step_before(tmp_path):
+    """Only process 1 finds the damage, and process 0 must not wait for it for ever."""
+    run, node = tmp_path / "run", tmp_path / "node"
+    settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, *SETTINGS)
+    local = ("--checkpoint.local.every=2", f"--checkpoint.local.folder={node}", "--checkpoint.local.replicas=1")
+    settings = (*settings, *local, f"--run_dir={run}")
+    with gangs.started(tmp_path) as start:
+        killed = start(*settings, name="one")
+        killed.until(lambda: len(local_steps(run)) >= 3)
+        for pid in killed.children():
+            os.kill(pid, 9)
+        killed.wait()
+        (folder,) = node.iterdir()
+        processes = [folder / f"process_{process}" for process in (0, 1)]
+        names = [{path.name for path in process.iterdir() if path.name.isdigit()} for process in processes]
+        for process in processes:
+            for path in process.iterdir():
+                if path.name not in names[0] & names[1]:
+                    shutil.rmtree(path)
+        older, newest = sorted(map(int, names[0] & names[1]))[-2:]
+        before = hexes(run)
+        for name in ("run", "node"):
+            shutil.copytree(tmp_path / name, tmp_path / "copies" / name)
+
+        damage(processes[1] / f"{newest:08d}/own.bin")
+        second = start(*settings, "--resilience.exit_after_steps=1", name="two")
+        assert second.wait() == 0, second.text
+        assert events(run, "start")[-1]["step"] == newest
+        assert second.text.count("removed the local checkpoint") == 1, second.text
+        assert f"process_1/{newest:08d}, which is damaged: own.bin" in second.text
+        expected = before | hexes(run)
+
+        for name in ("run", "node"):
+            shutil.rmtree(tmp_path / name)
+            shutil.copytree(tmp_path / "copies" / name, tmp_path / name)
+        (processes[1] / f"{newest:08d}/own.bin").write_bytes(b"")
+        damage(processes[0] / f"{newest:08d}/replicas.bin")
+        third = start(*settings, f"--resilience.exit_after_steps={newest - older + 1}", name="three")
+        assert third.wait() == 0, third.text
+        assert events(run, "start")[-1]["step"] == older
+        assert max(hexes(run)) == newest + 1 and hexes(run) == {step: expected[step] for step in hexes(run)}
+        (passed_over,) = events(run, "checkpoint_fallback")
+        assert (passed_over["kind"], passed_over["from_step"], passed_over["to_step"]) == ("local", newest, older)
+        assert "has no intact copy" in passed_over["why"] and third.text.count("removed the local checkpoint") == 2
 
 
 def lose_process_1(gang: gangs.Started) -> str:

@@ -168,7 +168,7 @@ class RemoteSet:
 
     def __init__(self, address: tuple[str, int], secret: bytes, set_id: str):
         """Raises ConnectionError if the process does not answer, Damaged if it does not have the set."""
-        self._set = set_id
+        self._set, self._exclusive = set_id, threading.Lock()
         self._address = f"{address[0]}:{address[1]}"
         try:
             self._connection = socket.create_connection(address, timeout=TIMEOUT_SECONDS)
@@ -189,11 +189,12 @@ class RemoteSet:
         """The answer, of at most `most` bytes: after a restart, another program may have the port of a process."""
         body = json.dumps({"set": self._set, **request}).encode()
         try:
-            self._connection.sendall(_LENGTH.pack(len(body)) + body)
-            status, size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
-            if size > most:
-                raise EOFError(f"it sends {size} bytes, at most {most} were expected")
-            content = _receive(self._connection, size)
+            with self._exclusive:  # threads read pieces at the same time
+                self._connection.sendall(_LENGTH.pack(len(body)) + body)
+                status, size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
+                if size > most:
+                    raise EOFError(f"it sends {size} bytes, at most {most} were expected")
+                content = _receive(self._connection, size)
         except (OSError, EOFError) as error:
             raise ConnectionError(f"{self._address} does not answer: {error}") from error
         if not status:

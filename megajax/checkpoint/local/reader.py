@@ -1,30 +1,22 @@
 """Finding and restoring local checkpoints: from this machine's folder, and missing shards from other processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import arrays
 from megajax.checkpoint.boxes import Box, overlap, relative, shape_of
-from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.integrity import Damaged, in_threads
 from megajax.checkpoint.local.exchange import RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.sets import LocalSet, bounds_of
-from megajax.checkpoint.reader import Meta, Tree, say
-from megajax.checkpoint.weights.placement import array_of
-from megajax.config.errors import UserError
-
-
-class UnreadableError(UserError):
-    """A local checkpoint that was complete can no longer be read. The next start skips it."""
-
-    code = 1
+from megajax.checkpoint.local.sets import LocalSet, Piece, Shard, bounds_of
+from megajax.checkpoint.reader import DamagedStep, Meta, Tree, say
 
 
 class SkippedStep(NamedTuple):
@@ -40,7 +32,7 @@ class Holder(NamedTuple):
     process: int
     """The process that owns it now."""
     set_id: str
-    parts: tuple[int, ...]
+    parts: Sequence[int]
     """Processes of the run that saved it, whose shards are in the set."""
 
 
@@ -54,90 +46,98 @@ class LocalReader:
         self._local, self._members, self._peers = local, local.members, local.peers
         self.folder = local.folder.process_folder
         self.skipped: list[SkippedStep] = []
-        """The steps that `newest_intact` skipped."""
+        """The steps that the last call of `newest_intact` skipped, and those that restores found damaged before it."""
+        self._damaged: list[SkippedStep] = []
+        """The steps that restores found damaged since then."""
+        self._refused: set[str] = set()
+        """Names of the saves of skipped steps."""
         self._step: int | None = None
+        self._save = ""
         self._holders: list[Holder] = []
-        self._meta: Meta | None = None
+        self._meta: Meta = {}
 
     def newest_intact(self) -> int | None:
-        """The newest step with all shards on the processes, matching their saved SHA-256; None if there is none."""
+        """The newest step with all shards on the processes; None if there is none.
+
+        Shards are verified when they are read: if `restore` of the step raises DamagedStep, call this again.
+        """
+        self.skipped, self._damaged = self._damaged, []
         infos = [local_set.index.info for local_set in self._local.served.values()]
-        gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
-        for step, save, processes in sorted({tuple(save) for saves in gathered for save in saves}, reverse=True):
-            faults = self._damaged(save)
-            own_holders = [
-                Holder(self._members.process, local_set.index.info.id, local_set.index.info.parts)
-                for local_set in self._local.served.values()
-                if local_set.index.info.save == save
-            ]
-            answers = self._peers.gather((own_holders, faults))
-            holders = [
-                Holder(process, name, tuple(parts))
-                for process_holders, _ in answers
-                for process, name, parts in process_holders
-            ]
+        summaries = [
+            (info.step, info.save, info.processes, self._members.process, info.id, info.parts) for info in infos
+        ]
+        saves: dict[tuple[int, str, int], list[Holder]] = {}
+        for step, save, processes, process, set_id, parts in chain.from_iterable(self._peers.gather(summaries)):
+            saves.setdefault((step, save, processes), []).append(Holder(process, set_id, parts))
+        for (step, save, processes), holders in sorted(saves.items(), reverse=True):
+            if save in self._refused:
+                continue
+            self._step, self._save, self._holders = step, save, holders
             missing = set(range(processes)).difference(*(holder.parts for holder in holders))
-            if not missing:
-                self._step, self._holders, self._meta = step, holders, None
-                return step
             lost_processes = ", ".join(f"process {process}" for process in sorted(missing))
-            faults = [fault for _, process_faults in answers for fault in process_faults]
-            reason = "; ".join([f"the shards of {lost_processes} are lost", *faults])
+            reason = f"the shards of {lost_processes} are lost" if missing else self._peers.agree(self._read_meta())
+            if reason is None:
+                return step
+            self._refused.add(save)
             self.skipped.append(SkippedStep(step, reason))
         return None
 
-    def _damaged(self, save: str) -> list[str]:
-        """Verifies this process's sets of a save; removes the damaged ones -> their faults."""
-        faults = []
-        for local_set in list(self._local.served.values()):
-            if local_set.index.info.save != save:
-                continue
-            try:
-                local_set.verify()
-            except Damaged as error:
-                faults.append(f"{local_set.path} is damaged: {error}")
-                say(f"removed the local checkpoint {faults[-1]}")
-                self._local.drop(local_set)
-        return faults
+    def _read_meta(self) -> str | None:
+        """Reads the metadata of the chosen step -> why it can't be read, or None."""
+        try:
+            with self._sources() as sources:
+                self._meta = dict(sources.first.index.info.meta)
+        except Damaged as error:
+            return str(error)
+        return None
 
     def meta(self, step: int) -> Meta:
         """The metadata given to `save`."""
         self._demand(step)
-        if self._meta is None:
-            with self._sources() as sources:
-                self._meta = dict(sources.first.index.info.meta)
         return self._meta
 
     def restore(self, step: int, like: Tree) -> tuple[Tree, Meta]:
         """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
 
-        like: tree of jax.ShapeDtypeStruct with shardings. Raises UserError if names, shapes or dtypes differ,
-        UnreadableError if a set is damaged or its process does not answer.
+        like: tree of jax.ShapeDtypeStruct with shardings. Every byte of this process's sets is read once, and again
+        for each process that lacks it; what is returned is what was hashed. Another copy replaces a damaged shard.
+        Raises UserError if names, shapes or dtypes differ; DamagedStep if a process finds no intact copy of a shard.
         """
         self._demand(step)
-        expected = arrays.named_leaves(like)
-        result: dict[str, jax.Array] = {}
-        reason = None
-        try:
-            with self._sources() as sources:
-                stored = {
-                    piece.name: (piece.shape, jnp.dtype(piece.dtype)) for piece in sources.first.index.pieces.values()
-                }
-                to_load = {name: leaf for name, leaf in expected.items() if prod(leaf.shape)}
-                arrays.demand_fit(f"local checkpoint of step {step}", stored, to_load)
-                for name, leaf in expected.items():
-                    result[name] = array_of(leaf, partial(sources.read, name, leaf.dtype))
-        except (Damaged, OSError) as error:
-            reason = str(error)
-        if (reason := self._peers.agree(reason)) is not None:
-            raise UnreadableError(
-                f"local checkpoint step {step} can't be read: {reason}.\n"
-                "A restart uses the next newest one; with checkpoint.local=none, the run folder's checkpoints."
-            )
-        return jax.tree.unflatten(jax.tree.structure(like), [result[name] for name in expected]), self.meta(step)
+        tree, reason = list[Tree](), None
+        with self._sources() as sources:
+            try:
+                tree.append(arrays.read(sources, like))
+                sources.verify_rest()
+            except Damaged as error:
+                reason = f"process {self._members.process}: {error}"
+        answers = self._peers.gather((reason, sources.faults))
+        faults = {set_id: fault for _, process_faults in answers for set_id, fault in process_faults.items()}
+        self._remove_damaged(faults)
+        self._holders = [holder for holder in self._holders if holder.set_id not in faults]
+        if reasons := [reason for reason, _ in answers if reason is not None]:
+            self._refused.add(self._save)
+            self._damaged.append(SkippedStep(step, "; ".join(reasons[:3])))
+            raise DamagedStep(f"local checkpoint step {step} can't be read: {self._damaged[-1].reason}")
+        return tree[0], self._meta
+
+    def _remove_damaged(self, faults: Mapping[str, str]) -> None:
+        """Deletes the damaged sets of this process, which are verified again: a transfer may have damaged a copy.
+
+        faults: id of a set -> its fault as some process read it.
+        """
+        for local_set in list(self._local.served.values()):
+            if (fault := faults.get(local_set.index.info.id)) is None:
+                continue
+            try:
+                local_set.verify()
+                say(f"the local checkpoint {local_set.path} is intact, but was damaged when it was read: {fault}")
+            except Damaged as error:
+                say(f"removed the local checkpoint {local_set.path}, which is damaged: {error}")
+                self._local.drop(local_set)
 
     def _sources(self) -> "_Sources":
-        return _Sources(self._local, self._holders)
+        return _Sources(f"local checkpoint of step {self._step}", self._local, self._holders)
 
     def _demand(self, step: int) -> None:
         if step != self._step:
@@ -145,17 +145,24 @@ class LocalReader:
 
 
 class _Sources:
-    """The sets of a complete checkpoint. Connections to other processes are opened when they are needed."""
+    """The sets of a complete checkpoint, for `arrays.read`. Connections to other processes are opened when needed."""
 
-    def __init__(self, local: LocalCheckpoints, holders: list[Holder]):
+    def __init__(self, step: str, local: LocalCheckpoints, holders: Sequence[Holder]):
+        self.step = step
         self._local, self._members = local, local.members
         local_process = self._members.process
         # First the sets of this process, then those with the shards of its own devices.
         self._holders = sorted(
             holders, key=lambda holder: (holder.process != local_process, local_process not in holder.parts)
         )
-        self._opened: dict[str, LocalSet | RemoteSet] = {}
-        self._stack = ExitStack()
+        self._owners = {holder.set_id: holder.process for holder in holders}
+        self.faults: dict[str, str] = {}
+        """Id of a set -> why a copy in it is damaged."""
+        self._lost: list[str] = []
+        """Why processes do not answer."""
+        self._read: set[tuple[str, Shard]] = set()
+        self._opened: dict[str, LocalSet | RemoteSet | None] = {}
+        self._opening, self._stack = Lock(), ExitStack()
 
     def __enter__(self) -> "_Sources":
         return self
@@ -164,35 +171,95 @@ class _Sources:
         self._stack.close()
 
     def __iter__(self) -> Iterator[LocalSet | RemoteSet]:
-        for process, set_id, _ in self._holders:
-            if set_id not in self._opened:
-                self._opened[set_id] = (
-                    self._local.served[set_id]
-                    if process == self._members.process
-                    else self._stack.enter_context(self._members.read_from(process, set_id))
-                )
-            yield self._opened[set_id]
+        for holder in self._holders:
+            with self._opening:
+                if holder.set_id not in self._opened:
+                    self._opened[holder.set_id] = self._open(holder)
+            if (source := self._opened[holder.set_id]) is not None:
+                yield source
+
+    def _open(self, holder: Holder) -> LocalSet | RemoteSet | None:
+        if holder.process == self._members.process:
+            return self._local.served[holder.set_id]
+        try:
+            return self._stack.enter_context(self._members.read_from(holder.process, holder.set_id))
+        except (Damaged, OSError) as error:
+            self._lost.append(str(error))
+            return None
 
     @property
     def first(self) -> LocalSet | RemoteSet:
-        return next(iter(self))
+        """Raises Damaged if no process with a set answers."""
+        for source in self:
+            return source
+        raise self._missing("no set can be read")
 
-    def read(self, name: str, dtype: Any, box: Box) -> np.ndarray:
-        """A box of an array, as saved or assembled from other boxes. Raises Damaged or OSError."""
-        if not prod(shape_of(box)):
-            return np.zeros(shape_of(box), dtype)
+    @property
+    def arrays(self) -> dict[str, Piece]:
+        """Name -> a piece, which has the shape and dtype of the array."""
+        return {piece.name: piece for piece in self.first.index.pieces.values()}
+
+    def read_all(self, wanted: Sequence[tuple[str, Box]]) -> list[np.ndarray]:
+        """Boxes of arrays, as saved or assembled from other boxes; each of those is read once. Raises Damaged."""
+        stored, boxes = self.arrays, dict[Shard, list[int]]()
+        results: list[np.ndarray] = [np.empty(0)] * len(wanted)
+        for number, (name, box) in enumerate(wanted):
+            shards = self._shards(name, box)
+            for shard in shards:
+                boxes.setdefault(shard, []).append(number)
+            if shards != {(name, box)}:
+                results[number] = np.empty(shape_of(box), jnp.dtype(stored[name].dtype))
+
+        def read(shard: Shard) -> None:
+            values = self._intact(shard)
+            for number in boxes[shard]:
+                box = wanted[number][1]
+                if box == shard[1]:
+                    results[number] = values
+                elif (common := overlap(box, shard[1])) is not None:
+                    results[number][relative(common, box)] = values[relative(common, shard[1])]
+
+        in_threads(read, boxes)
+        return results
+
+    def _shards(self, name: str, box: Box) -> set[Shard]:
+        """The saved shards that together have the elements of a box."""
+        if any((name, box) in source.index.pieces for source in self):
+            return {(name, box)}
+        pieces = (piece for source in self for piece in source.index.pieces.values() if piece.name == name)
+        parts = {piece.shard: prod(shape_of(common)) for piece in pieces if (common := overlap(box, piece.box))}
+        if sum(parts.values()) != prod(shape_of(box)):
+            raise self._missing(f"the sets have {sum(parts.values())} elements of {name} {bounds_of(box)}")
+        return set(parts)
+
+    def _intact(self, shard: Shard) -> np.ndarray:
+        """The values of the first intact copy of a shard. Raises Damaged if there is none."""
         for source in self:
-            if (piece := source.index.pieces.get((name, box))) is not None:
-                return source.read(piece)
-        result, read_boxes, filled = np.empty(shape_of(box), dtype), set[Box](), 0
-        for source in self:
-            for piece in source.index.pieces.values():
-                if piece.name != name or piece.box in read_boxes or (common := overlap(box, piece.box)) is None:
-                    continue
-                read_boxes.add(piece.box)
-                result[relative(common, box)] = source.read(piece)[relative(common, piece.box)]
-                filled += prod(shape_of(common))
-        if filled != result.size:
-            part = f"{name} {bounds_of(box)}"
-            raise Damaged(f"{filled} of {result.size} elements of {part} are in the sets of this checkpoint")
-        return result
+            piece = source.index.pieces.get(shard)
+            if piece is not None and (values := self._values(source, piece)) is not None:
+                return values
+        raise self._missing(f"{shard[0]} {bounds_of(shard[1])} has no intact copy")
+
+    def _values(self, source: LocalSet | RemoteSet, piece: Piece) -> np.ndarray | None:
+        """The values of a copy of a shard; None if it is damaged or its process does not answer."""
+        set_id = source.index.info.id
+        self._read.add((set_id, piece.shard))
+        try:
+            return source.read(piece)
+        except Damaged as error:
+            self.faults[set_id] = f"on process {self._owners[set_id]}: {error}"
+        except OSError as error:
+            self._lost.append(str(error))
+            self._opened[set_id] = None
+        return None
+
+    def _missing(self, part: str) -> Damaged:
+        return Damaged("; ".join([part, *self.faults.values(), *self._lost]))
+
+    def verify_rest(self) -> None:
+        """Verifies what was not read of the sets of this process, which are copies for others. Adds to `faults`."""
+        own_ids = [holder.set_id for holder in self._holders if holder.process == self._members.process]
+        own_sets = [self._local.served[set_id] for set_id in own_ids]
+        pieces = [(source, piece) for source in own_sets for piece in source.index.pieces.values()]
+        rest = [(source, piece) for source, piece in pieces if (source.index.info.id, piece.shard) not in self._read]
+        in_threads(lambda item: self._values(*item) is None, rest)

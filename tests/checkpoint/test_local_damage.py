@@ -1,0 +1,227 @@
+"""Local checkpoints of two processes, of which one finds damage: both use another copy, or both the step before."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from local_sets import damage
+from peer_threads import ThreadPeers, together
+
+from megajax.checkpoint.local import manager
+from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.local.exchange import RemoteSet
+from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.members import Members
+from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.sets import (
+    OWN_FILE,
+    REPLICAS_FILE,
+    HostCopy,
+    LocalSet,
+    Piece,
+    SetIndex,
+    SetInfo,
+    SetWriter,
+)
+from megajax.checkpoint.local.shards import as_bytes
+from megajax.checkpoint.reader import DamagedStep
+
+ROWS = slice(0, 4), slice(4, 8)
+"""Of each process."""
+
+
+def values(step: int) -> np.ndarray:
+    return np.arange(32, dtype=np.float32).reshape(8, 4) + 100 * step
+
+
+def write(folder: Path, step: int, process: int, *, replica: bool) -> LocalSet:
+    """The set of a process: its rows, and those of the other one as a replica."""
+    writer, parts = SetWriter(folder / f"{step:08d}.saving"), [process, 1 - process][: 1 + replica]
+    for part in parts:
+        box = ROWS[part], slice(0, 4)
+        content = as_bytes(values(step)[box])
+        writer.append(OWN_FILE if part == process else REPLICAS_FILE, HostCopy("w", (8, 4), "float32", box, content))
+    info = SetInfo(
+        step=step, save=f"a-{step}", process=process, attempt="a", processes=2, parts=tuple(parts), meta={"step": step}
+    )
+    return writer.rename(writer.finish(info), folder / f"{step:08d}")
+
+
+class Outcome(NamedTuple):
+    """Of a process."""
+
+    steps: list[int | None]
+    """That it chose; the last one was restored."""
+    value: np.ndarray | None
+    reasons: list[str]
+    """Why it skipped steps."""
+    served: list[int]
+    """The steps that it still has."""
+
+
+@pytest.fixture
+def restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Outcome]]:
+    """restored(harm, replicas=...): two processes save steps 1 and 2, `harm` is called in each, and they restore."""
+    current = threading.local()
+    monkeypatch.setattr(manager, "Peers", lambda: current.peers)
+    (tmp_path / "shared").mkdir()
+    devices = np.array(jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("a",)), jax.sharding.PartitionSpec("a"))
+    like = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)}
+
+    def run(harm: Callable[[LocalCheckpoints], Any], *, replicas: bool = True) -> list[Outcome]:
+        def process(peers: ThreadPeers) -> Outcome:
+            current.peers = peers
+            with LocalConfig(every=1, folder=tmp_path / "node").build(tmp_path / "shared") as local:
+                for step in (1, 2):
+                    local.serve(write(local.folder.process_folder, step, peers.process, replica=replicas))
+                harm(local)
+                reader, steps, reasons = LocalReader(local), [], []
+                while True:
+                    steps.append(reader.newest_intact())
+                    reasons += [skipped.reason for skipped in reader.skipped]
+                    try:
+                        tree, meta = ({}, {}) if steps[-1] is None else reader.restore(steps[-1], like)
+                    except DamagedStep:
+                        continue
+                    assert meta.get("step") == steps[-1]
+                    served = sorted(one.index.info.step for one in local.served.values())
+                    peers.agree()  # nobody closes its server before all have read
+                    return Outcome(steps, np.asarray(tree["w"]) if tree else None, reasons, served)
+
+        outcomes = together(2, process)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome.steps == outcomes[0].steps and outcome.reasons == outcomes[0].reasons
+            if outcome.value is not None:
+                np.testing.assert_array_equal(outcome.value, values(outcome.steps[-1]))
+        return outcomes
+
+    return run
+
+
+def harm_files(*damaged: tuple[int, str]) -> Callable[[LocalCheckpoints], None]:
+    """Flips a bit in these files of step 2: (process, name)."""
+
+    def harm(local: LocalCheckpoints) -> None:
+        for process, name in damaged:
+            if process == local.peers.process:
+                damage(local.folder.process_folder / "00000002" / name)
+
+    return harm
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_each_shard_of_each_set_is_read_once_and_once_more_for_who_lacks_it(restored, monkeypatch, replicas):
+    read, content = Counter[tuple[str, str]](), LocalSet.content
+
+    def counted(self: LocalSet, piece: Piece) -> np.ndarray:
+        read[self.path.parent.name, piece.file] += 1
+        return content(self, piece)
+
+    connections, connect = list[str](), Members.read_from
+
+    def connected(self: Members, process: int, set_id: str) -> RemoteSet:
+        connections.append(set_id)
+        return connect(self, process, set_id)
+
+    monkeypatch.setattr(LocalSet, "content", counted)
+    monkeypatch.setattr(Members, "read_from", connected)
+    assert [outcome.steps for outcome in restored(lambda local: None, replicas=replicas)] == [[2], [2]]
+    assert sorted(connections) == ([] if replicas else ["a-2/0", "a-2/1"])
+    times = {OWN_FILE: 1, REPLICAS_FILE: 1} if replicas else {OWN_FILE: 2}
+    assert read == {(f"process_{process}", name): count for process in (0, 1) for name, count in times.items()}
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("name", [OWN_FILE, REPLICAS_FILE])
+def test_a_damaged_copy_in_one_process_is_named_and_the_other_is_used_by_both(restored, capfd, process, name):
+    outcomes = restored(harm_files((process, name)))
+    assert [outcome.steps for outcome in outcomes] == [[2], [2]]
+    assert outcomes[process].served == [1] and outcomes[1 - process].served == [1, 2]
+    stderr = capfd.readouterr().err
+    assert stderr.count("removed the local checkpoint") == 1
+    assert f"process_{process}/00000002, which is damaged: {name}: w: sha256" in stderr
+
+
+def test_a_set_with_a_damaged_shard_still_gives_its_other_one(restored):
+    outcomes = restored(harm_files((0, OWN_FILE), (1, OWN_FILE)))
+    assert [(outcome.steps, outcome.served) for outcome in outcomes] == [([2], [1])] * 2
+
+
+@pytest.mark.parametrize(
+    ("damaged", "replicas"), [(((0, OWN_FILE), (1, REPLICAS_FILE)), True), (((1, OWN_FILE),), False)]
+)
+def test_without_an_intact_copy_both_use_the_step_before(restored, damaged, replicas):
+    outcomes = restored(harm_files(*damaged), replicas=replicas)
+    assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
+    (reason,) = outcomes[0].reasons
+    assert "has no intact copy" in reason
+    assert all(f"on process {process}: {name}: w: sha256" in reason for process, name in damaged)
+    harmed = {process for process, _ in damaged}
+    assert [outcome.served for outcome in outcomes] == [[1] if process in harmed else [1, 2] for process in (0, 1)]
+
+
+def test_what_no_process_needs_is_verified_too(restored, capfd):
+    """A set that process 0 took over, with shards that it has in its own."""
+
+    def take_over(local: LocalCheckpoints) -> None:
+        if local.peers.process == 0:
+            (folder := local.folder.path / "process_9").mkdir()
+            path, (info, pieces) = (taken := write(folder, 2, 0, replica=True)).path, taken.index
+            local.serve(LocalSet(path, SetIndex(replace(info, process=9), pieces)))
+            damage(path / OWN_FILE)
+
+    outcomes = restored(take_over)
+    assert [(outcome.steps, outcome.served) for outcome in outcomes] == [([2], [1, 2])] * 2
+    stderr = capfd.readouterr().err
+    assert stderr.count("removed the local checkpoint") == 1 and "process_9/00000002, which is damaged" in stderr
+
+
+def without_set(local: LocalCheckpoints) -> None:
+    """Process 0 has lost step 2."""
+    if local.peers.process == 0:
+        local.drop(local.served["a-2/0"])
+
+
+def test_a_transfer_that_damages_a_copy_costs_no_set(restored, monkeypatch, capfd):
+    content = RemoteSet.content
+
+    def flipped(self: RemoteSet, piece: Piece) -> bytearray:
+        received = content(self, piece)
+        received[3] ^= 1
+        return received
+
+    monkeypatch.setattr(RemoteSet, "content", flipped)
+    outcomes = restored(without_set)
+    assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
+    assert outcomes[1].served == [1, 2]
+    assert "process_1/00000002 is intact, but was damaged when it was read: on process 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_process_that_does_not_answer_another_one_costs_no_set(restored, monkeypatch, late):
+    def silent(*arguments: object) -> None:
+        raise ConnectionError("no connection to 10.0.0.2:40000: timed out")
+
+    monkeypatch.setattr(RemoteSet, "content" if late else "__init__", silent)
+    outcomes = restored(without_set)
+    assert [outcome.steps for outcome in outcomes] == [[2, 1] if late else [1]] * 2
+    assert "no connection to 10.0.0.2:40000" in outcomes[1].reasons[0] and outcomes[1].served == [1, 2]
+
+
+def test_sets_that_do_not_have_all_of_an_array_are_no_checkpoint(restored):
+    def without_shard(local: LocalCheckpoints) -> None:
+        pieces = local.served[f"a-2/{local.peers.process}"].index.pieces
+        pieces.pop(("w", (ROWS[1], slice(0, 4))), None)
+
+    outcomes = restored(without_shard)
+    assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
+    assert "the sets have 0 elements of w" in outcomes[0].reasons[0]
