@@ -13,6 +13,7 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
+from megajax.checkpoint.huggingface.export import LENGTHS
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.checkpoint.weights.provenance import Ancestor
@@ -143,7 +144,8 @@ class SourceWeights:
             raise UserError(
                 f"the weights of {self.stored.where} do not fit:\n"
                 + "\n".join(f"  {line}" for line in problems)
-                + "\nTo initialize them randomly, name them in checkpoint.weights.fresh; or change the model."
+                + (self._lengths(shapes) or "\nTo initialize them randomly, name them in checkpoint.weights.fresh")
+                + "; or change the model."
             )
         loaded |= self._load(matching)
         loaded |= {path: self._derived(rule, path, fresh) for path, rule in derived.items()}
@@ -171,6 +173,21 @@ class SourceWeights:
                 + "\n".join(f"  {line}" for line in describe_differences(pairs))
                 + "\nChange the model's settings, or name them in checkpoint.weights.changed if that is intended."
             )
+
+    def _lengths(self, stored_shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Advice to set the lengths of rows to those of the source, if its learned positions fit then; else ""."""
+        settings = self.stored.settings()
+        model: Any = self.parts.cfg.model
+        lengths = {name: settings.get(f"model.{name}") for name in LENGTHS if hasattr(model, name)}
+        others = {name: size for name, size in lengths.items() if size and size != getattr(model, name)}
+        if self.source.into or not others:
+            return ""
+        before, after = declared_by(model), declared_by(replace(model, **others))
+        tables = [path for path in after if after[path].shape != before[path].shape]
+        if not tables or any(stored_shapes.get(path) != after[path].shape for path in tables):
+            return ""
+        flags = " ".join(f"--model.{name}={size}" for name, size in others.items())
+        return f"\nSet {flags} to keep the learned positions of the source"
 
     def _load(self, targets: Mapping[str, TargetArray]) -> dict[str, Array]:
         before = _prefix(self.source.into)

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.weights.foreign import declared_by
@@ -124,6 +125,23 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         started(tmp_path, hf(folder, **source), model)
+
+
+def test_rows_keep_the_length_of_learned_positions(tmp_path: Path) -> None:
+    """Fresh positions would lose trained ones, so the advice is to set the length of the table."""
+    folder, family, draw = tmp_path / "gpt2", families()["gpt2"], np.random.default_rng(0)
+    settings = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 32, "vocab_size": 96}
+    model = family.read(Settings(settings))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **settings}))
+    table = resolved(family.rows(model), declared_by(model))
+    save_file(
+        {each.name: draw.normal(size=each.shape()).astype(np.float32) for each in table}, folder / "a.safetensors"
+    )
+    for length in (16, 48):
+        with pytest.raises(UserError, match=r"Set --model.sequence_length=32 to keep the learned positions") as refused:
+            started(tmp_path, hf(folder), replace(model, sequence_length=length))
+        assert "fresh" not in str(refused.value)
 
 
 def test_unknown_settings_are_accepted_by_name(folder: Path, tmp_path: Path) -> None:
