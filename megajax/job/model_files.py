@@ -17,13 +17,14 @@ from megajax.checkpoint.huggingface.tokenizer_files import (
     NAMES,
     OF_MODEL,
     OF_TOKENIZER,
+    OLD_TEMPLATE,
     SETTINGS,
     files_of,
+    present_files,
     special_token_ids,
     token_text,
     vocabulary_files,
 )
-from megajax.checkpoint.named_files import demand_inside
 from megajax.checkpoint.weights.provenance import FILES, Ancestor, Provenance
 from megajax.config.budget import parse_json, read_file
 from megajax.config.errors import UserError
@@ -118,12 +119,14 @@ class ModelFiles:
         files |= tokenizer
         if (template := self._template(files)) is not None:
             files[TEMPLATE] = template.encode()
+            files.pop(OLD_TEMPLATE, None)  # it would be used instead
             lines += [f"{TEMPLATE} of data.template"] * bool(lines)
         write_extra(None if self.ancestor is None else self.ancestor.extra or stored_extra(self.ancestor.files), folder)
-        for name in NAMES:
+        for name in present_files(folder):
             if name not in files:
-                (folder / name).unlink(missing_ok=True)  # of an earlier attempt
+                (folder / name).unlink()  # of an earlier attempt
         for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(folder / name) as file:
                 file.write(content)
         return f"for exports: {'; '.join(lines)}" if lines else ""
@@ -155,7 +158,4 @@ def _settings(content: bytes) -> dict[str, Any]:
 
 def _contents(folder: Path, names: Collection[str]) -> dict[str, bytes]:
     """The existing files of `names` in a folder: name -> content. Raises UserError for links that lead out of it."""
-    present = [name for name in names if (folder / name).is_file()]
-    for name in present:
-        demand_inside(folder / name)
-    return {name: read_file(folder / name, LIMITS) for name in present}
+    return {name: read_file(folder / name, LIMITS) for name in present_files(folder, names)}

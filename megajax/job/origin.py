@@ -13,6 +13,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read_stored
 from megajax.config.tree import TRUST
 from megajax.inference.config import GenerationConfig, InferenceConfig
+from megajax.tokenizers.chat_template import is_missing
 
 TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name classes, files and programs that are not of "
                   "MegaJAX, and run them")  # fmt: skip
@@ -29,6 +30,8 @@ MODEL_FLAGS = (
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 """Files beside a tokenizer that may contain a chat template; the first one with a template is used."""
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer"
+"""Folder of a run with copies of the files of its tokenizer."""
 
 
 class Origin(NamedTuple):
@@ -94,9 +97,19 @@ def run_config(run: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
             f"--run={run}: no {config}\nGive the folder of a run, or of one step in its checkpoints folder."
         )
     source = read_stored(config, root, trusted=trusted)
-    if trusted:
-        return source
-    return replace(source, base=replace(source.base, xla=replace(source.base.xla, compile_cache_dir=None)))
+    base = replace(source.base, tokenizer=_tokenizer(source.base.tokenizer, run_folder(run)))
+    if not trusted:
+        base = replace(base, xla=replace(base.xla, compile_cache_dir=None))
+    return replace(source, base=base)
+
+
+def _tokenizer(config: Any, run: Path) -> Any:
+    """The tokenizer config of a run, which reads the run's own copies if the files are gone, as in a run that moved."""
+    files = resolve("megajax.checkpoint.huggingface.tokenizer_files:vocabulary_files")(getattr(config, "base", config))
+    if all(path.is_file() for path in files.values()):
+        return config
+    copies = run / TOKENIZER
+    return resolve("megajax.checkpoint.huggingface.tokenizer_files:with_copies")(config, copies, copies)
 
 
 def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Source:
@@ -114,7 +127,10 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     relevant = [problem for problem in problems if problem.setting.partition(".")[0] in parts]
     if cfg is None or relevant:
         raise ConfigError(relevant or problems, source.name)
-    template = getattr(cfg.data, "template", None) or folder_template(tokenizer_folder(cfg.tokenizer))
+    template = getattr(cfg.data, "template", None)
+    if template is None or is_missing(template):
+        copies = run_folder(origin.run) / TOKENIZER
+        template = folder_template(tokenizer_folder(cfg.tokenizer) if template is None else copies) or template
     config = root(
         model=without_adapters(cfg.model),
         tokenizer=cfg.tokenizer,

@@ -174,6 +174,11 @@ TEMPLATE = "chat_template.jinja"
 """The file of a template beside a tokenizer."""
 
 
+def is_missing(source: str) -> bool:
+    """Whether the source of a template is the path of a file that does not exist; see `ChatTemplate`."""
+    return "{" not in source and source not in TEMPLATES and not Path(source).is_file()
+
+
 def template_text(source: str, setting: str = "data.template") -> str:
     """The text of a template; see `ChatTemplate`. Raises UserError."""
     return _read(source, setting)[0]

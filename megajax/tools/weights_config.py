@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.huggingface.tokenizer_files import special_token_ids, vocabulary_files
+from megajax.checkpoint.huggingface.tokenizer_files import special_token_ids, vocabulary_files, with_copies
 from megajax.config.budget import read_file
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
@@ -21,7 +21,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.base import LIMITS
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig, TokenizerConfig
+from megajax.tokenizers.config import TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -64,14 +64,13 @@ def continued_config(cfg: RunConfig, run: Path, files: Path, copied: Path) -> Ru
 
 
 def _copied(tokenizer: Any, files: Path, copied: Path) -> Any:
-    """A tokenizer config that reads the copy of its tokenizer.json in `files`, if there is one."""
-    name = "tokenizer.json"
-    if not isinstance(tokenizer, HuggingFaceTokenizerConfig) or not (files / name).is_file():
-        return tokenizer
-    original = vocabulary_files(tokenizer)[name]
-    if original.is_file() and read_file(original, LIMITS) != read_file(files / name, LIMITS):
-        return tokenizer
-    return replace(tokenizer, path=str(copied / name))
+    """A tokenizer config that reads the copies of its files in `files`, unless the originals have changed since."""
+    pair = tokenizer, with_copies(tokenizer, files, files)
+    originals, copies = (vocabulary_files(getattr(config, "base", config)) for config in pair)
+    for name, path in originals.items():
+        if path.is_file() and read_file(path, LIMITS) != read_file(copies[name], LIMITS):
+            return tokenizer
+    return with_copies(tokenizer, files, copied)
 
 
 def model_facts(cfg: RunConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -20,11 +21,12 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.huggingface.export import config_for, write_model
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.huggingface.tokenizer_files import NAMES, tokenizer_config
+from megajax.checkpoint.huggingface.tokenizer_files import NAMES, tokenizer_config, with_copies
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.provenance import Ancestor, Provenance
 from megajax.checkpoint.weights.runs import open_step
 from megajax.config import load
+from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.data.config import ChatConfig, MockConfig
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
@@ -39,7 +41,14 @@ from megajax.layers.config import LoRAConfig, RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig, NullTokenizerConfig
+from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    MultimodalTokenizerConfig,
+    NullTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    WordPieceTokenizerConfig,
+)
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -227,6 +236,45 @@ def test_runs_of_runs_with_adapters_and_means_lose_nothing(llama, tmp_path) -> N
     demand_same(tmp_path / "back", llama)
     record = open_step(third).meta["source"]
     assert record == open_step(second).meta["source"] and record["dtype"] == "bfloat16"
+
+
+def test_templates_with_names_and_of_processors_are_carried(llama, tmp_path) -> None:
+    source, named = tmp_path / "theirs", "additional_chat_templates/tool_use.jinja"
+    shutil.copytree(llama, source)
+    (source / named).parent.mkdir()
+    (source / named).write_text("tools")
+    (source / "chat_template.json").write_text('{"chat_template": "of a processor"}')
+    exported, _ = chain(source, tmp_path)
+    assert (exported / named).read_text() == "tools"
+    assert "processor" in (exported / "chat_template.json").read_text()
+
+    cfg = load(tmp_path / "tuned/config.yaml")
+    chats = ChatConfig(train_paths=("-",), template="{{ messages[0].content }}")
+    ancestor = Ancestor.of({}, tmp_path / "tuned/checkpoints", 300)
+    ModelFiles(replace(cfg, data=chats), cfg.tokenizer.build(), ancestor).write(tmp_path / "other")
+    files = {path.name for path in (tmp_path / "other/tokenizer").iterdir()}
+    assert "chat_template.jinja" in files and "chat_template.json" not in files, "the older one would go first"
+
+
+def test_a_run_that_moved_reads_its_own_copies(llama, back, tmp_path) -> None:
+    """The folder that its tokenizer and its template came from is gone."""
+    run, copies = tmp_path / "moved", tmp_path / "moved/tokenizer"
+    run.mkdir()
+    shutil.copytree(back[0].parent / "tuned/tokenizer", copies)
+    cfg = load(back[0].parent / "tuned/config.yaml")
+    tokenizer, gone = cfg.tokenizer, str(tmp_path / "gone/tokenizer.json")
+    chats = ChatConfig(train_paths=("-",), template=str(tmp_path / "gone/chat_template.jinja"))
+    (run / "config.yaml").write_text(to_yaml(replace(cfg, tokenizer=replace(tokenizer, path=gone), data=chats)))
+    config = generation_config(Origin(run=run), GenerationConfig).base
+    assert config is not None and config.tokenizer == replace(tokenizer, path=str(copies / "tokenizer.json"))
+    assert config.inference.template == str(copies / "chat_template.jinja")
+
+    (copies / "spiece.model").touch()
+    pieces = SentencePieceTokenizerConfig(path="gone.model")
+    image = MultimodalTokenizerConfig(base=pieces)
+    assert with_copies(image, copies, Path("new")).base == SentencePieceTokenizerConfig(path="new/spiece.model")
+    words = WordPieceTokenizerConfig(vocabulary="gone.txt")
+    assert with_copies(words, copies, Path("new")) == words, "there is no copy"
 
 
 def load_config_of(folder: Path) -> Any:

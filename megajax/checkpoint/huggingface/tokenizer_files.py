@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,21 @@ from megajax.checkpoint.huggingface.tokenizer_json import tokenizer_json
 from megajax.checkpoint.named_files import demand_inside
 from megajax.config.budget import read_json
 from megajax.tokenizers.base import Tokenizer, read_file
+from megajax.tokenizers.chat_template import TEMPLATE
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
+    MultimodalTokenizerConfig,
     NullTokenizerConfig,
     SentencePieceTokenizerConfig,
     TokenizerConfig,
     WordPieceTokenizerConfig,
 )
 
+OLD_TEMPLATE, TEMPLATES = "chat_template.json", "additional_chat_templates"
+"""The template of an older processor, which goes before `TEMPLATE`; and the folder of templates with names, *.jinja."""
 NAMES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE, OLD_TEMPLATE,
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
@@ -32,13 +37,25 @@ OF_TOKENIZER = tuple(name for name in NAMES if name not in OF_MODEL)
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
+def present_files(folder: Path, names: Collection[str] = NAMES) -> list[str]:
+    """The existing files of `names`, and templates with names: paths in the folder.
+
+    Raises UserError for links that lead out of the folder.
+    """
+    present = [name for name in names if (folder / name).is_file()]
+    if TEMPLATE in names and (folder / TEMPLATES).is_dir():
+        demand_inside(folder / TEMPLATES)
+        present += [f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))]
+    for name in present:
+        demand_inside(folder / name)
+    return present
+
+
 def copy_files(source: Path, target: Path) -> list[str]:
     """Copies the existing files -> their names. Raises UserError for links that lead out of the folder."""
-    present = [name for name in NAMES if (source / name).is_file()]
-    if present:
-        target.mkdir(parents=True, exist_ok=True)
+    present = present_files(source)
     for name in present:
-        demand_inside(source / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return present
 
@@ -55,6 +72,29 @@ def vocabulary_files(config: Any) -> dict[str, Path]:
     return {"vocab.txt": Path(config.vocabulary)} if isinstance(config, WordPieceTokenizerConfig) else {}
 
 
+def with_copies(config: Any, copies: Path, folder: Path) -> Any:
+    """A tokenizer config that reads the files of `copies`, in case the originals are gone; the same one without them.
+
+    folder: the path of `copies` in the result.
+    """
+    if isinstance(config, MultimodalTokenizerConfig):
+        return replace(config, base=with_copies(config.base, copies, folder))
+    names = {name: path for name in vocabulary_files(config) if (path := _copy(name, copies)) is not None}
+    if not names or len(names) < len(vocabulary_files(config)):
+        return config
+    paths = {name: str(folder / path) for name, path in names.items()}
+    if isinstance(config, GPT2TokenizerConfig):
+        return replace(config, vocabulary=paths["vocab.json"], merges=paths["merges.txt"])
+    (path,) = paths.values()
+    return replace(config, **{"vocabulary" if isinstance(config, WordPieceTokenizerConfig) else "path": path})
+
+
+def _copy(name: str, folder: Path) -> str | None:
+    """The name of the copy of a file of a tokenizer; None if there is none."""
+    names = SENTENCEPIECE if name in SENTENCEPIECE else (name,)
+    return next((candidate for candidate in names if (folder / candidate).is_file()), None)
+
+
 def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files of a run's tokenizer, which AutoTokenizer of transformers reads to the same ids: name -> content.
 
@@ -64,8 +104,7 @@ def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
     if not isinstance(config, HuggingFaceTokenizerConfig):
         return originals | tokenizer_json(config, tokenizer)
     folder = vocabulary_files(config)["tokenizer.json"].parent
-    beside = [name for name in OF_TOKENIZER if (folder / name).is_file()]
-    files = {name: read_file(str(folder / name), name) for name in beside} | originals
+    files = {name: read_file(str(folder / name), name) for name in present_files(folder, OF_TOKENIZER)} | originals
     settings = dict(_settings(folder / SETTINGS))
     names = json.loads(tokenizer_json(config, tokenizer)[SETTINGS])
     if not settings:
