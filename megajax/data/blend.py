@@ -18,7 +18,7 @@ from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
 from megajax.data.index import IndexRequest, RowIndex, build_index, least_tokens, split_tokens
 from megajax.data.indexed import integer_tokens
-from megajax.data.row_source import check_row, data_seed, files_of
+from megajax.data.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
 
 MAXIMUM_DATASETS = 32766
@@ -158,7 +158,7 @@ class BlendedDataset:
                     f"{dataset.tokens.prefix}: the blend draws {count} rows, but only {len(dataset)} were built. "
                     "Raise data.surplus, two- or tenfold."
                 )
-        self.sequence_length = self.datasets[0].sequence_length
+        self.sequence_length, self._own_files = self.datasets[0].sequence_length, index_files
         self.index_files = (*index_files, *(file for dataset in self.datasets for file in dataset.index_files))
         self.passes = max(dataset.passes for dataset in self.datasets)
 
@@ -176,12 +176,20 @@ class BlendedDataset:
 
     def document_lengths(self, row: int) -> np.ndarray:
         """Tokens of each document of a row, int64 [D]."""
-        return lengths_of_row(self.datasets[self.index.datasets[row]], int(self.index.samples[row]))
+        dataset, sample = self._place(row)
+        return lengths_of_row(self.datasets[dataset], sample)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         check_row(self, row)
-        dataset = self.index.datasets[row]
-        return {"dataset_id": dataset, **self.datasets[dataset][int(self.index.samples[row])]}
+        dataset, sample = self._place(row)
+        return {"dataset_id": dataset, **self.datasets[dataset][sample]}
+
+    def _place(self, row: int) -> tuple[Any, int]:
+        """The dataset of a row, and its row there. Raises UserError if a damaged index has no such row."""
+        dataset, sample = self.index.datasets[row], int(self.index.samples[row])
+        if not (0 <= dataset < len(self.datasets) and 0 <= sample < len(self.datasets[dataset])):
+            raise damaged_index(f"a blend of {len(self.datasets)} datasets", row, self._own_files)
+        return dataset, sample
 
 
 class BlendBuilder[Data: Dataset]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megajax.data.index import RowIndex
 from megajax.data.indexed import Piece
-from megajax.data.row_source import check_row, check_vocabulary, files_of, order_checksum
+from megajax.data.row_source import check_row, check_vocabulary, damaged_index, files_of, order_checksum
 
 NO_PAD = -1
 """Padding value for tokenizers without a pad token; not a valid token."""
@@ -97,8 +97,10 @@ class GPTDataset:
         self.sequence_length = options.sequence_length
         self._vocabulary_size, self._eod, self._pad = tokenizer.vocabulary_size, tokenizer.eod, pad_token(tokenizer)
         # Look-ups in these views take a quarter of the time of arrays.
-        self._documents, self._shuffle = memoryview(index.documents), memoryview(index.shuffle)
-        self._samples = memoryview(index.samples.reshape(-1))
+        # Unsigned, so that a negative number of a damaged index is an error, not an entry from the end.
+        self._documents, self._samples, self._shuffle = (
+            memoryview(values.view(f"u{values.itemsize}").reshape(-1)) for values in index
+        )
         self._masked = options.eod_mask_loss or not options.extra or self._pad != NO_PAD
         self._separated = options.isolate_documents or options.reset_positions or options.reset_attention_mask
         length = options.sequence_length
@@ -147,8 +149,10 @@ class GPTDataset:
             return None
         if not options.isolate_documents:
             return np.array([length])
-        pieces = self._pieces(row)
-        parts = [int(self.tokens.lengths[sequence]) - begin for sequence, begin, _ in pieces]
+        try:
+            parts = [int(self.tokens.lengths[sequence]) - begin for sequence, begin, _ in self._pieces(row)]
+        except (IndexError, ValueError) as error:
+            raise damaged_index(self.tokens.prefix, row, self.index_files) from error
         starts = np.unique(np.minimum([0, *np.cumsum(parts[:-1])], length))
         return np.diff(starts[starts < length], append=length)
 
@@ -165,8 +169,12 @@ class GPTDataset:
 
     def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
         """Tokens [S + extra] with padding at the end, the start of each document, and the number of real tokens."""
-        pieces, size = self._pieces(row), self.sequence_length + self.options.extra
-        stored, borders = self.tokens.gather(pieces)
+        size = self.sequence_length + self.options.extra
+        try:
+            pieces = self._pieces(row)
+            stored, borders = self.tokens.gather(pieces)
+        except (IndexError, ValueError) as error:
+            raise damaged_index(self.tokens.prefix, row, self.index_files) from error
 
         def locate(at: int) -> str:
             piece = int(np.searchsorted(borders, at, side="right")) - 1

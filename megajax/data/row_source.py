@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,20 @@ def check_row(source: Sized, row: int) -> None:
     """Raises IndexError for a row outside the source."""
     if not 0 <= row < len(source):
         raise IndexError(f"row {row} of a dataset of {len(source)} rows")
+
+
+def damaged_index(name: object, row: int, files: Sequence[Path]) -> UserError:
+    """The error of a row outside the data: a cached index is verified as a whole only with --verify-data.
+
+    Args:
+        name: of the data.
+        row: number of the row.
+        files: the cache files of the index.
+    """
+    return UserError(
+        f"{name}: the index of its rows is damaged, at row {row} ({', '.join(map(str, files)) or 'in memory'}). Delete "
+        "that file: the next start builds it again. --verify-data finds all damaged ones."
+    )
 
 
 def order_checksum(order: np.ndarray) -> str:

@@ -144,6 +144,20 @@ def test_a_weighted_blend(tmp_path: Path, pair: list[str]) -> None:
     assert any((reseeded[row]["tokens"] != splits.train[row]["tokens"]).any() for row in range(5))
 
 
+@pytest.mark.parametrize("place", [(-1, 0), (2, 0), (0, -1), (0, 1 << 20)])
+def test_a_damaged_index_is_named(tmp_path: Path, pair: list[str], place: tuple[int, int]) -> None:
+    """Its arrays are not verified at each start, and -1 would be a row from the end."""
+    blend = build(tmp_path, Rows(5), paths=("3", pair[0], "7", pair[1]), split="1").train
+    damaged = blend.index._replace(
+        datasets=np.full_like(blend.index.datasets, place[0]), samples=np.full_like(blend.index.samples, place[1])
+    )
+    blend = BlendedDataset(blend.datasets, damaged, blend.weights, blend.index_files[:1])
+    with pytest.raises(UserError, match=rf"index of its rows is damaged, at row 3 \({blend.index_files[0]}\)"):
+        blend[3]
+    with pytest.raises(UserError, match="index of its rows is damaged"):
+        blend.document_lengths(3)
+
+
 def test_a_single_weighted_path_is_a_blend_in_paths_only(tmp_path: Path, pair: list[str]) -> None:
     """Megatron-LM's rule: `1.0 a` gets the surplus, a lone prefix in a list per split does not."""
     assert isinstance(build(tmp_path, Rows(10), paths=("1", pair[0])).train, BlendedDataset)

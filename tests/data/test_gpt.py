@@ -125,6 +125,19 @@ def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
         assert dataset[first]["labels"][-1] == dataset[second]["tokens"][0]
 
 
+@pytest.mark.parametrize("name", ["documents", "samples", "shuffle"])
+@pytest.mark.parametrize("value", [-2, 1 << 20])
+def test_a_damaged_index_is_named(tmp_path: Path, name: str, value: int) -> None:
+    """Its arrays are not verified at each start."""
+    prefix = write_random(tmp_path / "c", documents=20)
+    dataset = build(prefix, 8, Rows(None), split="1").train
+    (file,), array = dataset.index_files, getattr(dataset.index, name)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(array.tobytes(), np.full(array.shape, value).astype(array.dtype).tobytes()))
+    with pytest.raises(UserError, match=rf"the index of its rows is damaged, at row 0 \({file}\)\. Delete that file"):
+        build(prefix, 8, Rows(None), split="1").train[0]
+
+
 def test_mock_documents() -> None:
     tokens = MockTokens(vocabulary_size=1000, eod=999)
     lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
