@@ -16,7 +16,7 @@ from megajax.mesh.identity import find_identity
 from megajax.mesh.xla import set_process
 from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig
 
 DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh, with the settings of its run or folder.
 
@@ -81,13 +81,17 @@ def base(flags: Mapping[str, Any]) -> Source:
 
 
 def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
-    """The model of a Hugging Face folder and its tokenizer.json. Only the task split reads the synthetic data.
+    """The model of a Hugging Face folder and its tokenizer. Only the task split reads the synthetic data.
 
     Raises UserError for a folder without a model, unsupported settings, or a model that is not a causal language model.
     """
     model = read_foreign(f"hf:{folder}", ignore).model
     demand_causal(model, f"--hf={folder}: ")
-    return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=HuggingFaceTokenizerConfig(path=str(folder)))
+    read_config = resolve("megajax.checkpoint.huggingface.tokenizer_files:tokenizer_config")
+    tokenizer = read_config([path.name for path in folder.iterdir()], folder, None, folder)
+    if isinstance(tokenizer, NullTokenizerConfig):
+        tokenizer = HuggingFaceTokenizerConfig(path=str(folder))  # its error says which file is missing
+    return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=tokenizer)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from megajax.precision.config import PrecisionConfig
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.command import Evaluation, evaluate, prepare
 from megajax.tasks.config import ChoicesConfig, EvaluatedConfig, HarnessConfig, LambadaConfig, SplitConfig
-from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.tokenizers.config import NullTokenizerConfig, SentencePieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Answer, Scorer, Window
@@ -352,6 +352,10 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     null = ["--tokenizer.type=NullTokenizerConfig", f"--tokenizer.vocabulary_size={VOCABULARY}"]
     with pytest.raises(UserError, match=r"none\.idx"):
         main([*settings, *null, "--tasks=perplexity:none"])
+
+    (tmp_path / "tokenizer.model").touch()
+    expected = SentencePieceTokenizerConfig(path=f"{tmp_path}/tokenizer.model")
+    assert folder_config(tmp_path, ["depth_scale"]).tokenizer == expected
 
 
 def test_a_folder_of_another_kind_of_model_is_refused(tmp_path):
