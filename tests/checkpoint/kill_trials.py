@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import disk, integrity
-from megajax.checkpoint import folder as checkpoint_folder
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError
 
@@ -53,8 +52,7 @@ def die_in_a_deletion(draw: random.Random, ready: int) -> None:
     original = shutil.rmtree
 
     def dying(path: Path, *arguments, **options):
-        # Not when remains are removed at the start.
-        if str(path).endswith(".deleting") and not options and draw.random() < 0.5:
+        if str(path).endswith(".deleting") and draw.random() < 0.5:
             files = [file for file in sorted(Path(path).rglob("*")) if file.is_file()]
             for file in draw.sample(files, draw.randrange(len(files) + 1)):
                 file.unlink()
@@ -62,14 +60,12 @@ def die_in_a_deletion(draw: random.Random, ready: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         original(path, *arguments, **options)
 
-    checkpoint_folder.shutil.rmtree = dying
+    shutil.rmtree = dying
 
 
 def attempt(folder: Path, mode: str, ready: int, draw: random.Random) -> None:
     if mode == "failing":
         fail_now_and_then(draw)
-    if mode == "retention":
-        die_in_a_deletion(draw, ready)
     with CheckpointConfig(keep_last=2, asynchronous=mode != "synchronous").build(folder) as manager:
         actual = manager.start()
         step = 0
@@ -80,6 +76,8 @@ def attempt(folder: Path, mode: str, ready: int, draw: random.Random) -> None:
             for name, expected in state_of(step).items():
                 np.testing.assert_array_equal(np.asarray(state[name]), np.asarray(expected))
         os.write(ready, f"{step}\n".encode())
+        if mode == "retention":  # not before: the start deletes what the attempt before left
+            die_in_a_deletion(draw, ready)
         while True:
             step += 1
             try:

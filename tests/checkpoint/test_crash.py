@@ -27,8 +27,9 @@ def run_trials(folder, trials, mode, seed):
     return results
 
 
-def test_five_kills(tmp_path):
-    run_trials(tmp_path / "checkpoints", 5, "asynchronous", 0)
+@pytest.mark.parametrize("mode", ["asynchronous", "retention"])
+def test_five_kills(tmp_path, mode):
+    run_trials(tmp_path / "checkpoints", 5, mode, 0)
 
 
 @pytest.mark.slow
