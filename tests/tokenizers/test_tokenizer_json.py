@@ -102,6 +102,26 @@ def test_sentencepiece_with_more_tokens(models, tmp_path) -> None:
     assert engine.encode(text).ids == added.build().encode(text).tolist()
 
 
+def test_tokens_added_beside_a_model_of_sentencepiece(models, tmp_path) -> None:
+    model, count = models["unigram"], len(parsed(Path(models["unigram"]).read_bytes()).pieces)
+    (tmp_path / "tokenizer.model").write_bytes(Path(model).read_bytes())
+
+    def config(added: Any, **settings: Any) -> SentencePieceTokenizerConfig:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        return tokenizer_config([path.name for path in tmp_path.iterdir()], tmp_path, None, tmp_path)
+
+    decoder = {"0": {"content": "<unk>"}, str(count): {"content": "<|im_start|>"}}
+    tokenizer = config({"<|im_end|>": count + 1}, added_tokens_decoder=decoder, eos_token="<|im_end|>").build()
+    assert tokenizer.vocabulary_size == count + 2 and tokenizer.eod == count + 1
+    assert tokenizer.encode("<|im_start|>the<|im_end|>").tolist()[0] == count
+    assert tokenizer.encode("the<|im_end|>").tolist()[-1] == count + 1
+    assert config({"<extra_id_0>": count + 1, "<extra_id_1>": count}, extra_ids=2).special_tokens == ()
+    for wrong in ({"<a>": count + 1}, {"<extra_id_0>": count, "<a>": count + 1}):
+        with pytest.raises(UserError, match=rf"added to its {count} pieces"):
+            config(wrong, extra_ids=1)
+
+
 def test_byte_pairs_and_bytes(small_bpe, tmp_path) -> None:
     vocabulary, merges = small_bpe
     demand_same(GPT2TokenizerConfig(vocabulary=vocabulary, merges=merges), tmp_path)

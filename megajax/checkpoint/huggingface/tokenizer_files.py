@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint.huggingface.sentencepiece_model import parsed
 from megajax.checkpoint.huggingface.tokenizer_json import tokenizer_json
 from megajax.checkpoint.named_files import demand_inside
 from megajax.config.budget import read_json
-from megajax.tokenizers.base import Tokenizer, read_file
+from megajax.config.errors import UserError
+from megajax.tokenizers.base import Tokenizer, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
@@ -142,12 +144,43 @@ def tokenizer_config(
     if {"vocab.json", "merges.txt"} <= set(present):
         return GPT2TokenizerConfig(vocabulary=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
     if models := [name for name in SENTENCEPIECE if name in present]:
-        return SentencePieceTokenizerConfig(path=str(folder / models[0]), extra_ids=settings.get("extra_ids") or 0)
+        added, end = _added_tokens(source / models[0], settings), token_text(settings.get("eos_token"))
+        return SentencePieceTokenizerConfig(
+            path=str(folder / models[0]),
+            special_tokens=added,
+            extra_ids=settings.get("extra_ids") or 0,
+            eod=end if end in added else None,
+        )
     if "vocab.txt" in present:
         return WordPieceTokenizerConfig(
             vocabulary=str(folder / "vocab.txt"), lower=bool(settings.get("do_lower_case", True))
         )
     return NullTokenizerConfig(vocabulary_size=vocabulary_size or 1)
+
+
+def _added_tokens(model: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tokens after the pieces of a SentencePiece model, by id, without the sentinels of extra_ids.
+
+    added_tokens.json or tokenizer_config.json beside the model names them. Raises UserError for tokens that can't be
+    added in this order.
+    """
+    decoder = settings.get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    pairs = [(token_text(entry), number) for number, entry in entries]
+    pairs += _settings(model.with_name("added_tokens.json")).items()
+    if not pairs:
+        return ()
+    count = len(parsed(read_file(str(model), "SentencePiece model")).pieces)
+    names = {int(number): str(name) for name, number in pairs if str(number).isdecimal()}
+    added = {number: names[number] for number in sorted(names) if number >= count}
+    sentinels = {sentinel_name(number) for number in range(settings.get("extra_ids") or 0)}
+    tokens = [name for name in added.values() if name not in sentinels]
+    if [*added] != [*range(count, count + len(added))] or [*added.values()][: len(tokens)] != tokens:
+        raise UserError(
+            f"{model}: of the tokens added to its {count} pieces, ids are missing or follow the sentinels: {added}. "
+            "Let transformers write a tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    return tuple(tokens)
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
