@@ -10,7 +10,8 @@ import pytest
 
 from megajax.checkpoint.huggingface import tokenizer_json as module
 from megajax.checkpoint.huggingface.sentencepiece_model import parsed
-from megajax.checkpoint.huggingface.tokenizer_files import files_of, tokenizer_config
+from megajax.checkpoint.huggingface.tokenizer_files import copy_files, files_of, tokenizer_config
+from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
@@ -120,6 +121,14 @@ def test_tokens_added_beside_a_model_of_sentencepiece(models, tmp_path) -> None:
     for wrong in ({"<a>": count + 1}, {"<extra_id_0>": count, "<a>": count + 1}):
         with pytest.raises(UserError, match=rf"added to its {count} pieces"):
             config(wrong, extra_ids=1)
+
+
+def test_a_file_too_large_for_every_reader_is_not_copied(tmp_path) -> None:
+    (tmp_path / "to").mkdir()
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**29 + 1)
+    with pytest.raises(OverBudget, match=r"tokenizer\.json"):
+        copy_files(tmp_path, tmp_path / "to")
 
 
 def test_byte_pairs_and_bytes(small_bpe, tmp_path) -> None:

@@ -1,7 +1,6 @@
 """The tokenizer files of a model folder, and the tokenizer config of a run that reads them."""
 
 import json
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 from megajax.checkpoint.huggingface.sentencepiece_model import parsed
 from megajax.checkpoint.huggingface.tokenizer_json import tokenizer_json
 from megajax.checkpoint.named_files import demand_inside
+from megajax.config import budget
 from megajax.config.budget import read_json
 from megajax.config.errors import UserError
-from megajax.tokenizers.base import Tokenizer, read_file, sentinel_name
+from megajax.tokenizers.base import LIMITS, Tokenizer, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
@@ -54,11 +54,14 @@ def present_files(folder: Path, names: Collection[str] = NAMES) -> list[str]:
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copies the existing files -> their names. Raises UserError for links that lead out of the folder."""
+    """Copies the existing files -> their names.
+
+    Raises UserError for links that lead out of the folder, and OverBudget for a file that no reader would accept.
+    """
     present = present_files(source)
     for name in present:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
+        (target / name).write_bytes(budget.read_file(source / name, LIMITS))
     return present
 
 
