@@ -190,7 +190,7 @@ class Commands(ABC):
                         content = checked_text(read_file(path).decode("utf-8"))
                     except (OSError, UnicodeDecodeError) as error:
                         raise UserError(f"{place}: {path} cannot be read: {error}") from error
-                    state.report.note(f"{place}: {plain(path)} is read too")
+                    state.report.note(f"{place}: {path} is read too")
                     return content
         reason = "; ".join(state.report.reasons_in(name)) or "there is no such file"
         state.report.note(f"{place}: {plain(name)} is not read ({reason}): give its variables with --define")
