@@ -34,9 +34,13 @@ def read_index(folder: Path, verify: Callable[[Place], object]) -> Index:
     versions = ts.ocdbt.dump(base).result()["versions"]
     newest = max(versions, key=lambda version: version["generation_number"])["root"]
     index: Index = {}
+    locations = set[str]()
     nodes: list[tuple[str, bytes]] = [(newest["location"], b"")] if "location" in newest else []
     while nodes:
         location, prefix = nodes.pop()
+        if location in locations:  # no writer does this, and a circle of nodes would be read without end
+            raise ValueError(f"two nodes of its index refer to {location}")
+        locations.add(location)
         verify(_place(location))
         for entry in ts.ocdbt.dump(base, location).result()["entries"]:
             if "location" in entry:

@@ -5,6 +5,7 @@ import os
 import shutil
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import blocks, disk, integrity, stored_arrays
+from megajax.checkpoint import blocks, database, disk, integrity, stored_arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.checkpoint.stored_arrays import StoredArrays
@@ -222,3 +223,14 @@ def test_a_step_of_the_format_before_is_verified_first_and_restored(folder: Path
     flip(step / largest, 3000)
     assert CheckpointReader(folder).newest_intact() == 1
     assert largest in capfd.readouterr().err
+
+
+def test_an_index_whose_nodes_refer_to_each_other_ends(tmp_path, monkeypatch) -> None:
+    node = "btree::a:0:10"
+    pages = {None: {"versions": [{"generation_number": 1, "root": {"location": node}}]}}
+    pages[node] = {"entries": [{"location": node, "subtree_common_prefix": b""}]}
+    ocdbt = SimpleNamespace(dump=lambda base, location=None: SimpleNamespace(result=lambda: pages[location]))
+    opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: None))
+    monkeypatch.setattr(database, "ts", SimpleNamespace(KvStore=opened, ocdbt=ocdbt))
+    with pytest.raises(ValueError, match=f"two nodes of its index refer to {node}"):
+        database.read_index(tmp_path, lambda place: None)

@@ -118,8 +118,13 @@ def test_tokens_added_beside_a_model_of_sentencepiece(models, tmp_path) -> None:
     assert tokenizer.encode("<|im_start|>the<|im_end|>").tolist()[0] == count
     assert tokenizer.encode("the<|im_end|>").tolist()[-1] == count + 1
     assert config({"<extra_id_0>": count + 1, "<extra_id_1>": count}, extra_ids=2).special_tokens == ()
+    hostile = {"<a>": count, "<b>": "9" * 5000, "<c>": None}
+    assert config(hostile, added_tokens_decoder=[]).special_tokens == ("<a>",)
+    with pytest.raises(UserError, match=r"extra_ids=1000000000000000, at most 10,000"):
+        config({}, extra_ids=10**15)
+    assert config({"<a>": count}, extra_ids="many").extra_ids == 0
     for wrong in ({"<a>": count + 1}, {"<extra_id_0>": count, "<a>": count + 1}):
-        with pytest.raises(UserError, match=rf"added to its {count} pieces"):
+        with pytest.raises(UserError, match=rf"tokens added to its {count} pieces"):
             config(wrong, extra_ids=1)
 
 

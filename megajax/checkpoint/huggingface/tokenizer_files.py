@@ -36,6 +36,8 @@ GENERATION, SETTINGS = "generation_config.json", "tokenizer_config.json"
 OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
 """Those of `NAMES` that belong to the model, whatever its tokenizer is."""
 OF_TOKENIZER = tuple(name for name in NAMES if name not in OF_MODEL)
+MOST_SENTINELS = 10_000
+"""T5 has 100. Each is a token of the vocabulary that is built."""
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -151,7 +153,7 @@ def tokenizer_config(
         return SentencePieceTokenizerConfig(
             path=str(folder / models[0]),
             special_tokens=added,
-            extra_ids=settings.get("extra_ids") or 0,
+            extra_ids=_extra_ids(settings),
             eod=end if end in added else None,
         )
     if "vocab.txt" in present:
@@ -174,16 +176,26 @@ def _added_tokens(model: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
     if not pairs:
         return ()
     count = len(parsed(read_file(str(model), "SentencePiece model")).pieces)
-    names = {int(number): str(name) for name, number in pairs if str(number).isdecimal()}
+    names = {int(number): str(name) for name, number in pairs if str(number).isdecimal() and len(str(number)) < 10}
     added = {number: names[number] for number in sorted(names) if number >= count}
-    sentinels = {sentinel_name(number) for number in range(settings.get("extra_ids") or 0)}
+    sentinels = {sentinel_name(number) for number in range(_extra_ids(settings))}
     tokens = [name for name in added.values() if name not in sentinels]
     if [*added] != [*range(count, count + len(added))] or [*added.values()][: len(tokens)] != tokens:
+        examples = ", ".join(f"{name}: {number}" for number, name in [*added.items()][:5])
         raise UserError(
-            f"{model}: of the tokens added to its {count} pieces, ids are missing or follow the sentinels: {added}. "
+            f"{model}: of the {len(added)} tokens added to its {count} pieces, ids are missing, or tokens follow the "
+            f"sentinels: {examples[:200]}. "
             "Let transformers write a tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     return tuple(tokens)
+
+
+def _extra_ids(settings: Mapping[str, Any]) -> int:
+    """Number of sentinels. Raises UserError for more than MOST_SENTINELS."""
+    count = settings.get("extra_ids")
+    if isinstance(count, int) and count > MOST_SENTINELS:
+        raise UserError(f"{SETTINGS}: extra_ids={count}, at most {MOST_SENTINELS:,} are read")
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
