@@ -20,10 +20,10 @@ import outcome
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.command_line import front_door
-from megajax.kernels.capability import Kernel
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.command_line.parser import front_door
+from megajax.kernels.attention.capability import Kernel
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig

@@ -29,7 +29,7 @@ from typing import Any
 import outcome
 from stopwatch import readings_in
 
-from megajax.command_line import use_devices
+from megajax.command_line.parser import use_devices
 from megajax.mesh.xla import FP8, GPU, compiler_options
 from megajax.planning.program.devices import GPUS, Device
 
@@ -130,8 +130,8 @@ def attention(length: int, heads: int, seconds: float) -> tuple[float, float]:
     import jax.numpy as jnp
     from kernel_cases import AttentionCase, with_gradients
 
-    from megajax.kernels.attention import local_device
-    from megajax.kernels.capability import choose
+    from megajax.kernels.attention.attention import local_device
+    from megajax.kernels.attention.capability import choose
 
     auto_case = AttentionCase(1, length, heads, heads, 128, kernel="auto")
     case = auto_case._replace(kernel=choose("auto", auto_case.request(), local_device()).kernel).case()

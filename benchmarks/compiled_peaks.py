@@ -20,7 +20,7 @@ from typing import Any
 
 import outcome
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
 

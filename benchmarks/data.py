@@ -23,13 +23,13 @@ import outcome
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.batch import SAMPLE, Leaf
-from megajax.data.blend import weighted_index
-from megajax.data.config import BlendConfig, ChatConfig, LoaderConfig, MockConfig, Rows
-from megajax.data.index import IndexRequest, build_index
-from megajax.data.indexed import IndexedTokens, IndexedWriter
-from megajax.data.loader import Loader
-from megajax.data.packing import best_fit
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, ChatConfig, LoaderConfig, MockConfig, Rows
+from megajax.data.rows.blend import weighted_index
+from megajax.data.rows.loader import Loader
+from megajax.data.rows.packing import best_fit
+from megajax.data.text.index import IndexRequest, build_index
+from megajax.data.text.indexed import IndexedTokens, IndexedWriter
+from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 VOCABULARY = 50_000

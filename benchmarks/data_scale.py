@@ -85,7 +85,7 @@ def write_index(prefix: Path, documents: int) -> int:
 
 
 def write_documents(prefix: Path, mean: int, tokens: int) -> None:
-    from megajax.data.indexed import IndexedWriter
+    from megajax.data.text.indexed import IndexedWriter
 
     draw = np.random.default_rng(0)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
@@ -96,8 +96,8 @@ def write_documents(prefix: Path, mean: int, tokens: int) -> None:
 
 
 def open_rows(prefix: str, cache: str, length: int, rows: int | None) -> Any:
-    from megajax.data.config import BlendConfig, Rows
-    from megajax.models.config import text_schema
+    from megajax.data.configs import BlendConfig, Rows
+    from megajax.models.configs import text_schema
 
     config = BlendConfig(paths=(prefix,), split="1", cache_dir=cache)
     return config.build(tokenizer=TOKENIZER, schema=text_schema(length, 2**31), rows=Rows(rows), seed=1).train
@@ -140,7 +140,7 @@ def child_rows(prefix: str, cache: str) -> None:
 
 
 def child_blend(datasets: str, rows: str) -> None:
-    from megajax.data.blend import weighted_index
+    from megajax.data.rows.blend import weighted_index
 
     weights = np.random.default_rng(int(datasets)).random(int(datasets)).tolist()
     take_turns(lambda: weighted_index(weights, int(rows)))

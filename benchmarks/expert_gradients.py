@@ -10,7 +10,7 @@ from train_speed import synthetic_batch
 
 from megajax.config.errors import UserError
 from megajax.config.tree import check
-from megajax.layers.config import MoEConfig
+from megajax.layers.configs import MoEConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.training.program import Program, demand_kernels

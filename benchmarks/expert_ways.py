@@ -16,9 +16,9 @@ from typing import Any
 
 import outcome
 
-from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.mesh.world import process_index
+from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla import set_process
 
 FLAGS = (Flag("json", None | Path), *PROCESS_FLAGS)
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         return 0
     command = parse(argv, verb="expert_ways", flags=FLAGS)
     set_process(command.config.xla)
-    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
     start(patience=command.flags["init_timeout"])
     compare = resolve("expert_gradients:compare")
     figures: dict[str, Any] = {"rows": []}

@@ -24,9 +24,9 @@ import outcome
 from PIL import Image
 
 from megajax.batch import Leaf
-from megajax.data.config import AugmentConfig, ClassFoldersConfig, Rows
-from megajax.data.image_decoding import StoredPicture
-from megajax.data.image_tiles import tile_image
+from megajax.data.configs import AugmentConfig, ClassFoldersConfig, Rows
+from megajax.data.images.decoding import StoredPicture
+from megajax.data.images.tiles import tile_image
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 RAND_AUGMENT = AugmentConfig(operations=2, magnitude=9)

@@ -37,7 +37,6 @@ import numpy as np
 import outcome
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.huggingface.folder import open_model
 from megajax.inference.cache import CacheSize, token_bytes
 from megajax.inference.engine import Engine
 from megajax.inference.loading import load_weights
@@ -46,6 +45,7 @@ from megajax.inference.pack import Bucket
 from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.request import Piece, Request, Sampling
 from megajax.inference.sampling.chooser import choosers
+from megajax.interop.huggingface.folder import open_model
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import jax
 
 from megajax.config import load
-from megajax.job.recompute import CheckGradients
-from megajax.job.replicas import state_hash
-from megajax.resilience.integrity_config import RecomputeConfig
+from megajax.faults.integrity_config import RecomputeConfig
+from megajax.job.integrity.recompute import CheckGradients
+from megajax.job.integrity.replicas import state_hash
 from megajax.training import setup
 from megajax.training.session import Run
 

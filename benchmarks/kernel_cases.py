@@ -14,12 +14,12 @@ from outcome import label
 from roofline import Roof, roof_of
 from stopwatch import readings_in
 
-from megajax.kernels.attention import Mask, attend, local_device, reference_attention
-from megajax.kernels.capability import BACKENDS, Device, Request
-from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
-from megajax.kernels.grouped_matmul import grouped_matmul
-from megajax.kernels.ssd import Scan, ssd, ssd_reference
-from megajax.layers.config import LayerNormConfig, RMSNormConfig
+from megajax.kernels.attention.attention import Mask, attend, local_device, reference_attention
+from megajax.kernels.attention.capability import BACKENDS, Device, Request
+from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
+from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
+from megajax.layers.configs import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -20,7 +20,7 @@ from typing import Any
 
 import outcome
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 

@@ -8,7 +8,7 @@ Operations are 6 x tokens x hidden x vocabulary, divided by the number of device
 cases and writes JSON.
 """
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 
 FLAGS = (Flag("seconds", float, 0.3), Flag("peak-tflops", float | None))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import outcome
 
-from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
-from megajax.mesh.world import process_index
+from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla import set_process
 
 FLAGS = (
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if flags["steps"] < 1:
         raise UserError(f"--steps must be at least 1, got {flags['steps']}")
     set_process(command.config.xla)
-    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
     start(patience=flags["init_timeout"])
     measure, report, write_trace = (resolve(f"train_speed:{name}") for name in ("measure", "report", "write_trace"))
     figures, bench = measure(

@@ -30,14 +30,15 @@ import outcome
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.command_line import front_door
-from megajax.kernels import grouped_mosaic, grouped_triton
-from megajax.kernels.grouped_capability import GroupedKernel
-from megajax.kernels.grouped_matmul import grouped_matmul
-from megajax.kernels.grouped_tiles import tiles
-from megajax.layers.config import GatedMLPConfig
-from megajax.layers.config.moe import MoEConfig
+from megajax.command_line.parser import front_door
+from megajax.kernels.grouped import mosaic as grouped_mosaic
+from megajax.kernels.grouped import triton as grouped_triton
+from megajax.kernels.grouped.capability import GroupedKernel
+from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.kernels.grouped.tiles import tiles
+from megajax.layers.configs import GatedMLPConfig
 from megajax.layers.context import Context
+from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -17,12 +17,12 @@ from typing import Any
 
 import outcome
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
-from megajax.layers.config.moe import DispatchConfig, MoEConfig, SharedExpertConfig
-from megajax.layers.expert_facts import ExpertSharding
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.moe.config import DispatchConfig, MoEConfig, SharedExpertConfig
+from megajax.layers.moe.facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.estimate import Case, bytes_per_step
 from megajax.planning.program import devices

@@ -30,12 +30,12 @@ import megatron_peer
 import outcome
 from stopwatch import WARM_UP, Spread
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.errors import UserError
-from megajax.layers.config import AttentionConfig, DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RopeConfig
-from megajax.metrics.banner import plain
+from megajax.display.banner import plain
+from megajax.display.text import count
+from megajax.layers.configs import AttentionConfig, DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RopeConfig
 from megajax.optim.config import AdamWConfig
-from megajax.text import count
 from megajax.training.run_config import RunConfig
 
 HERE = Path(__file__).parent

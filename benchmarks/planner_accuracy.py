@@ -17,10 +17,10 @@ from typing import Any
 
 import outcome
 
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
-from megajax.layers.remat import PARTS, Recompute
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.stack.remat import PARTS, Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3

@@ -23,7 +23,7 @@ from outcome import label
 from roofline import Roof, roof_of
 
 from megajax.config import load
-from megajax.kernels.capability import Device
+from megajax.kernels.attention.capability import Device
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.program.devices import GPUS

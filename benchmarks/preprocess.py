@@ -17,8 +17,8 @@ from pathlib import Path
 
 import outcome
 
-from megajax.data.preprocessing import preprocess
-from megajax.data.preprocessing_options import Preprocessing
+from megajax.data.preprocessing.options import Preprocessing
+from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

@@ -33,9 +33,9 @@ from supervised_run import SMALL, SupervisedRun, alive, kill
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
-from megajax.job.hang import Pulse
-from megajax.resilience.activity import Activity
-from megajax.resilience.watchdog import WatchdogConfig
+from megajax.faults.activity import Activity
+from megajax.faults.watchdog import WatchdogConfig
+from megajax.job.faults.hang import Pulse
 from megajax.training import setup
 
 REPOSITORY = Path(__file__).resolve().parents[1]

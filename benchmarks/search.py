@@ -15,7 +15,7 @@ from pathlib import Path
 
 import outcome
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
 from megajax.plan import main as plan
 

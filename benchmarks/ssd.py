@@ -22,8 +22,8 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from stopwatch import timed
 
-from megajax.command_line import front_door
-from megajax.kernels.ssd import Scan, ssd, ssd_reference
+from megajax.command_line.parser import front_door
+from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
 from megajax.planning.program import devices
 from megajax.planning.program.devices import GPUS, MIB, Cluster

@@ -20,15 +20,15 @@ import jax
 import outcome
 
 from megajax.config import load
+from megajax.faults.config import ResilienceConfig
+from megajax.job.faults.watch import Watch
 from megajax.job.steps import step_rate, step_record
-from megajax.job.watch import Watch
 from megajax.metrics.console import open_console
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
-from megajax.resilience.config import ResilienceConfig
 from megajax.training import setup
-from megajax.training.guard import Guard
-from megajax.training.guarded import RERUN, StepControl
+from megajax.training.guarded.guard import Guard
+from megajax.training.guarded.step import RERUN, StepControl
 from megajax.training.loop import run_steps
 from megajax.training.session import Run
 

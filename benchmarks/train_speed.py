@@ -20,15 +20,15 @@ from stopwatch import LEAST, WARM_UP, Spread, readings
 from megajax.batch import Batch
 from megajax.config.errors import UserError
 from megajax.config.tree import check
+from megajax.display.banner import plain
+from megajax.display.text import count, duration
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_memory import peak_memory, size
-from megajax.kernels.capability import Choice
+from megajax.kernels.attention.capability import Choice
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.xla import memory_fraction
-from megajax.metrics.banner import plain
 from megajax.metrics.throughput import Rates, StepRate
 from megajax.metrics.trace import find_trace
-from megajax.text import count, duration
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState

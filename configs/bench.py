@@ -9,9 +9,9 @@ Hardware: one H200. Compiled for a virtual one, not run: peak 52.1 GiB (llama_1b
 
 from dataclasses import replace
 
-from megajax.data.config import MockConfig
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig
-from megajax.models.config import DecoderConfig
+from megajax.data.configs import MockConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
 from megajax.models.presets.sizes import Size, decoder

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import LibrarySentencesConfig, LibraryWordPieceConfig, MaskedSentencesConfig
-from megajax.layers.config import RopeConfig
+from megajax.data.configs import LibrarySentencesConfig, LibraryWordPieceConfig, MaskedSentencesConfig
+from megajax.layers.configs import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig

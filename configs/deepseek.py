@@ -14,9 +14,9 @@ Hardware: each size names its own; not yet run on GPUs
 
 from dataclasses import replace
 
-from megajax.layers.config import DispatchConfig
+from megajax.layers.configs import DispatchConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import EvaluationConfig

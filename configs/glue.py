@@ -13,10 +13,10 @@ Hardware: one GPU; not yet run on one
 from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.config import GlueConfig, MockGlueConfig
-from megajax.data.config.benchmarks import GLUE
-from megajax.models.config import ClassHeadConfig, RegressionHeadConfig
-from megajax.models.config.classifier import with_head
+from megajax.data.benchmarks.config import GLUE
+from megajax.data.configs import GlueConfig, MockGlueConfig
+from megajax.models.classifier.config import with_head
+from megajax.models.configs import ClassHeadConfig, RegressionHeadConfig
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import GlueTaskConfig

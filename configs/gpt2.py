@@ -8,7 +8,7 @@ Hardware: meant for one host of 8 GPUs, not yet run on one; 0.5 M tokens a step
 """
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig
+from megajax.data.configs import BlendConfig
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig

@@ -13,10 +13,10 @@ Hardware: each size names its own. The large sizes were compiled for virtual H10
 """
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig, StandardLibraryConfig
+from megajax.data.configs import BlendConfig, StandardLibraryConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.gpt import gpt3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig

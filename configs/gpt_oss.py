@@ -15,9 +15,9 @@ Hardware: each size names its own; not yet run on GPUs
 from dataclasses import replace
 from typing import Any
 
-from megajax.layers.remat import Recompute
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.gpt_oss import gpt_oss
 from megajax.optim.config import ScheduleConfig
 from megajax.training.presets import library_debug_config, own_text

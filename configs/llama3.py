@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig
+from megajax.data.configs import BlendConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.gpt import GPT_VOCABULARY
 from megajax.models.presets.llama import llama3
 from megajax.optim.config import AdamWConfig, ScheduleConfig

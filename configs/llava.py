@@ -14,14 +14,14 @@ Hardware: one host of 8 GPUs with 80 GB. Compiled for virtual H100s, not run on 
 from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import DigitCaptionsConfig, ImageTextConfig
-from megajax.layers.config import IdentityNormConfig, StackConfig
+from megajax.data.configs import DigitCaptionsConfig, ImageTextConfig
+from megajax.layers.configs import IdentityNormConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import LlavaConfig
-from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.configs import LlavaConfig
 from megajax.models.presets.llama import llama2
 from megajax.models.presets.llava import llava
 from megajax.models.presets.vit import clip, vit_tower
+from megajax.models.vision.config import VisionTowerConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig, MultimodalTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
-from megajax.data.config import BlendConfig
-from megajax.layers.config import LoRAConfig
+from megajax.data.configs import BlendConfig
+from megajax.layers.configs import LoRAConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig

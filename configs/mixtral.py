@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.config import StandardLibraryConfig
-from megajax.layers.config import RouterConfig
-from megajax.layers.remat import Recompute
+from megajax.data.configs import StandardLibraryConfig
+from megajax.layers.configs import RouterConfig
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.mixtral import mixtral
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig

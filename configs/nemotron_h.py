@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.mamba import nemotron_h
 from megajax.optim.config import ScheduleConfig
 from megajax.training.presets import library_debug_config, own_text

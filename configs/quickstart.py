@@ -8,10 +8,10 @@ Expect:   loss from 5.56 to between 1.2 and 1.5 nats per byte, 1.4 to 1.6 on the
 """
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import StandardLibraryConfig
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.data.configs import StandardLibraryConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig

@@ -13,9 +13,9 @@ Hardware: 8 GPUs with 80 GB; not yet run on GPUs
 from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.config import MockRaceConfig, RaceConfig
-from megajax.models.config import ChoiceHeadConfig
-from megajax.models.config.classifier import with_head
+from megajax.data.configs import MockRaceConfig, RaceConfig
+from megajax.models.classifier.config import with_head
+from megajax.models.configs import ChoiceHeadConfig
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import RaceTaskConfig

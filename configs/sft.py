@@ -12,9 +12,9 @@ Hardware: 8 GPUs with 80 GB; not run on GPUs yet
 from pathlib import Path
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import ChatConfig
+from megajax.data.configs import ChatConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.llama import llama3
 from megajax.models.presets.qwen import qwen3
 from megajax.optim.config import AdamWConfig, ScheduleConfig

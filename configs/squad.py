@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Literal
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.config import MockSquadConfig, SquadConfig
-from megajax.models.config import SpanHeadConfig
-from megajax.models.config.classifier import with_head
+from megajax.data.configs import MockSquadConfig, SquadConfig
+from megajax.models.classifier.config import with_head
+from megajax.models.configs import SpanHeadConfig
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import SquadTaskConfig

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import LibrarySpansConfig, LibraryWordPieceConfig, MaskedSpansConfig
+from megajax.data.configs import LibrarySpansConfig, LibraryWordPieceConfig, MaskedSpansConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import T5Config
+from megajax.models.configs import T5Config
 from megajax.models.presets.t5 import t5, t5_v1_1
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig

@@ -13,12 +13,12 @@ Hardware: meant for one host of 8 GPUs with 80 GB, not yet run on one
 from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import AugmentConfig, ClassFoldersConfig, DigitsConfig, ImageShardsConfig
-from megajax.data.config.images import ClassImagesConfig
+from megajax.data.configs import AugmentConfig, ClassFoldersConfig, DigitsConfig, ImageShardsConfig
+from megajax.data.images.config import ClassImagesConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import ViTConfig
-from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, with_head
+from megajax.models.configs import ViTConfig
 from megajax.models.presets.vit import vit_tower
+from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, with_head
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.presets import debug_config

@@ -7,7 +7,7 @@ set -euo pipefail
 
 config=${1:?usage: launch/local.sh CONFIG [--setting=value ...]}
 shift
-processes=${PROCESSES:-$(python -m megajax.mesh.gpus)}
+processes=${PROCESSES:-$(python -m megajax.mesh.processes.gpus)}
 
 exec python -m megajax.launch --processes="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
     ${LOG_DIR:+--log-dir="$LOG_DIR"} -- \

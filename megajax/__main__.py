@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megajax import __version__
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import plain_name

@@ -4,13 +4,13 @@ import signal
 import sys
 from pathlib import Path
 
-from megajax.command_line import Flag, front_door, parse, use_devices
+from megajax.command_line.parser import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.paths import PathText
-from megajax.job.origin import IGNORE_FLAG, TRUST_FLAG
-from megajax.tools.conversion_flags import flag_problems
-from megajax.tools.conversion_progress import Progress
+from megajax.interop.conversion.flags import flag_problems
+from megajax.interop.conversion.progress import Progress
+from megajax.interop.opening.origin import IGNORE_FLAG, TRUST_FLAG
 
 DESCRIPTION = """Convert weights between formats. They are streamed: memory need not hold them.
 
@@ -64,9 +64,9 @@ def main(argv: list[str]) -> int:
     use_devices("cpu:1")
     # By name: jax is imported only now, and the front door can report a missing package.
     open_source, write, verify = (
-        resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verify")
+        resolve(f"megajax.interop.peft.conversion:{name}") for name in ("open_source", "write", "verify")
     )
-    options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
+    options, elements = (resolve(f"megajax.interop.conversion.conversion:{name}") for name in ("options", "elements"))
     reads_base = not flags["to"].startswith("peft:") or (flags["from"] or "").startswith("peft:")
     base = flags["base"] if reads_base else None
     arguments = (flags["from"], flags["average"], flags["average_last"], base)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 
 DESCRIPTION = """Check an installation and a machine. Prints ok, warn or fail for each check, and what to do. Takes

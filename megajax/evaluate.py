@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.weights.formats import read_foreign
-from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
-from megajax.data.config import MockConfig
-from megajax.job.origin import IGNORE_FLAG, MODEL_FLAGS, TRUST_FLAG, demand_folder, run_config, run_folder
-from megajax.mesh.identity import find_identity
+from megajax.data.configs import MockConfig
+from megajax.interop.opening.origin import IGNORE_FLAG, MODEL_FLAGS, TRUST_FLAG, demand_folder, run_config, run_folder
+from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla import set_process
 from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig
@@ -46,10 +46,10 @@ def main(argv: list[str]) -> int:
     command = parse(argv, verb="evaluate", flags=FLAGS, description=DESCRIPTION, root=EvaluatedConfig, base=base)
     flags, config = command.flags, command.config
     set_process(config.xla)
-    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
     equal = {name: flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows", "ignore")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
-    resolve("megajax.job.compile_cache:use_cache")(config.xla)
+    resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     tasks = config.evaluation.tasks
     if flags["tasks"] is not None or not tasks:
         tasks = resolve("megajax.tasks.command:parse_tasks")(flags["tasks"] or "", flags["include_path"])
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     evaluation = resolve("megajax.tasks.command:Evaluation")(source, tasks, output, flags["cache"], flags["rows"])
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
-        weights = partial(resolve("megajax.job.stored_weights:all_weights"), ignore=flags["ignore"])
+        weights = partial(resolve("megajax.job.start.stored_weights:all_weights"), ignore=flags["ignore"])
         code = resolve("megajax.tasks.command:evaluate")(config, evaluation, weights)
     finish()
     return code
@@ -87,7 +87,7 @@ def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
     """
     model = read_foreign(f"hf:{folder}", ignore).model
     demand_causal(model, f"--hf={folder}: ")
-    read_config = resolve("megajax.checkpoint.huggingface.tokenizer_files:tokenizer_config")
+    read_config = resolve("megajax.interop.tokenizers.files:tokenizer_config")
     tokenizer = read_config([path.name for path in folder.iterdir()], folder, None, folder)
     if isinstance(tokenizer, NullTokenizerConfig):
         tokenizer = HuggingFaceTokenizerConfig(path=str(folder))  # its error says which file is missing

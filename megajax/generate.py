@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_flags import sampling_flags, sampling_of
-from megajax.job.origin import MODEL_FLAGS, generation_config, origin_of
-from megajax.mesh.world import find_world
+from megajax.interop.opening.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import set_process
 
 DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a key-value cache.
@@ -46,15 +46,15 @@ def main(argv: list[str]) -> int:
         raise UserError(f"generate runs in one process, but this is one of {world.count}: start it without a launcher")
     prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
     set_process(config.xla)
-    resolve("megajax.mesh.processes:start")()
-    resolve("megajax.job.compile_cache:use_cache")(config.xla)
+    resolve("megajax.mesh.processes.agreement:start")()
+    resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
-        loaded = resolve("megajax.job.inference:load")(config, origin_of(flags))
-        engine = resolve("megajax.job.inference:start_engine")(loaded, queue=rows)
+        loaded = resolve("megajax.interop.opening.engine:load")(config, origin_of(flags))
+        engine = resolve("megajax.interop.opening.engine:start_engine")(loaded, queue=rows)
         session = resolve("megajax.inference.terminal:Session")(
             engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
         )

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.mesh.gpus import installed_gpus, visible_gpus
-from megajax.resilience.gang import Gang
-from megajax.resilience.gang_watch import Limits
-from megajax.resilience.output import keep_writing
-from megajax.resilience.restarts import RestartConfig
-from megajax.resilience.supervisor import Supervision, run
+from megajax.faults.output import keep_writing
+from megajax.launcher.gang import Gang
+from megajax.launcher.gang_watch import Limits
+from megajax.launcher.restarts import RestartConfig
+from megajax.launcher.supervisor import Supervision, run
+from megajax.mesh.processes.gpus import installed_gpus, visible_gpus
 
 DESCRIPTION = """Start several processes of one program on this machine, by default one for each GPU, connected over its
 loopback address; with --machines, a part of the processes of a run on several machines. If one fails, the others are

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.patch import plain_name

@@ -3,9 +3,9 @@
 import signal
 import sys
 
-from megajax.command_line import front_door
-from megajax.data.preprocessing_options import parse
-from megajax.data.preprocessing_report import Progress
+from megajax.command_line.parser import front_door
+from megajax.data.preprocessing.options import parse
+from megajax.data.preprocessing.report import Progress
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 
 DESCRIPTION = """Write a report on a run (curves, events, use of time, config) as one HTML page that can be read

@@ -5,14 +5,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.files import Source
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.inference.server.config import Access, ServingConfig
-from megajax.job.origin import MODEL_FLAGS, generation_config, origin_of
-from megajax.mesh.world import find_world
+from megajax.interop.opening.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import set_process
 
 DESCRIPTION = """Serve the model of a run or of a Hugging Face folder over HTTP: OpenAI's routes, Megatron-LM's route,
@@ -48,15 +48,15 @@ def main(argv: list[str]) -> int:
     for package in ("starlette", "uvicorn"):
         require(package, "The server")
     set_process(config.xla)
-    resolve("megajax.mesh.processes:start")()
+    resolve("megajax.mesh.processes.agreement:start")()
     access = Access(**{field.name: flags[field.name] for field in fields(Access)})
     serving = resolve("megajax.inference.server.run:Serving")(config.server, access)
-    resolve("megajax.job.compile_cache:use_cache")(config.xla)
+    resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
         origin = origin_of(flags)
-        loaded = resolve("megajax.job.inference:load")(config, origin)
-        engine = resolve("megajax.job.inference:start_engine")(loaded, queue=config.server.queue)
+        loaded = resolve("megajax.interop.opening.engine:load")(config, origin)
+        engine = resolve("megajax.interop.opening.engine:start_engine")(loaded, queue=config.server.queue)
         folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
         return serving.run(
             engine,

@@ -4,15 +4,15 @@ import os
 import signal
 from functools import partial
 
-from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
-from megajax.mesh.identity import find_identity
+from megajax.faults.beats import ELASTIC, failures_reported
+from megajax.faults.output import keep_writing
+from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla import set_process
-from megajax.resilience.beats import ELASTIC, failures_reported
-from megajax.resilience.output import keep_writing
-from megajax.training.replan import elastic_hint
+from megajax.training.elastic.replan import elastic_hint
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """Train a model, resuming from its run folder if it has checkpoints. Several processes are started with
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
     set_process(command.config.xla)
-    connect, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    connect, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
     flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
     patience, identity = command.flags["init_timeout"], partial(find_identity, command.config, flags)
     train = resolve("megajax.job.job:train")

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from tiny_runs import Trained, gpt, llama, pair, train
 
-from megajax.layers.remat import Recompute
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 STEPS = 5
 TOLERANCE = 1e-5

@@ -10,9 +10,9 @@ import numpy as np
 from tiny_runs import ROWS, VOCABULARY, Differentiated, differentiate, gpt, llama
 
 from megajax.batch import Batch
-from megajax.layers.config import LatentAttentionConfig, StackConfig
+from megajax.layers.configs import LatentAttentionConfig, StackConfig
 from megajax.mesh.config import ContextStrategy, ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 LONG = 64
 """Positions of a row: eight devices have eight each, in two chunks of four."""

@@ -113,7 +113,7 @@ def launcher(*arguments: object, processes: int = 2) -> tuple[object, ...]:
 
 _LAUNCH = """
 import pathlib, sys
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.launch import main
 folder = pathlib.Path(sys.argv.pop(1))
 front_door(lambda arguments: main(arguments, folder))

@@ -7,7 +7,7 @@ client. Programs still run on the CPU; there the reference computes what an atte
 import jaxlib
 import pytest
 
-from megajax.kernels.attention import PASSES
+from megajax.kernels.attention.attention import PASSES
 
 KIND = "NVIDIA H100 80GB HBM3"
 CAPABILITY = "9.0"
@@ -39,5 +39,5 @@ def stand_in(
     patch.setattr(device, "compute_capability", property(lambda _: capability), raising=False)
     patch.setattr(device, "memory_stats", memory_stats)
     patch.setattr(client, "platform_version", property(lambda _: "cuda 12090"))
-    patch.setattr("megajax.kernels.attention.cuda_versions", CudaVersions)
-    patch.setattr("megajax.kernels.attention.PASSES", dict.fromkeys(PASSES, PASSES["reference"]))
+    patch.setattr("megajax.kernels.attention.attention.cuda_versions", CudaVersions)
+    patch.setattr("megajax.kernels.attention.attention.PASSES", dict.fromkeys(PASSES, PASSES["reference"]))

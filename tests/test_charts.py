@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from megajax.charts import Box, LineChart, Mark, Segment, Series, Timeline, stacked_bar, thin, tick_text, ticks
+from megajax.display.charts import Box, LineChart, Mark, Segment, Series, Timeline, stacked_bar, thin, tick_text, ticks
 
 
 def test_thinning_loses_no_spike_and_no_gap() -> None:

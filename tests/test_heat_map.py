@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import zlib
 from base64 import b64decode
 
-from megajax.heat_map import DIVERGING, SEQUENTIAL, UNKNOWN, HeatMap, png
+from megajax.display.heat_map import DIVERGING, SEQUENTIAL, UNKNOWN, HeatMap, png
 
 
 def heat_map(values: list[list[float]], **changes: object) -> HeatMap:

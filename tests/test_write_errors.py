@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megajax.write_errors import REMEDIES, error_number, write_fault
+from megajax.storage.write_errors import REMEDIES, error_number, write_fault
 
 TEXTS = {
     "ENOSPC": "No space left on device; free space there",

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from megajax.batch import Batch, Grads
-from megajax.data.config import LoaderConfig, MockConfig, Splits
-from megajax.layers.config import (
+from megajax.data.configs import LoaderConfig, MockConfig, Splits
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -23,10 +23,10 @@ from megajax.layers.config import (
     StackConfig,
 )
 from megajax.layers.param import Normal, ParamSpec
-from megajax.layers.remat import Recompute
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.training.config import BatchConfig

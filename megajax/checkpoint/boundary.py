@@ -7,7 +7,7 @@ background threads agree, through the coordination service, on the first boundar
 
 import threading
 
-from megajax.mesh.peers import Peers
+from megajax.mesh.processes.peers import Peers
 
 
 class StepBoundary:

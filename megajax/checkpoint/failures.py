@@ -5,10 +5,10 @@ import os
 import re
 from pathlib import Path
 
-from megajax.checkpoint import disk
 from megajax.config.errors import UserError
-from megajax.text import byte_size
-from megajax.write_errors import FULL, error_number, remedy
+from megajax.display.text import byte_size
+from megajax.storage import disk
+from megajax.storage.write_errors import FULL, error_number, remedy
 
 MAX_REASON_LENGTH = 500
 

@@ -18,10 +18,10 @@ import socket
 import time
 from pathlib import Path
 
-from megajax.checkpoint import disk
 from megajax.config.errors import UserError
 from megajax.config.nearest import download_hint
-from megajax.write_errors import write_fault
+from megajax.storage import disk
+from megajax.storage.write_errors import write_fault
 
 STEP = re.compile(r"\d{8,}")
 ARRAYS = "arrays"

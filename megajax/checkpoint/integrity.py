@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint import disk
 from megajax.checkpoint.folder import META
-from megajax.checkpoint.named_files import is_below
 from megajax.config.budget import DOCUMENT, read_json
+from megajax.storage import disk
+from megajax.storage.named_files import is_below
 
 MANIFEST = "manifest.json"
 FORMAT = 2

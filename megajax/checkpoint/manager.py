@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from megajax.checkpoint import arrays, disk, failures, folder, integrity
+from megajax.checkpoint import arrays, failures, folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
 from megajax.config.errors import UserError
-from megajax.mesh.peers import PartFailed, Peers
-from megajax.text import byte_size
-from megajax.working_folder import delete_folder
+from megajax.display.text import byte_size
+from megajax.mesh.processes.peers import PartFailed, Peers
+from megajax.storage import disk
+from megajax.storage.working_folder import delete_folder
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 LAST_SAVE_TIMEOUT_SECONDS = 5.0

@@ -9,7 +9,7 @@ from megajax.checkpoint import arrays, folder, integrity
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config.errors import UserError
-from megajax.mesh.peers import Peers
+from megajax.mesh.processes.peers import Peers
 
 type Tree = Any
 type Meta = dict[str, Any]

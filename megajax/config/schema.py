@@ -192,7 +192,7 @@ def protocol_text(protocol: type) -> str:
 
 
 def example(name: str, annotation: Any) -> str:
-    """A hint in Python: "write data=BlendConfig(...) or MockConfig(...), from megajax.data.config"."""
+    """A hint in Python: "write data=BlendConfig(...) or MockConfig(...), from megajax.data.configs"."""
     members = configs(annotation)
     list_members = () if members else tuple(part for kind in lists(annotation) for part in configs(entry(kind, 0)))
     if not members and not list_members:

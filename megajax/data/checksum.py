@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megajax.data.reading import with_retries
+from megajax.storage.reading import with_retries
 
 BLOCK = 1 << 16
 """Bytes of a block of a sample."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config.errors import UserError
+from megajax.display.text import byte_size
 from megajax.inference.cache import CacheSize, like_cache
 from megajax.inference.config import InferenceConfig
 from megajax.inference.engine import Engine
@@ -18,11 +19,10 @@ from megajax.inference.model_device import ModelDevice
 from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
-from megajax.kernels.attention import local_device
-from megajax.kernels.paged_capability import PagedKernel, PagedRequest, choose_paged
+from megajax.kernels.attention.attention import local_device
+from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_facts import EIGHT_BIT, stored_leaves
 from megajax.models.protocol import ModelConfig, ids_below
-from megajax.text import byte_size
 from megajax.tokenizers.base import Tokenizer
 
 CPU_SHARE = 0.25

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from megajax.display.text import visible
 from megajax.inference.sample import TrainedRun
-from megajax.text import visible
 
 PRINTED_TOKENS = 128
 """Number of tokens printed of a row."""

@@ -19,7 +19,7 @@ from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource
 from megajax.checkpoint.weights.quantized import Calibrated
 from megajax.inference.layerwise import Layer, LayerByLayer, MatrixInputs
-from megajax.layers.quantized import AMAX, FACTOR, Quantized
+from megajax.layers.quantization.weights import AMAX, FACTOR, Quantized
 
 POWERS = tuple(step / 10 for step in range(11))
 SAMPLED = 256

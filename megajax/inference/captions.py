@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from megajax.display.text import visible
 from megajax.inference.sample import TrainedRun
-from megajax.text import visible
 from megajax.tokenizers.base import Tokenizer
 
 ROWS, PRINTED_CAPTIONS, BATCH = 256, 5, 32

@@ -6,10 +6,10 @@ from typing import Literal
 
 from megajax.config.errors import Problem
 from megajax.config.paths import PathText
-from megajax.kernels.paged_capability import PagedKernel
+from megajax.kernels.paged.capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.protocol import ModelConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.charts import Matrix, save_png
+from megajax.display.charts import Matrix, save_png
 from megajax.inference.sample import TrainedRun
 
 ROWS, BATCH = 2048, 64

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.display.text import visible
 from megajax.inference.sample import TrainedRun
-from megajax.text import visible
 from megajax.tokenizers.base import Tokenizer
 
 PROMPT, SAMPLE = 32, 256
@@ -36,7 +36,7 @@ def text_sample(
     """A prompt and its continuation by the model, separated by a bar; None for a tokenizer without text.
 
     Tokens are sampled from softmax(logits / TEMPERATURE) up to the end-of-document token. Control characters are
-    escaped (megajax.text.visible), because byte-level models generate all of them.
+    escaped (megajax.display.text.visible), because byte-level models generate all of them.
 
     model: int32 [1, S] -> logits [1, S, V]; row: int32 [any], which starts with the prompt; length: number of positions
     in training.

@@ -19,7 +19,7 @@ from megajax.checkpoint.weights.foreign import WeightSource, declared_by, one_de
 from megajax.config.errors import UserError
 from megajax.layers.context import Context
 from megajax.layers.param import ParamSpec, bind, matrices_of, path_of
-from megajax.layers.stack import BLOCKS
+from megajax.layers.stack.stack import BLOCKS
 from megajax.mesh.layout import exact
 from megajax.models.protocol import demand_causal
 

@@ -19,9 +19,9 @@ from megajax.checkpoint.weights.placement import placed
 from megajax.config.errors import UserError
 from megajax.inference.programs import LoadedModel
 from megajax.layers.param import Observation, ParamSpec, specs
-from megajax.layers.quantization import demand_device
+from megajax.layers.quantization.layers import demand_device
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.copies import copy_heads
+from megajax.mesh.key_value_copies import copy_heads
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig

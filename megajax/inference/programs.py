@@ -19,7 +19,7 @@ from megajax.batch import Params
 from megajax.inference.cache import CacheSize, empty_cache, like_cache
 from megajax.inference.memory import EncoderRow, Texts, lengths_up_to, starting_rows, texts_of
 from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined, pack
-from megajax.kernels.paged_capability import PagedKernel
+from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, write

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Self
 from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
 from megajax.inference.request import Answer, TokenScore
+from megajax.storage.write_errors import write_fault
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
-from megajax.write_errors import write_fault
 
 ROLES = ("system", "user", "assistant", "tool")
 

@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line import Flag
+from megajax.command_line.help import field_texts
+from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.help import field_texts
 from megajax.config.schema import hints
 from megajax.inference.request import Sampling
 

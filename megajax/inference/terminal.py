@@ -12,11 +12,11 @@ from typing import TextIO
 
 from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
+from megajax.display.text import visible
 from megajax.inference.completions import complete
 from megajax.inference.engine import Engine
 from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
 from megajax.inference.request import Answer, Piece, Refused, Request, Sampling
-from megajax.text import visible
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation

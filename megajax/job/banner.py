@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config.nearest import listed
-from megajax.job.compile_cache import cache_in_use
+from megajax.display.text import count, skipped_rows
 from megajax.job.device_memory import size
-from megajax.job.replicas import coverage
-from megajax.kernels.attention import local_device
-from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
+from megajax.job.integrity.replicas import coverage
+from megajax.job.start.compile_cache import cache_in_use
+from megajax.kernels.attention.attention import local_device
 from megajax.layers.facts import Share
-from megajax.layers.remat import SavePolicy, format_recompute
+from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
+from megajax.layers.stack.remat import SavePolicy, format_recompute
 from megajax.mesh.context_sharding import ContextSharding
-from megajax.mesh.nccl import variables as nccl_variables
-from megajax.mesh.world import find_world
+from megajax.mesh.processes.nccl import variables as nccl_variables
+from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.models.protocol import ids_below, position_unit
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
-from megajax.text import count, skipped_rows
 from megajax.training.program import demand_kernels, weight_size
 from megajax.training.session import Run
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from megajax.job.compile_cache import cache_in_use, record
+from megajax.display.text import duration
+from megajax.job.start.compile_cache import cache_in_use, record
 from megajax.metrics.event_log import EventLog
-from megajax.text import duration
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"

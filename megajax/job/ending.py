@@ -7,24 +7,24 @@ from pathlib import Path
 import jax
 
 from megajax.config.errors import first_line
+from megajax.display.banner import Section
+from megajax.display.text import count, duration, skipped_rows
+from megajax.faults.exit_codes import NUMERIC_FAULT
 from megajax.job.device_memory import peak_memory, size
+from megajax.job.faults.watch import advice
 from megajax.job.setup import JobSetup
 from megajax.job.steps import Steps
-from megajax.job.watch import advice
-from megajax.mesh.peers import Peers
-from megajax.metrics.banner import Section
+from megajax.mesh.processes.peers import Peers
 from megajax.metrics.goodput import Goodput
 from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
 from megajax.models.protocol import ids_below, position_unit
-from megajax.resilience.exit_codes import NUMERIC_FAULT
-from megajax.text import count, duration, skipped_rows
+from megajax.storage.write_errors import write_fault
 from megajax.training.loop import Corruption, NumericFault, StepInfo
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
-from megajax.write_errors import write_fault
 
 type Sampler = Callable[[Run, Path], str | None]
 """Returns a text sample of a trained model, or None: `inference.sample.sample`.

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from megajax.faults.signals import StopWaiting
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
-from megajax.resilience.signals import StopWaiting
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer, Stopped, Task

@@ -9,23 +9,23 @@ from typing import NoReturn
 
 import jax
 
-from megajax.command_line import end_at_once
+from megajax.command_line.parser import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
-from megajax.job.compile_cache import use_cache
-from megajax.job.device_faults import device_fault
+from megajax.faults.activity import FINISH, SETUP, START, Activity, Stage
+from megajax.faults.signals import agree
 from megajax.job.ending import Ending, Reporter, Sampler
-from megajax.job.failure import FailureLog, report_lost_lines
-from megajax.job.hang import Pulse
+from megajax.job.faults.device_faults import device_fault
+from megajax.job.faults.failure import FailureLog, report_lost_lines
+from megajax.job.faults.hang import Pulse
 from megajax.job.hooks import Evaluate
-from megajax.job.save import SavesFailed
+from megajax.job.saves.save import SavesFailed
 from megajax.job.setup import JobSetup, set_up_job
+from megajax.job.start.compile_cache import use_cache
 from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
-from megajax.mesh.peers import Peers
+from megajax.mesh.processes.peers import Peers
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
-from megajax.resilience.activity import FINISH, SETUP, START, Activity, Stage
-from megajax.resilience.signals import agree
 from megajax.training.loop import Corruption, NumericFault
 from megajax.training.run_config import RunConfig
 

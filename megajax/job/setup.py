@@ -9,28 +9,28 @@ from typing import Any, cast
 import jax
 
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.weights.provenance import Provenance
 from megajax.config.errors import UserError
+from megajax.faults.activity import BACKGROUND_SAVE, Activity, Stage
+from megajax.faults.drills import with_process_faults
+from megajax.faults.signals import Signals
+from megajax.interop.conversion.provenance import Provenance
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
-from megajax.job.data_files import DataFiles
-from megajax.job.equal_files import input_groups
-from megajax.job.failure import FailureLog
-from megajax.job.hang import Pulse
-from megajax.job.local_saves import LocalSaves, Start
-from megajax.job.model_files import ModelFiles
-from megajax.job.preflight import demand_health
-from megajax.job.resume import Resume
-from megajax.job.stop import Stopping
-from megajax.job.weights import InitialWeights, frozen_weights_warning
+from megajax.job.faults.failure import FailureLog
+from megajax.job.faults.hang import Pulse
+from megajax.job.faults.stop import Stopping
+from megajax.job.saves.local_saves import LocalSaves, Start
+from megajax.job.start.data_files import DataFiles
+from megajax.job.start.equal_files import input_groups
+from megajax.job.start.model_files import ModelFiles
+from megajax.job.start.preflight import demand_health
+from megajax.job.start.resume import Resume
+from megajax.job.start.weights import InitialWeights, frozen_weights_warning
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
 from megajax.metrics.runfolder import RunFolder
 from megajax.models.protocol import position_unit
-from megajax.resilience.activity import BACKGROUND_SAVE, Activity, Stage
-from megajax.resilience.drills import with_process_faults
-from megajax.resilience.signals import Signals
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 

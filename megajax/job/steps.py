@@ -6,21 +6,21 @@ from functools import partial
 from itertools import chain
 
 from megajax.checkpoint.boundary import StepBoundary
+from megajax.faults.activity import LOGGING
 from megajax.job import banner
 from megajax.job.device_memory import compiled_memory, memory_in_use
+from megajax.job.faults.watch import Watch
 from megajax.job.hooks import Evaluate, EvaluateTasks
-from megajax.job.integrity import Integrity
-from megajax.job.resume import checkpoint_meta
-from megajax.job.save import Save
+from megajax.job.integrity.integrity import Integrity
+from megajax.job.saves.save import Save
 from megajax.job.setup import JobSetup
-from megajax.job.watch import Watch
+from megajax.job.start.resume import checkpoint_meta
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writer
 from megajax.models.facts import flops_of
-from megajax.resilience.activity import LOGGING
-from megajax.training.guard import Guard
+from megajax.training.guarded.guard import Guard
 from megajax.training.loop import Hook, StepInfo, run_steps
 from megajax.training.session import Run
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megajax.config.errors import UserError
-from megajax.kernels.paged_capability import PagedRequest
+from megajax.kernels.paged.capability import PagedRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.kernels.paged import KERNELS
-from megajax.kernels.paged_capability import PagedKernel
-from megajax.kernels.paged_pools import Pools
+from megajax.kernels.paged.capability import PagedKernel
+from megajax.kernels.paged.paged import KERNELS
+from megajax.kernels.paged.pools import Pools
+from megajax.layers.attention.core import CoreAttention
 from megajax.layers.cache_facts import SCALE
 from megajax.layers.context import Context
-from megajax.layers.core_attention import CoreAttention
-from megajax.layers.position import bucket
+from megajax.layers.position.module import bucket
 from megajax.mesh.layout import AxesTree, Layout
 from megajax.mesh.rules import LogicalAxes
 from megajax.precision.quantization import rounded

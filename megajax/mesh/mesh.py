@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.missing import install
+from megajax.config.optional_packages import install
 from megajax.mesh.config import MESH_AXES, ParallelConfig
-from megajax.mesh.installation import find_installation
+from megajax.mesh.processes.installation import find_installation
 
 
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

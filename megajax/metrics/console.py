@@ -20,9 +20,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from megajax import text
-from megajax.metrics import banner, lines
-from megajax.metrics.banner import Section
+from megajax.display import banner, text
+from megajax.display.banner import Section
+from megajax.metrics import lines
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.lines import LANGUAGE, Summary, Terms
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.text import duration
+from megajax.display.text import duration
 
 SMALLEST, MOST = 0.005, 4
 """A summary lists causes with at least this share of the wall time, and at most this many."""

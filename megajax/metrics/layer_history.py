@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.charts import save_png
-from megajax.heat_map import HeatMap
+from megajax.display.charts import save_png
+from megajax.display.heat_map import HeatMap
 from megajax.metrics.record import parse, read_metrics
 
 COLUMNS = 400

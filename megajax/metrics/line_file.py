@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megajax.config.errors import UserError
-from megajax.write_errors import write_fault
+from megajax.storage.write_errors import write_fault
 
 MOST_WAITING = 1_000_000
 """Maximum number of lines kept in memory: hundreds of MB."""

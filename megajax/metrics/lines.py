@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
 
-from megajax import text
+from megajax.display import text
 from megajax.metrics.record import EvaluationRecord, StepRecord
 from megajax.metrics.throughput import Rates, mean_rates
 

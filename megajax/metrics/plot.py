@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.charts import LineChart, Series, save_png
+from megajax.display.charts import LineChart, Series, save_png
 from megajax.metrics.record import read_metrics
 
 

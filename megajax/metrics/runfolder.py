@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megajax.config.errors import UserError
 from megajax.metrics.line_file import FileDeleted
-from megajax.write_errors import write_fault
+from megajax.storage.write_errors import write_fault
 
 
 class RunFolder:

@@ -20,7 +20,7 @@ import jax
 
 from megajax.config.budget import Limits, OverBudget, read_file, read_stream
 from megajax.config.errors import UserError
-from megajax.metrics.banner import Section
+from megajax.display.banner import Section
 
 LIMITS = Limits(bytes=2**32)
 """Of a trace, packed and unpacked."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megajax.config.errors import UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock
 from megajax.metrics.line_file import FileDeleted, LineFile

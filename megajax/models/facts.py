@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
-from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.config import AnyBlockConfig, LoRAConfig, StackConfig
+from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.layers.configs import AnyBlockConfig, LoRAConfig, StackConfig
 from megajax.layers.facts import (
     BlockFacts,
     LayerBuilder,
@@ -27,8 +27,8 @@ from megajax.layers.facts import (
     prefixed,
     total_size,
 )
-from megajax.layers.remat import Recomputing
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.stack.remat import Recomputing
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.models.protocol import ModelConfig, ids_below
 
 

@@ -9,9 +9,9 @@ grouped queries and gated MLPs, and biases and learned positions are not counted
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megajax.layers.config import AnyBlockConfig
+from megajax.layers.configs import AnyBlockConfig
 from megajax.layers.facts import BlockFacts, Norm, Share, total_size
-from megajax.layers.remat import Recompute, Recomputing
+from megajax.layers.stack.remat import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts, SectionFacts
 from megajax.models.protocol import ids_below

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError, demand_members
-from megajax.kernels.paged_capability import PagedRequest
+from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf
-from megajax.layers.config import StackConfig
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.configs import StackConfig
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 
 
@@ -105,8 +105,9 @@ class ModelConfig(Protocol):
         return None
 
     def derived(self, path: str, stored: Mapping[str, tuple[int, ...]]) -> Any | None:
-        """How to derive a weight that another run lacks, a `megajax.layers.upcycling.Derived`; None: not possible. By
-        default, layer configs with `derived(name, shapes by name)` decide.
+        """How to derive a weight that another run lacks, a `layers.moe.upcycling.Derived`; None: not possible.
+
+        By default, layer configs with `derived(name, shapes by name)` decide.
 
         path: in this model; stored: shapes of the other run's weights, by path.
         """
@@ -156,7 +157,7 @@ class Section(Protocol):
     """A tower: input layers and a stack of layers."""
 
     stack: Any
-    """A `megajax.layers.stack.Stack`."""
+    """A `megajax.layers.stack.stack.Stack`."""
 
     def context(self, batch: Rows, key: Array | None) -> Any:
         """Context of the layers for a microbatch. key: random key of the run, None for a deterministic forward pass."""

@@ -8,11 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megajax.charts import Box, Timeline, save_png
 from megajax.config.errors import ConfigError, UserError
+from megajax.display.charts import Box, Timeline, save_png
 from megajax.pipeline.check import check, measure
 from megajax.pipeline.schedule import Phase, Schedule, Work, build, problems
-from megajax.write_errors import write_fault
+from megajax.storage.write_errors import write_fault
 
 LABEL = 6
 """Width of a row's name for stages of one digit."""

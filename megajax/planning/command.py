@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import megajax.config.schema as schema
-from megajax.command_line import Command
+from megajax.command_line.parser import Command
 from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.config.dump import flatten
@@ -20,7 +20,7 @@ from megajax.config.files import ROOT, assembled, read
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Mark, patch_of, plain_name, setting
 from megajax.config.tree import assemble, override, read_value
-from megajax.metrics.banner import Report
+from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning.cost.estimate import Case, to_dict

@@ -23,7 +23,8 @@ from rich.progress import Progress
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
-from megajax.metrics.banner import Report, Table
+from megajax.display.banner import Report, Table
+from megajax.display.text import duration
 from megajax.metrics.runfolder import write_output_file
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB
@@ -43,7 +44,6 @@ from megajax.planning.search import (
     settings,
 )
 from megajax.planning.show import FIGURES, cells
-from megajax.text import duration
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megajax.config.dump import diff
-from megajax.metrics.banner import Report, Section, Table
+from megajax.display.banner import Report, Section, Table
+from megajax.display.text import byte_size, count, duration
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import Serving, row_counts
 from megajax.planning.program.devices import GIB, MIB, Device
-from megajax.text import byte_size, count, duration
 
 BYTE_CLASSES = {
     "copies": "slices, updates, copies, transposes, zeros",

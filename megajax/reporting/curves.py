@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.charts import LineChart, Mark, Series
+from megajax.display.charts import LineChart, Mark, Series
 from megajax.metrics.plot import running_mean
 from megajax.reporting.attempts import Attempt
 from megajax.reporting.history import ROUTINE, STATUS, History

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from megajax.display.text import byte_size, count, duration, moment, skipped_rows
 from megajax.reporting.attempts import STOP, Attempt, attempts
 from megajax.reporting.history import ROUTINE, STATUS, Event, History
 from megajax.reporting.shares import Share, data_wait, goodput, time_by_cause
 from megajax.reporting.timeline import RunTimeline, timeline
-from megajax.text import byte_size, count, duration, moment, skipped_rows
 
 TIME = "Where the time went"
 """Title of the table of wall time by cause."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megajax.charts import Box, Mark, Timeline
+from megajax.display.charts import Box, Mark, Timeline
+from megajax.display.text import duration
 from megajax.reporting.attempts import Attempt
 from megajax.reporting.endings import describe_failure
 from megajax.reporting.history import STATUS, Event
 from megajax.reporting.shares import STEPS
-from megajax.text import duration
 
 UNITS = ((120.0, 1.0, "s"), (3 * 3600.0, 60.0, "min"), (3 * 86400.0, 3600.0, "h"), (float("inf"), 86400.0, "d"))
 """Largest length in seconds, seconds of a unit, and name of the unit."""

@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from megajax.charts import LineChart, Segment, legend, stacked_bar
 from megajax.config.errors import UserError
+from megajax.display.charts import LineChart, Segment, legend, stacked_bar
+from megajax.display.pages import figures, header, page, section, table
+from megajax.display.text import duration
 from megajax.metrics.goodput import Goodput
 from megajax.metrics.runfolder import RunFolder, write_atomically
-from megajax.pages import figures, header, page, section, table
 from megajax.reporting.attempts import attempts
 from megajax.reporting.curves import curves
 from megajax.reporting.history import History, read_history
 from megajax.reporting.run_summary import TIME, RunSummary, Table, summarize
 from megajax.reporting.shares import goodput
-from megajax.text import duration
-from megajax.write_errors import write_fault
+from megajax.storage.write_errors import write_fault
 
 WIDTH = 160
 """Columns of the text if standard output is not a terminal."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.config.benchmarks import BenchmarkConfig
+from megajax.data.benchmarks.config import BenchmarkConfig
 from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.tasks.config import BenchmarkTaskConfig
 from megajax.training.scoring import Scorer, demand_outputs

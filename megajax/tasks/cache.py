@@ -11,9 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from megajax.config.errors import UserError
-from megajax.mesh.peers import Peers
+from megajax.mesh.processes.peers import Peers
+from megajax.storage.write_errors import write_fault
 from megajax.training.scoring import Answer, Window
-from megajax.write_errors import write_fault
 
 
 class RequestCache:

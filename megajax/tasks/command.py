@@ -24,6 +24,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.config.patch import patch_of, setting
 from megajax.config.tree import assemble, check
+from megajax.display.text import duration
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
@@ -31,7 +32,6 @@ from megajax.models.protocol import ids_below
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
 from megajax.tasks.progress import Progress
-from megajax.text import duration
 from megajax.training.config import BatchConfig
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
@@ -39,7 +39,7 @@ from megajax.training.scoring import Figures, Scorer
 from megajax.training.session import build_tokenizer
 
 type Load = Callable[[Path, Program], tuple[Params, str]]
-"""(path, program) -> weights and their origin. The front door passes `megajax.job.stored_weights.all_weights`."""
+"""(path, program) -> weights and their origin. The front door passes `megajax.job.start.stored_weights.all_weights`."""
 
 
 class Evaluation(NamedTuple):

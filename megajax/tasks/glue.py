@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from megajax.data.config.benchmarks import GLUE, VALIDATION, GlueConfig
-from megajax.data.glue import LARGEST_SCORE, read_split
+from megajax.data.benchmarks.config import GLUE, VALIDATION, GlueConfig
+from megajax.data.benchmarks.glue import LARGEST_SCORE, read_split
 from megajax.tasks.benchmark import as_table, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import GlueTaskConfig
 from megajax.tasks.metrics import f1, matthews, pearson, spearman

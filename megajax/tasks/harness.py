@@ -8,8 +8,8 @@ from typing import Any
 
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
-from megajax.config.missing import require
 from megajax.config.nearest import did_you_mean
+from megajax.config.optional_packages import require
 from megajax.tasks.config import HarnessConfig
 from megajax.tasks.loglikelihood import truncated_contexts
 from megajax.training.scoring import Figure, Figures, Scorer, Stopped

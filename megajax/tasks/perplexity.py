@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.indexed import IndexedTokens
-from megajax.data.reading import with_retries
-from megajax.data.splits import Rows
+from megajax.data.rows.splits import Rows
+from megajax.data.text.indexed import IndexedTokens
+from megajax.storage.reading import with_retries
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.detokenizers import detokenize
 from megajax.tasks.files import read_lines, read_text

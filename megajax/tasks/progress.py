@@ -3,7 +3,7 @@
 import sys
 import time
 
-from megajax.text import duration
+from megajax.display.text import duration
 
 QUIET_SECONDS, INTERVAL_SECONDS = 2.0, 10.0
 """Seconds before the first line, and between lines that cannot be updated in place."""

@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
-from megajax.data.config.benchmarks import RaceConfig
-from megajax.data.race import LETTERS, read_split
+from megajax.data.benchmarks.config import RaceConfig
+from megajax.data.benchmarks.race import LETTERS, read_split
 from megajax.tasks.benchmark import as_lines, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import RaceTaskConfig
 from megajax.tasks.statistics import mean

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megajax.config.budget import OverBudget, parse_json, read_file, read_json
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

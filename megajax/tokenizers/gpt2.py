@@ -12,7 +12,7 @@ import numpy as np
 
 from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.tokenizers.base import before_last_blank, read_file
 from megajax.tokenizers.byte_pair import BytePairTokenizer
 from megajax.tokenizers.config import GPT2TokenizerConfig

@@ -12,7 +12,7 @@ import numpy as np
 
 from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinels_of, usual_specials
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.tokenizers.gpt2 import printable_bytes

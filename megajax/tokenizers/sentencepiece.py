@@ -8,7 +8,7 @@ from copy import copy
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinel_name, usual_specials
 from megajax.tokenizers.config import SentencePieceTokenizerConfig
 

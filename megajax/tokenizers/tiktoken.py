@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax.config.budget import parse_json
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.tokenizers.base import (
     Tokenizer,
     before_last_blank,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.missing import require
+from megajax.config.optional_packages import require
 from megajax.tokenizers.base import before_last_blank, read_file, sentinel_name
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.tokenizers.huggingface import LibraryTokenizer

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import megajax.config.schema as schema
-from megajax.command_line import front_door, parse
+from megajax.command_line.foreign_names import ROWS
+from megajax.command_line.help import field_texts
+from megajax.command_line.parser import front_door, parse
 from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
-from megajax.config.help import field_texts
-from megajax.foreign_names import ROWS
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig
@@ -29,7 +29,7 @@ false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with 
 """
 NAMES_HEAD = """# Names of other trainers
 
-Written by `python -m megajax.tools.config_reference` from `megajax/foreign_names.py`; do not edit.
+Written by `python -m megajax.tools.config_reference` from `megajax/command_line/foreign_names.py`; do not edit.
 
 Names of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, nanoGPT, DeepSpeed, vLLM and lm-eval
 are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them, also in a

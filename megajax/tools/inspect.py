@@ -6,11 +6,11 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
-from megajax.text import aligned, byte_size, count, moment
+from megajax.display.text import aligned, byte_size, count, moment
 from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NAME] [--json[=FILE]]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megajax.command_line import Flag
+from megajax.command_line.parser import Flag
 from megajax.config.errors import UserError
 from megajax.config.paths import url_problem
 from megajax.metrics.runfolder import write_output_file

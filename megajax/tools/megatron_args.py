@@ -9,18 +9,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config.budget import read_file
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
-from megajax.tools.config_source import python_source
-from megajax.tools.flags import UNKNOWN, Word, spellings
+from megajax.interop.megatron.flags.config_source import python_source
+from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
+from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
+from megajax.interop.megatron.shell.interpreter import read_script
+from megajax.interop.megatron.shell.state import Command
+from megajax.storage.write_errors import write_fault
 from megajax.tools.json_output import first_word
-from megajax.tools.megatron_flags import FLAGS, SCRIPTS, Converted, convert
-from megajax.tools.shell.interpreter import read_script
-from megajax.tools.shell.state import Command
-from megajax.write_errors import write_fault
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
 python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS] [-- --num-layers 24 …]

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.huggingface.tokenizer_files import copy_files
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantized import Calibrated, QuantizedWeights, quantized_matrices
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import Calibration, calibrate
 from megajax.inference.comparison import Difference, compare, text_rows
 from megajax.inference.layerwise import LayerByLayer
-from megajax.layers.config import QuantizationConfig
+from megajax.interop.conversion.conversion import FILES, StoredModel, open_source
+from megajax.interop.tokenizers.files import copy_files
+from megajax.layers.configs import QuantizationConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
 from megajax.tasks.files import read_text
 from megajax.tokenizers.base import Tokenizer
-from megajax.tools.conversion import FILES, StoredModel, open_source
 
 REPORT = "quantization.json"
 LENGTH = 512

@@ -2,7 +2,7 @@
 
 import json
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.tools.json_output import JSON, first_word, show
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if not trace.devices:
         raise UserError(f"{file} has no kernels: nothing ran on a device during the recording")
     result = summarize(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
-    text = resolve("megajax.metrics.banner:plain")(str(file), result.sections())
+    text = resolve("megajax.display.banner:plain")(str(file), result.sections())
     show(text, json.dumps(result.values(), indent=1), flags["json"])
     return 0
 

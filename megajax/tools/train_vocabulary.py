@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.paths import PathText
-from megajax.write_errors import write_fault
+from megajax.storage.write_errors import write_fault
 
 USAGE = """python -m megajax.tools.train_vocabulary --input=PATH[,PATH…] --output=FILE [--size=8000] [--cased]
 
@@ -68,7 +68,10 @@ def main(argv: list[str]) -> int:
 
 def texts(files: Sequence[Any], key: str) -> Iterator[str]:
     """The lines of text files, and the texts of JSON lines and Parquet. UserErrors name the file and line."""
-    format_of, lines = resolve("megajax.data.text_formats:format_of"), resolve("megajax.data.document_rules:EachLine")
+    format_of, lines = (
+        resolve("megajax.data.preprocessing.text_formats:format_of"),
+        resolve("megajax.data.preprocessing.document_rules:EachLine"),
+    )
     for file in files:
         kind = format_of(file.format, lines(), (key,))
         for chunk in kind.chunks(file, CHUNK_BYTES, len):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import nearest_divisors
-from megajax.data.config import DataConfig
+from megajax.data.configs import DataConfig
 
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)"
 THRESHOLD = re.compile(f"{NUMBER}:{NUMBER}", re.IGNORECASE)
@@ -144,7 +144,7 @@ type RampConfig = LinearRampConfig | StepRampConfig
 class BatchConfig(Builds):
     """Rows per step, and rows per microbatch."""
 
-    target: ClassVar[str] = "megajax.training.batch_sizes:BatchSizes"
+    target: ClassVar[str] = "megajax.training.elastic.batch_sizes:BatchSizes"
     global_size: int = 8
     """Rows per step over all devices; with a ramp, at its end."""
     micro_size: int = 1

@@ -13,16 +13,16 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import SAMPLE
+from megajax.faults.activity import COMPILE, STEP, Activity
+from megajax.faults.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
+from megajax.faults.signals import StopWaiting, agree
 from megajax.mesh.measures import Measured
-from megajax.mesh.peers import Peers
-from megajax.mesh.processes import StopFlags
-from megajax.resilience.activity import COMPILE, STEP, Activity
-from megajax.resilience.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
-from megajax.resilience.signals import StopWaiting, agree
-from megajax.training.exchange import SECONDS, STOP
-from megajax.training.guard import Guard
-from megajax.training.guarded import RERUN, GuardLimits, StepControl
-from megajax.training.nonfinite_gradients import nonfinite_message
+from megajax.mesh.processes.agreement import StopFlags
+from megajax.mesh.processes.peers import Peers
+from megajax.training.gradients.exchange import SECONDS, STOP
+from megajax.training.gradients.nonfinite import nonfinite_message
+from megajax.training.guarded.guard import Guard
+from megajax.training.guarded.step import RERUN, GuardLimits, StepControl
 from megajax.training.observations import measurements
 from megajax.training.step import Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes

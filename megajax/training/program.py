@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.errors import UserError
-from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Choice, Device, Request
+from megajax.kernels.attention.attention import local_device
+from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
-from megajax.layers.quantization import demand_device
+from megajax.layers.quantization.layers import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.layout import Layout
@@ -37,16 +37,16 @@ from megajax.pipeline.staged import Staged
 from megajax.precision.amax import AmaxHistory
 from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
-from megajax.training.accumulate import accumulate
-from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import run_options
-from megajax.training.exchange import exchanging
-from megajax.training.grads import GradFn, Weights, batch_specs, forward_sums
-from megajax.training.guarded import guarded
-from megajax.training.nonfinite_gradients import NonfiniteGradients, make_nonfinite_gradients
-from megajax.training.pipelined import pipelined, pipelined_sums
+from megajax.training.elastic.batch_sizes import BatchSizes
+from megajax.training.gradients.accumulate import accumulate
+from megajax.training.gradients.exchange import exchanging
+from megajax.training.gradients.grads import GradFn, Weights, batch_specs, forward_sums
+from megajax.training.gradients.nonfinite import NonfiniteGradients, make_nonfinite_gradients
+from megajax.training.gradients.pipelined import pipelined, pipelined_sums
+from megajax.training.gradients.staged import Head, staged, training_loss
+from megajax.training.guarded.step import guarded
 from megajax.training.run_config import RunConfig
-from megajax.training.staged import Head, staged, training_loss
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 

@@ -12,18 +12,18 @@ from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of, either
 from megajax.config.paths import PathText
 from megajax.config.placeholder import UnknownValue
-from megajax.data.config import DataConfig, RowsConfig
+from megajax.data.configs import DataConfig, RowsConfig
+from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ModelConfig
 from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig
 from megajax.precision.config import MULTIPLE, PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.row_balance import balance_problems

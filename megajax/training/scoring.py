@@ -20,8 +20,8 @@ from megajax.batch import SAMPLE, Loss, Params, Rows
 from megajax.config.errors import UserError
 from megajax.models.protocol import demand_causal
 from megajax.tokenizers.base import Tokenizer
+from megajax.training.gradients.staged import Head
 from megajax.training.program import Program
-from megajax.training.staged import Head
 
 SHORTEST = 64
 """Length of the shortest compiled row; others double it, up to the length of training."""

@@ -16,21 +16,21 @@ from megajax.batch import Leaf, Params
 from megajax.config.errors import ConfigError, UserError, demand_members
 from megajax.config.schema import members
 from megajax.config.tree import check
-from megajax.data.loader import Loader
-from megajax.data.missing import demand_files
-from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
+from megajax.data.rows.loader import Loader
+from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
+from megajax.data.text.missing_files import demand_files
+from megajax.faults.activity import Activity, Stage
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
-from megajax.resilience.activity import Activity, Stage
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
-from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import run_options
+from megajax.training.elastic.batch_sizes import BatchSizes
+from megajax.training.elastic.replan import Replan, elastic_hint, replanned
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program, demand_kernels
-from megajax.training.replan import Replan, elastic_hint, replanned
 from megajax.training.row_work import balancing
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, own_buffers
@@ -355,7 +355,7 @@ def demand_rows(splits: Any, data: Any) -> None:
     """Raises UserError unless a data config has built `Splits` of row sources."""
     whose = f"{type(data).__name__}.build"
     if not isinstance(splits, Splits):
-        raise UserError(f"{whose} returned a {type(splits).__name__}, not a megajax.data.config.Splits of row sources")
+        raise UserError(f"{whose} returned a {type(splits).__name__}, not a megajax.data.configs.Splits of row sources")
     for name, part in zip(splits._fields, splits, strict=True):
         if part is not None:
             demand_members(part, ("__len__", "__getitem__"), f"the {name} split of {whose}, a {type(part).__name__},")

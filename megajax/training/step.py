@@ -1,7 +1,7 @@
 """The train step and the evaluation step.
 
-The plain step is complete by itself. A run wraps it: `megajax.training.guarded` applies limits from the host, and
-`megajax.training.exchange` exchanges stop flags and times between processes.
+The plain step is complete by itself. A run wraps it: `megajax.training.guarded.step` applies limits from the host, and
+`megajax.training.gradients.exchange` exchanges stop flags and times between processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from megajax.optim.offload import to_device, to_host
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
-from megajax.training.grads import GradFn
+from megajax.training.gradients.grads import GradFn
 from megajax.training.observations import reported_arrays, updated_arrays
 from megajax.training.state import TrainState
 

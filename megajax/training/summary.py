@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from megajax.display.text import count
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ids_below, position_unit
-from megajax.text import count
 
 type Rows = Sequence[tuple[str, str]]
 """(name, value) pairs, a line each."""

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from megajax.mesh.processes import each_process
+from megajax.mesh.processes.agreement import each_process
 
 DATA_WAIT, EVALUATION, SAVE = "data_wait", "evaluation", "save"
 INTEGRITY = "integrity"

@@ -22,7 +22,7 @@ from roofline import roof_of
 
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.kernels.attention import local_device
+from megajax.kernels.attention.attention import local_device
 from megajax.tools import megatron_args
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

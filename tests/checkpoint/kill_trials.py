@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import disk, integrity
+from megajax.checkpoint import integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError
+from megajax.storage import disk
 
 SHAPES = {"a": (256, 1024), "b": (64,), "c": (32, 512)}
 

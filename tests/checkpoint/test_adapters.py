@@ -16,22 +16,22 @@ from hugging_face_folders import write_llama
 from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.boxes import Box
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.peft import TENSORS, PeftAdapter, adapter_files, read_adapter
-from megajax.checkpoint.huggingface.peft_settings import CONFIG, read_settings
-from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.new_folder import new_folder
-from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
 from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
-from megajax.checkpoint.weights.provenance import Provenance
 from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
-from megajax.layers.config import LoRAConfig
+from megajax.interop.conversion import conversion
+from megajax.interop.conversion.conversion import StoredModel, options
+from megajax.interop.conversion.provenance import Provenance
+from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.registry import families
+from megajax.interop.peft.conversion import open_source, write
+from megajax.interop.peft.folder import TENSORS, PeftAdapter, adapter_files, read_adapter
+from megajax.interop.peft.settings import CONFIG, read_settings
+from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
+from megajax.layers.configs import LoRAConfig
 from megajax.optim.config import AdamWConfig
-from megajax.tools import conversion
-from megajax.tools.adapter_conversion import open_source, write
-from megajax.tools.conversion import StoredModel, options
+from megajax.storage.new_folder import new_folder
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 32,
@@ -325,7 +325,7 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next(tmp_path: Path, c
     code = f"""
 import os, sys
 from pathlib import Path
-from megajax.checkpoint.new_folder import new_folder
+from megajax.storage.new_folder import new_folder
 with new_folder(Path({str(tmp_path / "new")!r})) as folder:
     (folder / "weights").write_text("half of them")
     print(folder, flush=True)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
-from megajax.mesh.peers import Peers
+from megajax.mesh.processes.peers import Peers
 
 PATIENCE = 60.0
 

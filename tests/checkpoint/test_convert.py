@@ -16,27 +16,29 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import arrays, boxes, disk, integrity
+from megajax.checkpoint import arrays, boxes, integrity
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.folder import META
-from megajax.checkpoint.huggingface.export import config_for, family_for
-from megajax.checkpoint.huggingface.folder import open_model
-from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.stored_arrays import StoredArrays
-from megajax.checkpoint.weights.array_writer import ArrayWriter
 from megajax.checkpoint.weights.copying import contiguous, converted
 from megajax.checkpoint.weights.foreign import Entry, declared_by
-from megajax.checkpoint.weights.run_writer import write_step
-from megajax.checkpoint.weights.runs import StepWeights, open_step
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.data.config import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig
-from megajax.layers.config import Mamba1Config
+from megajax.data.configs import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig
+from megajax.interop.conversion import conversion
+from megajax.interop.conversion.weights_config import DATA, special_tokens, weights_config
+from megajax.interop.huggingface.export import config_for, family_for
+from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.registry import families
+from megajax.interop.peft import conversion as adapter_conversion
+from megajax.interop.runs.array_writer import ArrayWriter
+from megajax.interop.runs.reader import StepWeights, open_step
+from megajax.interop.runs.writer import write_step
+from megajax.layers.configs import Mamba1Config
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition
+from megajax.storage import disk
 from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig
-from megajax.tools import adapter_conversion, conversion
-from megajax.tools.weights_config import DATA, special_tokens, weights_config
 
 
 @pytest.fixture(autouse=True)

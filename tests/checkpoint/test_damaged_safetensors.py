@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as reference_load
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.huggingface.folder import open_model
-from megajax.checkpoint.huggingface.safetensors import SafetensorsFile, SafetensorsFolder
-from megajax.checkpoint.huggingface.shards import ShardWriter, TensorFile
-from megajax.checkpoint.huggingface.tokenizer_files import copy_files
 from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
+from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.safetensors import SafetensorsFile, SafetensorsFolder
+from megajax.interop.huggingface.shards import ShardWriter, TensorFile
+from megajax.interop.tokenizers.files import copy_files
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

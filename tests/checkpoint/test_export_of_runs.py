@@ -18,26 +18,26 @@ from safetensors.numpy import load_file
 
 from megajax import convert as convert_door
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.huggingface.export import config_for, write_model
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.huggingface.tokenizer_files import NAMES, tokenizer_config, with_copies
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.provenance import Ancestor, Provenance
-from megajax.checkpoint.weights.runs import open_step
 from megajax.config import load
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
-from megajax.data.config import ChatConfig, MockConfig
+from megajax.data.configs import ChatConfig, MockConfig
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.request import Sampling
 from megajax.inference.terminal import Session
-from megajax.job.inference import load as load_model
-from megajax.job.inference import start_engine
+from megajax.interop.conversion.provenance import Ancestor, Provenance
+from megajax.interop.huggingface.export import config_for, write_model
+from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.registry import families
+from megajax.interop.opening.engine import load as load_model
+from megajax.interop.opening.engine import start_engine
+from megajax.interop.opening.origin import Origin, generation_config
+from megajax.interop.runs.reader import open_step
+from megajax.interop.tokenizers.files import NAMES, tokenizer_config, with_copies
 from megajax.job.job import train
-from megajax.job.model_files import ModelFiles
-from megajax.job.origin import Origin, generation_config
-from megajax.layers.config import LoRAConfig, RopeConfig, YarnScalingConfig
+from megajax.job.start.model_files import ModelFiles
+from megajax.layers.configs import LoRAConfig, RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.huggingface.families.llava import TOWER
-from megajax.checkpoint.huggingface.folder import open_model
-from megajax.checkpoint.huggingface.names import EXTRA
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import UserError
-from megajax.job.model_files import ModelFiles
-from megajax.job.stored_weights import ForeignFolder, open_weights
+from megajax.interop.conversion import conversion
+from megajax.interop.huggingface.families.llava import TOWER
+from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.names import EXTRA
+from megajax.job.start.model_files import ModelFiles
+from megajax.job.start.stored_weights import ForeignFolder, open_weights
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.tokenizers.null import NullTokenizer
-from megajax.tools import conversion
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 CONFIG: dict[str, Any] = {

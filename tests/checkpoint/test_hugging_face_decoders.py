@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from test_tensor_table import Arrays
 
-from megajax.checkpoint.huggingface.export import config_for
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.registry import families, family_of, lost_settings
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
-from megajax.layers.config import RopeConfig, YarnScalingConfig
-from megajax.models.config import PredictionConfig
+from megajax.interop.huggingface.export import config_for
+from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.registry import families, family_of, lost_settings
+from megajax.layers.configs import RopeConfig, YarnScalingConfig
+from megajax.models.configs import PredictionConfig
 from megajax.models.presets import deepseek, gpt_oss, llama, mixtral, qwen
 
 type Shapes = dict[str, tuple[int, ...]]

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.folder import model_of
-from megajax.checkpoint.huggingface.names import rename_tensors
-from megajax.checkpoint.huggingface.registry import families, family_of, lost_settings
-from megajax.checkpoint.huggingface.tokenizer_files import tokenizer_config
 from megajax.checkpoint.weights.foreign import Entry, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
-from megajax.layers.config import IdentityNormConfig
+from megajax.interop.conversion import conversion
+from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.folder import model_of
+from megajax.interop.huggingface.names import rename_tensors
+from megajax.interop.huggingface.registry import families, family_of, lost_settings
+from megajax.interop.tokenizers.files import tokenizer_config
+from megajax.layers.configs import IdentityNormConfig
 from megajax.models.presets import gpt, llama, mamba, vit
 from megajax.models.presets.llava import llava
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig, WordPieceTokenizerConfig
-from megajax.tools import conversion
 
 TOWER = {"hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2}
 PIXELS = {"image_size": 8, "patch_size": 4}

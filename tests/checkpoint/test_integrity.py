@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import disk, integrity
+from megajax.checkpoint import integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.inspection import DAMAGED, survey
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
+from megajax.storage import disk
 
 STATE = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8), "step": jnp.int32(0)}
 

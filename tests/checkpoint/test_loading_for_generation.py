@@ -12,20 +12,20 @@ import pytest
 from hugging_face_folders import write_llama
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.huggingface.export import family_for
-from megajax.checkpoint.huggingface.folder import open_model
-from megajax.checkpoint.huggingface.peft import TENSORS, adapter_files
-from megajax.checkpoint.huggingface.peft_settings import CONFIG
-from megajax.checkpoint.weights.adapters import LORA_A
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import ConfigError, UserError
 from megajax.convert import main as convert
-from megajax.data.config import ChatConfig
+from megajax.data.configs import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
-from megajax.job.inference import Loaded, load, start_engine
-from megajax.job.origin import Origin, folder_stop_tokens, generation_config, origin_of
-from megajax.layers.config import LoRAConfig
+from megajax.interop.huggingface.export import family_for
+from megajax.interop.huggingface.folder import open_model
+from megajax.interop.opening.engine import Loaded, load, start_engine
+from megajax.interop.opening.origin import Origin, folder_stop_tokens, generation_config, origin_of
+from megajax.interop.peft.folder import TENSORS, adapter_files
+from megajax.interop.peft.settings import CONFIG
+from megajax.interop.peft.weights import LORA_A
+from megajax.layers.configs import LoRAConfig
 from megajax.layers.param import bind
 
 LORA = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mlp.down"))

@@ -12,7 +12,6 @@ import pytest
 from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
-from megajax.checkpoint import disk
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.history import RunHistory
@@ -21,6 +20,7 @@ from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.local.sets import SetWriter
 from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError
+from megajax.storage import disk
 
 META = {"mesh": {"data": 4}, "spikes": {}}
 

@@ -15,8 +15,8 @@ from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.folder import base_fault, folder_fault
 from megajax.checkpoint.local.history import FILE, RunHistory
 from megajax.checkpoint.local.sets import LocalSet, SetIndex
-from megajax.checkpoint.new_folder import LOCK, SUFFIX, new_folder
 from megajax.config.errors import UserError
+from megajax.storage.new_folder import LOCK, SUFFIX, new_folder
 
 
 def victim_in(folder: Path) -> Path:

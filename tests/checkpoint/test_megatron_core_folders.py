@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.checkpoint.megatron.sharded import ShardedFolder
 from megajax.config import load
 from megajax.convert import main
+from megajax.interop.megatron.checkpoints.conversion import open_model
+from megajax.interop.megatron.checkpoints.sharded import ShardedFolder
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.tools.megatron_checkpoint import open_model
 
 FILE = Path(__file__).parent / "megatron_core_folders.tar.xz"
 FACTS = json.loads(FILE.with_suffix("").with_suffix(".json").read_text())

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from megatron_folders import Shares, write_ranks, write_sharded
 
-from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
-from megajax.checkpoint.megatron.tables import table
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
-from megajax.tools.megatron_checkpoint import model_config, open_model, read_model, write_model
+from megajax.interop.megatron.checkpoints.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
+from megajax.interop.megatron.checkpoints.conversion import model_config, open_model, read_model, write_model
+from megajax.interop.megatron.checkpoints.tables import table
 
 SHARED: dict[str, Any] = {
     "num_layers": 4,

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint.megatron import archive
-from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
-from megajax.checkpoint.megatron.names import LazyTensor
-from megajax.checkpoint.megatron.pickles import Name, Record, TensorPlace, read_pickle
-from megajax.checkpoint.megatron.writer import write_archive, write_archive_to
 from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.interop.megatron.checkpoints import archive
+from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
+from megajax.interop.megatron.checkpoints.names import LazyTensor
+from megajax.interop.megatron.checkpoints.pickles import Name, Record, TensorPlace, read_pickle
+from megajax.interop.megatron.checkpoints.writer import write_archive, write_archive_to
 
 
 class Called:

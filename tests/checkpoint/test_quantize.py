@@ -17,30 +17,30 @@ from megajax.checkpoint import boxes
 from megajax.checkpoint.arrays import read
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.stored_arrays import StoredArrays
-from megajax.checkpoint.weights.adapters import MergedWeights
 from megajax.checkpoint.weights.foreign import declared_by, one_device
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
-from megajax.checkpoint.weights.run_writer import write_step
-from megajax.checkpoint.weights.runs import open_step
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import calibrate
 from megajax.inference.comparison import compare, text_rows
 from megajax.inference.layerwise import LayerByLayer
 from megajax.inference.loading import load_weights
-from megajax.job.inference import quantized_weights
-from megajax.job.origin import Origin
-from megajax.job.stored_weights import all_weights
-from megajax.layers.config import QuantizationConfig
+from megajax.interop.conversion.weights_config import model_facts, weights_config
+from megajax.interop.opening.engine import quantized_weights
+from megajax.interop.opening.origin import Origin
+from megajax.interop.peft.weights import MergedWeights
+from megajax.interop.runs.reader import open_step
+from megajax.interop.runs.writer import write_step
+from megajax.job.start.stored_weights import all_weights
+from megajax.layers.configs import QuantizationConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.command import prepare
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tokenizers.config import ByteTokenizerConfig
-from megajax.tools.weights_config import model_facts, weights_config
 from megajax.training.scoring import Scorer, Window, row
 
 MODEL = replace(llama(), vocabulary_size=257, vocabulary_multiple=1)

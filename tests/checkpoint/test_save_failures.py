@@ -10,12 +10,13 @@ import weakref
 import jax.numpy as jnp
 import pytest
 
-from megajax.checkpoint import arrays, disk, folder
+from megajax.checkpoint import arrays, folder
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError, reason
 from megajax.checkpoint.manager import finish_at_exit
 from megajax.config.errors import UserError
-from megajax.write_errors import remedy
+from megajax.storage import disk
+from megajax.storage.write_errors import remedy
 
 MIB = 2**20
 STATE = {"w": jnp.zeros((512, 512), jnp.float32)}

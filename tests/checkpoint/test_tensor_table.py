@@ -9,8 +9,8 @@ import pytest
 from megajax.checkpoint.weights.foreign import Entry, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import Mapped, Row, resolved
 from megajax.config.errors import UserError
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig, StackConfig
-from megajax.models.config import DecoderConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig, StackConfig
+from megajax.models.configs import DecoderConfig
 
 LAYER = "layers.{layer}"
 ENDS = [Row("table", "tokens", index=(slice(0, 10),)), Row("norm", "norm.gain"), Row("head", "head")]

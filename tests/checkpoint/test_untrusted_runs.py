@@ -17,13 +17,13 @@ from hugging_face_folders import write_llama
 
 from megajax import convert, evaluate, generate, serve
 from megajax.checkpoint import integrity
-from megajax.checkpoint.weights.runs import open_step
-from megajax.command_line import parse
+from megajax.command_line.parser import parse
 from megajax.config.errors import UserError
 from megajax.config.files import ROOT, load, read_stored
 from megajax.inference.config import GenerationConfig
 from megajax.inference.server.config import ServingConfig
-from megajax.job.stored_weights import open_weights
+from megajax.interop.runs.reader import open_step
+from megajax.job.start.stored_weights import open_weights
 from megajax.report import main as report
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tools.inspect import main as inspect
@@ -31,7 +31,7 @@ from megajax.tools.inspect import main as inspect
 EVIL = """
 from pathlib import Path
 Path({marker!r}).write_text("run")
-from megajax.models.config import DecoderConfig as Foo
+from megajax.models.configs import DecoderConfig as Foo
 from megajax.config import load
 def config():
     return load({run!r})
@@ -154,9 +154,9 @@ def test_what_only_inspects_a_run_or_takes_its_arrays_needs_no_trust(stranger: S
         "os:system",
         "this:Foo",
         "evil_package:Foo",
-        "megajax.command_line:front_door",
-        "megajax.command_line:Path",
-        "megajax.command_line:sys.modules",
+        "megajax.command_line.parser:front_door",
+        "megajax.command_line.parser:Path",
+        "megajax.command_line.parser:sys.modules",
         "megajax.no_such_module:Foo",
         "megajax.__main__:Path",
         "megajax..config:Foo",
@@ -174,7 +174,7 @@ def test_no_module_of_another_package_is_imported(stranger: Stranger, monkeypatc
 
 
 def test_a_run_with_classes_of_megajax_and_options_of_its_own_needs_no_trust(stranger: Stranger) -> None:
-    classes = {"model": {"type": "megajax.models.config.decoder:DecoderConfig"}}
+    classes = {"model": {"type": "megajax.models.decoder.config:DecoderConfig"}}
     optimizer = {"type": "OptaxConfig", "make": "optax:adafactor"}
     xla = {"options": {"xla_a": True, "xla_b": 1, "xla_c": "true", "xla_d": "0.5"}, "compile_cache_dir": "/evil"}
     stranger.change(**classes, optimizer=optimizer, xla=xla)

@@ -8,12 +8,12 @@ import pytest
 from hugging_face_folders import LLAMA, write_llama
 
 from megajax import convert
-from megajax.checkpoint.huggingface.folder import model_of
-from megajax.checkpoint.huggingface.unused_settings import UNUSED, is_unused
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.config import GenerationConfig
-from megajax.job.inference import weights_of
-from megajax.job.origin import Origin, generation_config, origin_of
+from megajax.interop.huggingface.folder import model_of
+from megajax.interop.huggingface.unused_settings import UNUSED, is_unused
+from megajax.interop.opening.engine import weights_of
+from megajax.interop.opening.origin import Origin, generation_config, origin_of
 
 OF_FINE_TUNES: dict[str, Any] = {
     **{"unsloth_version": "2024.11.7", "unsloth_fixed": True, "model_name": "llama-mine", "axolotl_version": "0.9"},

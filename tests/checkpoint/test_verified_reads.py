@@ -15,11 +15,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import blocks, database, disk, integrity, stored_arrays
+from megajax.checkpoint import blocks, database, integrity, stored_arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config.errors import UserError
+from megajax.storage import disk
 
 BLOCK = 512
 

@@ -10,8 +10,8 @@ import pytest
 from hugging_face_folders import LLAMA, write_llama
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.huggingface.folder import model_of, open_model
 from megajax.config.errors import UserError
+from megajax.interop.huggingface.folder import model_of, open_model
 
 LLAMA3 = {
     "rope_type": "llama3",

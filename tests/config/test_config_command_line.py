@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from config_samples import RunConfig
 
-import megajax.command_line as cli
-from megajax import command_line
+import megajax.command_line.parser as cli
+from megajax.command_line import parser as command_line
 from megajax.config import ConfigError, Problem, UserError
 
 pytestmark = pytest.mark.smoke
@@ -104,7 +104,7 @@ def test_invalid_devices(devices):
 
 def test_devices_are_set_before_jax_is_imported():
     code = (
-        "import sys\nimport megajax.command_line as cli\n"
+        "import sys\nimport megajax.command_line.parser as cli\n"
         "cli.parse(sys.argv[1:], verb='train', root='config_samples:RunConfig')\n"
         "heavy = [name for name in ('jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax') if name in sys.modules]\n"
         "assert not heavy, heavy\nimport jax\n"
@@ -252,7 +252,8 @@ def test_other_processes_than_0_report_errors_in_a_line(capsys, monkeypatch, var
 
 def test_closed_output_ends_a_verb_quietly():
     code = (
-        "import megajax.command_line as cli\ncli.front_door(lambda argv: [print('x' * 99) for _ in range(9999)] and 0)"
+        "from megajax.command_line.parser import front_door\n"
+        "front_door(lambda argv: [print('x' * 99) for _ in range(9999)] and 0)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=HERE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -276,7 +277,7 @@ def test_warnings_have_no_line_of_code(capfd):
     """Warnings of other packages keep their file and line."""
     package_file = str(Path(command_line.__file__).with_name("data"))
     program = (
-        "import sys, warnings; from megajax.command_line import front_door\n"
+        "import sys, warnings; from megajax.command_line.parser import front_door\n"
         "def main(argv):\n"
         f"    warnings.warn_explicit('ours', UserWarning, {package_file!r}, 7)\n"
         "    warnings.warn_explicit('theirs', UserWarning, '/elsewhere.py', 8)\n"

@@ -7,12 +7,12 @@ import jax
 import pytest
 from tiny_runs import llama
 
-from megajax.command_line import parse
+from megajax.command_line.parser import parse
 from megajax.config.errors import Problem, UserError
-from megajax.data.config import MockConfig
+from megajax.data.configs import MockConfig
 from megajax.job.banner import _experts, _fp8
-from megajax.layers.config import CapacityConfig, DispatchConfig, GatedMLPConfig, MoEConfig, RouterConfig
-from megajax.layers.expert_facts import ExpertSharding
+from megajax.layers.configs import CapacityConfig, DispatchConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.moe.facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import Fp8Config, PrecisionConfig

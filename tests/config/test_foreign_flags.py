@@ -10,7 +10,9 @@ import megajax.config.schema as schema
 from megajax import evaluate, launch
 from megajax.checkpoint.folder import locate
 from megajax.checkpoint.weights.formats import read_foreign
-from megajax.command_line import parse
+from megajax.command_line.foreign_flags import corrections, similar_name
+from megajax.command_line.foreign_names import ROWS, TABLE
+from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
 from megajax.config.coerce import Text
 from megajax.config.dump import flatten
@@ -19,9 +21,7 @@ from megajax.config.files import SHIPPED, functions_of
 from megajax.config.nearest import download_hint
 from megajax.config.patch import patch_of, plain_name, setting
 from megajax.config.tree import assemble
-from megajax.data.preprocessing_options import parse as preprocess
-from megajax.foreign_flags import corrections, similar_name
-from megajax.foreign_names import ROWS, TABLE
+from megajax.data.preprocessing.options import parse as preprocess
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tools.config_reference import NAMES_PAGE, foreign_names

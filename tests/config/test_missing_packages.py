@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config.missing import EXTRAS, REQUIRED, remedy
+from megajax.config.optional_packages import EXTRAS, REQUIRED, remedy
 
 REPOSITORY = Path(__file__).parents[2]
 SHELL = ("python", "-m", "megajax.train", "--config=quickstart.py")

@@ -8,9 +8,9 @@ from typing import Protocol
 import pytest
 from config_samples import AdamWConfig, GuardConfig, MuonConfig
 
+from megajax.command_line.help import settings_help
 from megajax.config import ConfigError, Problem, load
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
-from megajax.config.help import settings_help
 from megajax.config.schema import example
 from megajax.config.tree import override
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from megajax.command_line import parse
+from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
 from megajax.config.files import SHIPPED, find, functions_of
 from megajax.config.twin import advised, twin_of

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-import megajax.command_line as cli
+import megajax.command_line.parser as cli
 from megajax.config import ConfigError, UserError, load, schema
 from megajax.config.tree import assemble
-from megajax.layers.config import AttentionConfig
+from megajax.layers.configs import AttentionConfig
 from megajax.optim.config import MuonConfig
 from megajax.training.config import BatchConfig, LinearRampConfig
 from megajax.training.run_config import RunConfig
 
 HEAD = """
 from dataclasses import replace
-from megajax.data.config import MockConfig
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
-from megajax.models.config import DecoderConfig
+from megajax.data.configs import MockConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.llama import llama3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -62,7 +62,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
         "write mlp=DenseMLPConfig(ffn=...), GatedMLPConfig(ffn=...) or MoEConfig(experts=..., expert=...), from",
         "write data=BlendConfig(...), ChatConfig(...), ",
-        "or StandardLibraryConfig(...), from megajax.data.config\n",
+        "or StandardLibraryConfig(...), from megajax.data.configs\n",
     ):
         assert line in text
 
@@ -96,7 +96,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         ("def config(): return good(model=llama3('50m'))", [f"line {LINE}: llama3 has no size '50m'; sizes: "]),
         ("def config():\n    good().steps = 3", ["dataclasses.replace(config, name=value) makes a changed copy"]),
         ("def config(): return good(parallel=ParallelConfig())", ["from megajax.mesh.config import ParallelConfig"]),
-        ("from megajax.data.config import BlndConfig", ["did you mean BlendConfig?"]),
+        ("from megajax.data.configs import BlndConfig", ["did you mean BlendConfig?"]),
         ("def config(): return RunConfig(modl=1).modl", [f"line {LINE}: RunConfig has no setting modl", "needs data"]),
         (
             "def config(): return good(steps=[][1])",

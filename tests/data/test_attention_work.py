@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write_random
 
-from megajax.data.attention_work import RowWork, device_scores, document_lengths, imbalance, lengths_of_row, scores
-from megajax.data.balancing import Imbalance, balance_rows
-from megajax.data.config import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
+from megajax.data.configs import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
+from megajax.data.rows.attention_work import RowWork, device_scores, document_lengths, imbalance, lengths_of_row, scores
+from megajax.data.rows.balancing import Imbalance, balance_rows
 from megajax.mesh.sequence_sharding import SequenceSharding
-from megajax.models.config import text_schema
+from megajax.models.configs import text_schema
 
 pytestmark = pytest.mark.smoke
 

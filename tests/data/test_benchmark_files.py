@@ -8,11 +8,11 @@ import pytest
 
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
-from megajax.data import glue, race, squad
-from megajax.data.config import GlueConfig, MockGlueConfig, MockRaceConfig, MockSquadConfig, RaceConfig, SquadConfig
-from megajax.data.config.benchmarks import GLUE
-from megajax.data.sequence_pairs import SequenceBuilder, clean_text, truncate_pair
-from megajax.data.splits import Rows
+from megajax.data.benchmarks import glue, race, squad
+from megajax.data.benchmarks.config import GLUE
+from megajax.data.benchmarks.sequence_pairs import SequenceBuilder, clean_text, truncate_pair
+from megajax.data.configs import GlueConfig, MockGlueConfig, MockRaceConfig, MockSquadConfig, RaceConfig, SquadConfig
+from megajax.data.rows.splits import Rows
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "dog", "ran", "##s", ".", "a", "who", "?")

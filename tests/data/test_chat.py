@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.attention_work import document_lengths, scores
-from megajax.data.config import ChatConfig, Rows
-from megajax.data.loader import read_rows
-from megajax.data.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
-from megajax.kernels import cudnn
-from megajax.models.config import text_schema
+from megajax.data.configs import ChatConfig, Rows
+from megajax.data.rows.attention_work import document_lengths, scores
+from megajax.data.rows.loader import read_rows
+from megajax.data.rows.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
+from megajax.kernels.attention import cudnn
+from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 EOD = 256

@@ -10,13 +10,13 @@ from token_files import tokenizer, write
 
 from megajax.config.errors import UserError
 from megajax.data import checksum
-from megajax.data.blend import BlendedDataset, BlendIndex
 from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_files, sample_checksums
-from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, MaskedSpansConfig, MockConfig, PairsConfig, Rows
-from megajax.data.image_folders import ClassFolder, MaskFolder
-from megajax.data.item_rows import ItemRows, RowOrder
-from megajax.data.row_source import files_of
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, ChatConfig, CyclicConfig, MaskedSpansConfig, MockConfig, PairsConfig, Rows
+from megajax.data.images.folders import ClassFolder, MaskFolder
+from megajax.data.rows.blend import BlendedDataset, BlendIndex
+from megajax.data.rows.items import ItemRows, RowOrder
+from megajax.data.rows.source import files_of
+from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 
@@ -152,7 +152,7 @@ def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
 
 
 def test_rows_of_two_token_files_name_all(tmp_path: Path) -> None:
-    from megajax.data.pairs import PairedTokens, Pairs
+    from megajax.data.pairs.rows import PairedTokens, Pairs
 
     sides = [write(tmp_path / name, [range(1, 30)] * 9) for name in ("source", "target")]
     paired = PairedTokens("p", tuple(map(str, sides)))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.config import CyclicConfig
-from megajax.data.cyclic import CyclicRows, permutation
+from megajax.data.configs import CyclicConfig
+from megajax.data.rows.cyclic import CyclicRows, permutation
 
 
 def cyclic(total: int, *, rows: int = 1000, shards: int, micro: int, buckets: bool) -> CyclicRows:

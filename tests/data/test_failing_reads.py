@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write
 
-from megajax.data import reading
-from megajax.data.config import BlendConfig, Rows
-from megajax.data.image_decoding import read_at, read_bounded
-from megajax.data.indexed import IndexedTokens, index_path, tokens_path
-from megajax.data.item_rows import UnreadableItem
-from megajax.data.loader import read_rows
-from megajax.data.reading import ChangedFile, ReadError, ReadFile, with_retries
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, Rows
+from megajax.data.images.decoding import read_at, read_bounded
+from megajax.data.rows.items import UnreadableItem
+from megajax.data.rows.loader import read_rows
+from megajax.data.text.indexed import IndexedTokens, index_path, tokens_path
+from megajax.models.configs import text_schema
+from megajax.storage import reading
+from megajax.storage.reading import ChangedFile, ReadError, ReadFile, with_retries
 
 DOCUMENTS = [list(range(1, 40)) for _ in range(20)]
 
@@ -142,7 +142,7 @@ def test_the_end_of_a_program_closes_files_without_a_message(tmp_path: Path) -> 
     prefix = write(tmp_path / "side", DOCUMENTS)
     code = f"""
 import os
-from megajax.data.indexed import IndexedTokens
+from megajax.data.text.indexed import IndexedTokens
 os.kept = IndexedTokens({str(prefix)!r})  # lives longer than the functions of the module
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,9 +9,9 @@ import pytest
 from token_files import EOD, tokenizer, write, write_random
 
 from megajax.config.errors import UserError
-from megajax.data.config import BlendConfig, MockConfig, Rows
-from megajax.data.mock import MockTokens
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, MockConfig, Rows
+from megajax.data.text.mock import MockTokens
+from megajax.models.configs import text_schema
 
 pytestmark = pytest.mark.smoke
 

@@ -11,10 +11,10 @@ import pytest
 from image_files import gradient
 from PIL import Image, ImageOps
 
-from megajax.config import missing
+from megajax.config import optional_packages as missing
 from megajax.config.errors import UserError
-from megajax.data.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
-from megajax.data.image_augmentation import (
+from megajax.data.configs import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
+from megajax.data.images.augmentation import (
     OPERATIONS,
     Crop,
     augment_image,
@@ -23,8 +23,8 @@ from megajax.data.image_augmentation import (
     inner_box,
     random_crop,
 )
-from megajax.data.image_decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
-from megajax.data.item_rows import UnreadableItem
+from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
+from megajax.data.rows.items import UnreadableItem
 
 WHOLE = (10**6, 10**6)
 

@@ -7,9 +7,9 @@ import pytest
 from image_files import mask_schema, schema
 
 from megajax.config.errors import UserError
-from megajax.data.config import DigitsConfig, MockImagesConfig, MockMasksConfig, Rows
-from megajax.data.image_digits import load_digits
-from megajax.data.loader import read_rows
+from megajax.data.configs import DigitsConfig, MockImagesConfig, MockMasksConfig, Rows
+from megajax.data.images.digits import load_digits
+from megajax.data.rows.loader import read_rows
 
 
 def build(config: Any, rows: Rows, size: int = 16, reads: Any = None) -> Any:

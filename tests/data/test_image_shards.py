@@ -12,8 +12,8 @@ import pytest
 from image_files import gradient, schema
 
 from megajax.config.errors import UserError
-from megajax.data import image_shards
-from megajax.data.config import ImageShardsConfig, Rows
+from megajax.data.configs import ImageShardsConfig, Rows
+from megajax.data.images import shards as image_shards
 
 type Files = Iterable[tuple[str, bytes]]
 

@@ -21,10 +21,10 @@ import pytest
 from token_files import tokenizer, write
 
 from megajax.config.errors import UserError
-from megajax.data import blend
-from megajax.data.cache import load_or_build, verify
-from megajax.data.config import BlendConfig, Rows
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, Rows
+from megajax.data.rows import blend
+from megajax.models.configs import text_schema
+from megajax.storage.index_cache import load_or_build, verify
 
 
 class Builder:

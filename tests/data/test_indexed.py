@@ -13,8 +13,16 @@ import pytest
 from token_files import write
 
 from megajax.config.errors import UserError
-from megajax.data import indexed
-from megajax.data.indexed import CODES, IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
+from megajax.data.text import indexed
+from megajax.data.text.indexed import (
+    CODES,
+    IndexedTokens,
+    IndexedWriter,
+    has_modes,
+    index_path,
+    token_dtype,
+    tokens_path,
+)
 
 DTYPES = [np.dtype(name) for name in CODES if name]
 
@@ -161,7 +169,7 @@ def test_damage_is_named_by_an_optimised_python_too(tmp_path: Path) -> None:
     """python -O leaves out every assert."""
     write(tmp_path / "a", [[1, 2], [3]])
     damage(index_path(tmp_path / "a"), *FAULTS["last document"][:2])
-    code = f"from megajax.data.indexed import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"
+    code = f"from megajax.data.text.indexed import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"
     process = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
     assert "last entry of the document table at byte 74: expected 2, found 3" in process.stderr
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.config import BlendConfig, MaskedSentencesConfig, Rows
-from megajax.data.indexed import IndexedWriter
-from megajax.data.loader import read_rows
-from megajax.data.masked_index import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
-from megajax.data.masked_sentences import truncate
-from megajax.data.masking import Masking, NgramMasking
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
-from megajax.models.config import BertConfig, text_schema
+from megajax.data.configs import BlendConfig, MaskedSentencesConfig, Rows
+from megajax.data.masked.index import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
+from megajax.data.masked.masking import Masking, NgramMasking
+from megajax.data.masked.sentences import truncate
+from megajax.data.rows.loader import read_rows
+from megajax.data.text.indexed import IndexedWriter
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.models.configs import BertConfig, text_schema
 
 VOCABULARY = 100
 CONTINUES = np.arange(VOCABULARY) % 3 == 0

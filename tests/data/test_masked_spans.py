@@ -7,13 +7,13 @@ import pytest
 
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
-from megajax.data.config import MaskedSpansConfig, Rows
-from megajax.data.indexed import IndexedWriter
-from megajax.data.loader import read_rows
-from megajax.data.masked_spans import with_sentinels
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
-from megajax.models.config import T5Config
+from megajax.data.configs import MaskedSpansConfig, Rows
+from megajax.data.masked.spans import with_sentinels
+from megajax.data.rows.loader import read_rows
+from megajax.data.text.indexed import IndexedWriter
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.models.configs import T5Config
 
 VOCABULARY = 100
 PAD, BOS, EOS = 7, 4, 5

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data.config import ChatConfig, Rows
-from megajax.models.config import text_schema
+from megajax.data.configs import ChatConfig, Rows
+from megajax.interop.megatron.flags.data import FORMATS
+from megajax.models.configs import text_schema
 from megajax.tokenizers.chat_template import named_tokens
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
-from megajax.tools.megatron_data import FORMATS
 
 FOLDER = Path(__file__).parent / "megatron_chats"
 RECORD = json.loads((FOLDER / "cases.json").read_text())

@@ -5,10 +5,10 @@ import shlex
 import pytest
 
 from megajax.config import UserError
-from megajax.data.config import BlendConfig, MaskedSentencesConfig, MockConfig, PairsConfig
-from megajax.data.missing import demand_files
-from megajax.data.preprocessing_options import parse
-from megajax.data.tokenizer_options import tokenizer_options
+from megajax.data.configs import BlendConfig, MaskedSentencesConfig, MockConfig, PairsConfig
+from megajax.data.preprocessing.options import parse
+from megajax.data.preprocessing.tokenizer_options import tokenizer_options
+from megajax.data.text.missing_files import demand_files
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

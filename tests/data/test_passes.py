@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megajax.data.config import BlendConfig, Rows
-from megajax.data.preprocessing import preprocess_text
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, Rows
+from megajax.data.preprocessing.preprocessing import preprocess_text
+from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 

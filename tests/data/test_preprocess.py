@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
-from megajax.data.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
-from megajax.data.preprocessing import preprocess, preprocess_text
-from megajax.data.preprocessing_options import parse
-from megajax.data.preprocessing_report import Counts, Progress
-from megajax.data.text_files import Chunk, TextFile, open_text
-from megajax.data.text_formats import PlainText
+from megajax.data.preprocessing.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
+from megajax.data.preprocessing.options import parse
+from megajax.data.preprocessing.preprocessing import preprocess, preprocess_text
+from megajax.data.preprocessing.report import Counts, Progress
+from megajax.data.preprocessing.text_files import Chunk, TextFile, open_text
+from megajax.data.preprocessing.text_formats import PlainText
 from megajax.preprocess import main
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts
@@ -410,7 +410,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_workers_import_no_jax():
-    code = "import sys, megajax.data.preprocessing; print('jax' in sys.modules)"
+    code = "import sys, megajax.data.preprocessing.preprocessing; print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
 
@@ -435,7 +435,7 @@ def test_an_interrupt_leaves_no_files(tmp_path, number, code, workers):
 
 INTERRUPTED_IN_A_LOCK = """
 import os, signal, sys, threading
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.preprocess import main
 
 enter, main_thread, calls = threading.Condition.__enter__, threading.main_thread().ident, []

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
-from megajax.data import index as index_module
-from megajax.data.cache import load_or_build
-from megajax.data.index import Epochs, IndexRequest, build_index, plan_epochs
+from megajax.data.text import index as index_module
+from megajax.data.text.index import Epochs, IndexRequest, build_index, plan_epochs
+from megajax.storage.index_cache import load_or_build
 
 
 def walk(lengths: list[int], sequence_length: int, extra: int, rows: int) -> list[tuple[int, int]]:

@@ -9,10 +9,10 @@ import pytest
 from token_files import tokenizer
 
 from megajax.config.errors import UserError
-from megajax.data.config import Rows, StandardLibraryConfig
-from megajax.data.indexed import tokens_path
-from megajax.data.standard_library import choose, corpus, source_files
-from megajax.models.config import text_schema
+from megajax.data.configs import Rows, StandardLibraryConfig
+from megajax.data.text.indexed import tokens_path
+from megajax.data.text.standard_library import choose, corpus, source_files
+from megajax.models.configs import text_schema
 
 BYTES = tokenizer(vocabulary_size=257, eod=256)
 

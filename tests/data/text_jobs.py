@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.data.preprocessing_options import Preprocessing
+from megajax.data.preprocessing.options import Preprocessing
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 EOD = 256

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megajax.data.preprocessing import preprocess_text
+from megajax.data.preprocessing.preprocessing import preprocess_text
 from megajax.tokenizers.config import ByteTokenizerConfig
 from tests.docs.blocks import ROOT, blocks
 
@@ -105,7 +105,7 @@ def _megatron_checkpoint(folder: Path) -> None:
     from megajax.checkpoint.boxes import Box
     from megajax.checkpoint.weights.foreign import declared_by
     from megajax.config import load
-    from megajax.tools.megatron_checkpoint import write_model
+    from megajax.interop.megatron.checkpoints.conversion import write_model
 
     model = load("gpt2.py:debug").model
     declared = declared_by(model)

@@ -11,7 +11,7 @@ WRITERS = {"event", "_event", "_record_event", "_append", "append_event"}
 def recorded_events() -> set[str]:
     """First arguments of calls that write events, in code that belongs to training runs."""
     names = set()
-    for folder in ("job", "resilience", "metrics", "checkpoint"):
+    for folder in ("job", "faults", "launcher", "metrics", "checkpoint"):
         for path in (REPOSITORY / "megajax" / folder).rglob("*.py"):
             for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
                 method = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.command_line import parse
+from megajax.command_line.parser import parse
 from megajax.config.errors import UserError
-from megajax.data.indexed import IndexedWriter
+from megajax.data.text.indexed import IndexedWriter
 from megajax.job.job import train
-from megajax.models.config import text_schema
+from megajax.models.configs import text_schema
 from megajax.training import setup
 
 BASE = ["--config=llama3.py:debug", "--devices=cpu:8"]

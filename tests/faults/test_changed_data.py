@@ -15,16 +15,16 @@ from peer_threads import ThreadPeers, together
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.data.config import BlendConfig, CyclicConfig, Rows
-from megajax.data.cyclic import CyclicRows
-from megajax.data.indexed import IndexedWriter
-from megajax.data.row_source import index_files_of
-from megajax.data.splits import Splits
-from megajax.job import data_files
-from megajax.job import resume as resuming
-from megajax.job.data_files import DataFiles
-from megajax.job.resume import Resume
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, CyclicConfig, Rows
+from megajax.data.rows.cyclic import CyclicRows
+from megajax.data.rows.source import index_files_of
+from megajax.data.rows.splits import Splits
+from megajax.data.text.indexed import IndexedWriter
+from megajax.job.start import data_files
+from megajax.job.start import resume as resuming
+from megajax.job.start.data_files import DataFiles
+from megajax.job.start.resume import Resume
+from megajax.models.configs import text_schema
 from megajax.optim.config import ScheduleConfig
 
 

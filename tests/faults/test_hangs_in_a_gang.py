@@ -8,7 +8,7 @@ from pathlib import Path
 import gangs
 import pytest
 
-from megajax.resilience.beats import BEATS, Beat
+from megajax.faults.beats import BEATS, Beat
 
 SHORT = ("--resilience.watchdog.step=8", "--resilience.watchdog.data_wait=8", "--logging.every=1")
 

@@ -12,10 +12,10 @@ import gangs
 import pytest
 from peer_threads import ThreadPeers, together
 
+from megajax.faults.activity import Activity
+from megajax.faults.beats import BEATS, Beat
 from megajax.job import job
-from megajax.job.hang import Pulse
-from megajax.resilience.activity import Activity
-from megajax.resilience.beats import BEATS, Beat
+from megajax.job.faults.hang import Pulse
 from megajax.training.run_config import RunConfig
 
 TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megajax.config.builds import Builds
-from megajax.data.config import LoaderConfig, MockConfig, Rows, Splits
+from megajax.data.configs import LoaderConfig, MockConfig, Rows, Splits
 from small_jobs import run_config
 
 FAILURES = {failures}
@@ -82,7 +82,7 @@ def test_a_disk_that_fails_for_good_ends_the_run_with_one_message(run: Callable[
 
 
 def test_a_crash_in_compiled_code_shows_the_python_stack() -> None:
-    code = "import os, signal\nfrom megajax.command_line import front_door\n"
+    code = "import os, signal\nfrom megajax.command_line.parser import front_door\n"
     code += "def reads(argv):\n    os.kill(os.getpid(), signal.SIGBUS)\nfront_door(reads)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == -7 and "Bus error" in done.stderr and "in reads" in done.stderr

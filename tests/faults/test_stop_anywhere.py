@@ -10,7 +10,7 @@ from pathlib import Path
 import gangs
 import pytest
 
-from megajax.resilience.beats import BEATS, Beat
+from megajax.faults.beats import BEATS, Beat
 
 ALONE = (*gangs.TRAIN, f"--config={gangs.CONFIG}", "--devices=cpu:1", "--logging.every=1", *gangs.LONG)
 NEVER = """

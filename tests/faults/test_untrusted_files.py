@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from gangs import REPOSITORY
 
-from megajax.checkpoint.huggingface.folder import read_config
-from megajax.checkpoint.huggingface.peft_settings import read_settings
-from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.integrity import Damaged, read_manifest
 from megajax.checkpoint.local.sets import LocalSet
 from megajax.config.errors import UserError
 from megajax.config.markup import parse
-from megajax.data.cache import load_or_build
-from megajax.job.origin import folder_stop_tokens
+from megajax.interop.huggingface.folder import read_config
+from megajax.interop.huggingface.safetensors import SafetensorsFolder
+from megajax.interop.opening.origin import folder_stop_tokens
+from megajax.interop.peft.settings import read_settings
+from megajax.storage.index_cache import load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 

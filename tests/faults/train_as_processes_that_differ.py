@@ -14,10 +14,10 @@ from jax._src.lib.mlir import ir
 
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.manager import SaveReport
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
+from megajax.faults.signals import Signals
 from megajax.job import ending
-from megajax.mesh.world import process_index
-from megajax.resilience.signals import Signals
+from megajax.mesh.processes.world import process_index
 from megajax.train import main
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import resource
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the checkpoint manager imports jax
 
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.command_line import front_door
-from megajax.mesh.world import process_index
+from megajax.command_line.parser import front_door
+from megajax.mesh.processes.world import process_index
 from megajax.train import main
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import time
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.metrics.line_file import LineFile
 from megajax.train import main
 

@@ -9,8 +9,8 @@ import re
 import time
 from pathlib import Path
 
-from megajax.command_line import front_door
-from megajax.mesh.world import process_index
+from megajax.command_line.parser import front_door
+from megajax.mesh.processes.world import process_index
 from megajax.train import main
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from megajax.inference.confusion import PICTURE, confusion, pairs, sample
 from megajax.inference.sample import SAMPLERS
-from megajax.models.config.vit import SegmenterConfig
 from megajax.models.presets.vit import vit
+from megajax.models.vit.config import SegmenterConfig
 
 
 class Rows:

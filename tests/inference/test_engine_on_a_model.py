@@ -17,7 +17,7 @@ from megajax.inference.pack import Bucket
 from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.rows import Program
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 ROWS, CHUNK, BLOCK = 3, 8, 4
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from stand_in import StandIn, expected
 
-from megajax.command_line import Flag
+from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, UserError
 from megajax.generate import main
 from megajax.inference.completions import complete

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from megajax.inference.cache import CacheSize
 from megajax.inference.pack import Bucket
 from megajax.inference.programs import LoadedModel, Programs, StepOutput, buckets_up_to
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     FeedForwardBlockConfig,
@@ -29,12 +29,12 @@ from megajax.layers.config import (
     StackConfig,
 )
 from megajax.layers.param import Observation, bind, initial_values, specs
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 BLOCK, CHUNK, LENGTH, VOCABULARY = 4, 8, 32, 250
 HEADS = AttentionConfig(heads=4, kv_heads=2, kernel="reference")

@@ -11,7 +11,8 @@ from megajax.inference.cache import CacheSize
 from megajax.inference.memory import lengths_up_to
 from megajax.inference.pack import Bucket
 from megajax.inference.programs import LoadedModel, Programs
-from megajax.layers.config import (
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     BlockConfig,
     GatedMLPConfig,
     LayerNormConfig,
@@ -19,9 +20,8 @@ from megajax.layers.config import (
     RMSNormConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.param import bind
-from megajax.models.config import T5Config
+from megajax.models.configs import T5Config
 
 TEXT = 21
 CROSS = CrossAttentionConfig(heads=4, kv_heads=2, kernel="reference", bias=True)

@@ -22,7 +22,7 @@ from test_programs import (
 )
 
 from megajax.inference.programs import LoadedModel
-from megajax.layers.config import (
+from megajax.layers.configs import (
     CapacityConfig,
     DispatchConfig,
     GatedMLPConfig,
@@ -35,13 +35,13 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.config.norm import LayerScaleConfig
 from megajax.layers.context import Context
+from megajax.layers.norm.config import LayerScaleConfig
 from megajax.layers.param import LayerSettings, Observation, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig, WidthScalingConfig
+from megajax.models.configs import DecoderConfig, WidthScalingConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.gpt_oss import gpt_oss
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.kernels.attention.mask import Mask
+from megajax.kernels.attention.pallas import Blocks, visited
 from megajax.kernels.context.ring import sources
-from megajax.kernels.mask import Mask
-from megajax.kernels.pallas_attention import Blocks, visited
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 

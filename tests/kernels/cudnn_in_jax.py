@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from megajax.kernels import cudnn, pallas_attention
-from megajax.kernels.attention import PASSES, Passes
+from megajax.kernels.attention import cudnn
+from megajax.kernels.attention import pallas as pallas_attention
+from megajax.kernels.attention.attention import PASSES, Passes
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, pallas: bool = True) -> list[str]:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels import cudnn, pallas_attention
-from megajax.kernels.attention import PASSES, Mask, Passes, attend, local_device, reference_attention
-from megajax.kernels.pallas_attention import Blocks
+from megajax.kernels.attention import cudnn
+from megajax.kernels.attention import pallas as pallas_attention
+from megajax.kernels.attention.attention import PASSES, Mask, Passes, attend, local_device, reference_attention
+from megajax.kernels.attention.pallas import Blocks
 
 ROWS, HEADS, GROUPS = 2, 2, 1
 SCALE = 0.3

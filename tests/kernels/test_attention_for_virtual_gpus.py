@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
-from megajax.kernels.attention import Mask, attend, reference_attention
+from megajax.kernels.attention.attention import Mask, attend, reference_attention
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
 from megajax.planning.program.devices import GPUS, Cluster

@@ -8,8 +8,8 @@ import pytest
 from gpu_stand_in import KIND, CudaVersions, stand_in
 
 from megajax.config.errors import UserError
-from megajax.kernels.attention import PASSES, local_device
-from megajax.kernels.capability import BACKENDS, Device, Request, choose
+from megajax.kernels.attention.attention import PASSES, local_device
+from megajax.kernels.attention.capability import BACKENDS, Device, Request, choose
 from megajax.mesh.context_sharding import ContextSharding
 
 H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 28, 0))
@@ -107,7 +107,7 @@ def test_a_gpu_has_its_capability_and_cudnn_version(client, cudnn, expected, mon
     monkeypatch.setattr(jaxlib._jax.Client, "platform_version", property(lambda _: client))
     monkeypatch.setattr(CudaVersions, "cudnn_get_version", lambda: cudnn)
     assert local_device() == expected
-    monkeypatch.setattr("megajax.kernels.attention.cuda_versions", None)
+    monkeypatch.setattr("megajax.kernels.attention.attention.cuda_versions", None)
     assert local_device().cudnn is None
 
 

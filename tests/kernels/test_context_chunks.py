@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from sharded_rows import Case, check, documents, texts
 
 from megajax.config.errors import UserError
-from megajax.kernels import cudnn
-from megajax.kernels.attention import PASSES, local_device
-from megajax.kernels.mask import Mask
-from megajax.layers.config import AttentionConfig
+from megajax.kernels.attention import cudnn
+from megajax.kernels.attention.attention import PASSES, local_device
+from megajax.kernels.attention.mask import Mask
+from megajax.layers.configs import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig

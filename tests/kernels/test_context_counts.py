@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from blocks_of_devices import blocks_of_devices, visible_range
 
-from megajax.kernels.pallas_attention import Blocks
+from megajax.kernels.attention.pallas import Blocks
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 LENGTH, BLOCKS = 4096, Blocks(32, 16, 4)

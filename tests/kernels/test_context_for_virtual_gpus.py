@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
-from megajax.kernels.attention import OUTPUT, STATISTICS, attend
+from megajax.kernels.attention.attention import OUTPUT, STATISTICS, attend
+from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.strategy import over_context
-from megajax.kernels.mask import Mask
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
 from megajax.planning.program import devices, hlo

@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from sharded_rows import SCALE, Case, check, documents, on_devices, texts
 
-from megajax.kernels import pallas_attention
-from megajax.kernels.attention import PASSES, Passes, reference_forward
+from megajax.kernels.attention import pallas as pallas_attention
+from megajax.kernels.attention.attention import PASSES, Passes, reference_forward
+from megajax.kernels.attention.mask import Mask
+from megajax.kernels.attention.pallas import Blocks
 from megajax.kernels.context.ring import sources
 from megajax.kernels.context.strategy import over_context
-from megajax.kernels.mask import Mask
-from megajax.kernels.pallas_attention import Blocks
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")

@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.kernels.attention import OUTPUT, PASSES, STATISTICS, Mask, attend, reference_attention
-from megajax.kernels.cudnn import Documents
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.kernels.attention.attention import OUTPUT, PASSES, STATISTICS, Mask, attend, reference_attention
+from megajax.kernels.attention.cudnn import Documents
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.remat import Recomputing
+from megajax.layers.stack.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -163,7 +163,7 @@ def test_the_custom_calls_equal_those_of_jax(case, dtype, monkeypatch):
     """Same kernels, same settings, same operands: a jax that calls cuDNN in another way is found here."""
     monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(theirs, "check_compute_capability", lambda _: True)
-    monkeypatch.setattr("megajax.kernels.cudnn.DOCUMENTS", 4)
+    monkeypatch.setattr("megajax.kernels.attention.cudnn.DOCUMENTS", 4)
     # Where documents or padding don't fit, another kernel is called, which is not lowered here.
     monkeypatch.setattr(jax.lax, "cond", lambda fit, fused, fallback: fused())
     kernel, shapes, options, expected_config = CALLS[case]

@@ -11,13 +11,14 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu
 
 from megajax.config.errors import UserError
-from megajax.kernels import grouped_matmul as module
-from megajax.kernels import grouped_mosaic, grouped_triton
-from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Choice, Device
-from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
-from megajax.kernels.grouped_matmul import PRODUCTS, Products, grouped_matmul
-from megajax.kernels.grouped_tiles import most_tiles, tiles
+from megajax.kernels.attention.attention import local_device
+from megajax.kernels.attention.capability import Choice, Device
+from megajax.kernels.grouped import matmul as module
+from megajax.kernels.grouped import mosaic as grouped_mosaic
+from megajax.kernels.grouped import triton as grouped_triton
+from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
+from megajax.kernels.grouped.matmul import PRODUCTS, Products, grouped_matmul
+from megajax.kernels.grouped.tiles import most_tiles, tiles
 
 A100, H100, B200 = (
     Device(name=name, capability=at) for name, at in (("A100", (8, 0)), ("H100", (9, 0)), ("B200", (10, 0)))

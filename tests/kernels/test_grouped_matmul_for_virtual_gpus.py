@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
-from megajax.kernels.grouped_matmul import grouped_matmul
+from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
 from megajax.planning.program.devices import GPUS, Cluster

@@ -9,8 +9,9 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
-from megajax.kernels.capability import Device
-from megajax.layers.config import (
+from megajax.kernels.attention.capability import Device
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -18,10 +19,9 @@ from megajax.layers.config import (
     RelativeBiasConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
-from megajax.layers.config.moe import MoEConfig
+from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig, T5Config
+from megajax.models.configs import DecoderConfig, T5Config
 from megajax.training.program import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 28, 0))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.kernels.capability import BACKENDS, KNOWN_FAULTS, Device, Request, choose
+from megajax.kernels.attention.capability import BACKENDS, KNOWN_FAULTS, Device, Request, choose
 from megajax.mesh.context_sharding import ContextSharding
 
 H200 = Device(name="NVIDIA H200", capability=(9, 0), cudnn=(9, 28, 0))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from test_attention_backends import BACKENDS, GPU, GROUPS, HEADS, SCALE, passes, stand_in
 
-from megajax.kernels import cudnn
-from megajax.kernels.attention import PASSES, Mask, Passes, attend
+from megajax.kernels.attention import cudnn
+from megajax.kernels.attention.attention import PASSES, Mask, Passes, attend
 
 __all__ = ["passes"]  # a fixture
 

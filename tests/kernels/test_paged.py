@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels.attention import reference_attention
-from megajax.kernels.mask import Mask
-from megajax.kernels.paged import KERNELS, tiled
-from megajax.kernels.paged_pools import Pools
+from megajax.kernels.attention.attention import reference_attention
+from megajax.kernels.attention.mask import Mask
+from megajax.kernels.paged.paged import KERNELS, tiled
+from megajax.kernels.paged.pools import Pools
 
 ANYWHERE = ("reference", "tiled")
 """Those that run on a CPU; test_paged_triton.py has the other."""

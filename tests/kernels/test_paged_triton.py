@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.inference.assembly import choose_kernel
-from megajax.kernels.capability import Device
-from megajax.kernels.paged import KERNELS, reference
-from megajax.kernels.paged_capability import PAGED_BACKENDS, PagedRequest, choose_paged
-from megajax.kernels.paged_pools import Pools
-from megajax.kernels.paged_triton import paged_attention
+from megajax.kernels.attention.capability import Device
+from megajax.kernels.paged.capability import PAGED_BACKENDS, PagedRequest, choose_paged
+from megajax.kernels.paged.paged import KERNELS, reference
+from megajax.kernels.paged.pools import Pools
+from megajax.kernels.paged.triton import paged_attention
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
 from megajax.planning.program import devices
 from megajax.planning.program.devices import GPUS, Cluster

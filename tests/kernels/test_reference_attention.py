@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels.attention import AttentionDropout, Mask, attend, reference_attention
+from megajax.kernels.attention.attention import AttentionDropout, Mask, attend, reference_attention
 
 ROWS, LENGTH, SIZE = 2, 9, 6
 SCALE = SIZE**-0.5

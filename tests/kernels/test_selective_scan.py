@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.kernels.selective_scan import SelectiveScan, selective_scan
-from megajax.kernels.ssd import runs_of
+from megajax.kernels.ssm.selective_scan import SelectiveScan, selective_scan
+from megajax.kernels.ssm.ssd import runs_of
 
 ROWS, LENGTH, CHANNELS, STATES = 2, 23, 5, 3
 IDS = np.array([[1] * 9 + [2] * 14, [1] * 9 + [2] * 10 + [1] * 4], np.int32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels.ssd import Scan, causal_conv, runs_of, ssd, ssd_reference, ssd_step
+from megajax.kernels.ssm.ssd import Scan, causal_conv, runs_of, ssd, ssd_reference, ssd_step
 
 ROWS, HEADS, SIZE, GROUPS, STATES = 2, 4, 3, 2, 5
 DIFFERENTIATED = ("x", "dt", "a", "b", "c", "skip", "state")

@@ -6,11 +6,11 @@ import time
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the loader imports jax
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
-from megajax.data.loader import Loader
-from megajax.mesh import processes
-from megajax.mesh.world import process_index
+from megajax.data.rows.loader import Loader
+from megajax.mesh.processes import agreement as processes
+from megajax.mesh.processes.world import process_index
 from megajax.train import main
 
 LATE_SECONDS = 6.0

@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from megajax.resilience.beats import Beat, attempt_number, beats_folder
+from megajax.faults.beats import Beat, attempt_number, beats_folder
 
 STEPS, EVERY = 10, 5
 

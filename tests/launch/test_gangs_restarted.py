@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gangs import REPOSITORY, Started, launcher, saved
 
-from megajax.resilience.gang import write_or_drop
+from megajax.launcher.gang import write_or_drop
 
 FAKE = Path(__file__).with_name("fake_train.py")
 SRUN = Path(__file__).with_name("fake_srun.py")
@@ -319,7 +319,7 @@ def test_output_goes_on_after_a_full_disk(tmp_path, monkeypatch):
 
     path = tmp_path / "log"
     with path.open("wb") as log:
-        monkeypatch.setattr("megajax.resilience.gang.os.write", write)
+        monkeypatch.setattr("megajax.launcher.gang.os.write", write)
         write_or_drop(log.fileno(), b"lost\n")
         write_or_drop(log.fileno(), b"written\n")
     assert path.read_text() == "written\n"

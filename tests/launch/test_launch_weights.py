@@ -8,10 +8,10 @@ import pytest
 from gangs import CONFIG, TINY, TRAIN, launcher, steps
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config import load
+from megajax.interop.huggingface.registry import families
 
 SETTINGS = (
     "--parallel.data_sharding=fsdp", "--model.recompute=full", "--model.dropout=0", "--steps=3",

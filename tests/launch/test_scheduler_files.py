@@ -10,9 +10,9 @@ import pytest
 import yaml
 from gangs import REPOSITORY, launch_on
 
-from megajax.mesh.gpus import GpuClaim, assign, visible_gpus
-from megajax.mesh.world import find_world
-from megajax.resilience.exit_codes import EXIT_CODES, NO_PROGRESS, REQUEUE, worth_a_restart
+from megajax.faults.exit_codes import EXIT_CODES, NO_PROGRESS, REQUEUE, worth_a_restart
+from megajax.mesh.processes.gpus import GpuClaim, assign, visible_gpus
+from megajax.mesh.processes.world import find_world
 
 SLURM, LOCAL, JOBSET = (REPOSITORY / "launch" / name for name in ("slurm.sbatch", "local.sh", "kubernetes_jobset.yaml"))
 
@@ -108,7 +108,9 @@ def test_a_task_of_slurm_for_each_gpu():
 @pytest.mark.parametrize(("given", "expected"), [({}, "3"), ({"PROCESSES": "5"}, "5")])
 def test_the_local_script_counts_visible_gpus_where_all_do(tmp_path, given, expected):
     python = tmp_path / "python"
-    python.write_text('#!/usr/bin/env bash\n[[ "$*" == "-m megajax.mesh.gpus" ]] && echo 3 || echo "ran $*"\n')
+    python.write_text(
+        '#!/usr/bin/env bash\n[[ "$*" == "-m megajax.mesh.processes.gpus" ]] && echo 3 || echo "ran $*"\n'
+    )
     python.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | given
     output = subprocess.run(["bash", LOCAL, "gpt2.py"], env=environment, capture_output=True, text=True, check=True)
@@ -116,7 +118,7 @@ def test_the_local_script_counts_visible_gpus_where_all_do(tmp_path, given, expe
 
 
 def test_the_number_that_the_local_script_asks_for():
-    command = [sys.executable, "-m", "megajax.mesh.gpus"]
+    command = [sys.executable, "-m", "megajax.mesh.processes.gpus"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1\n"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -21,7 +21,7 @@ from megajax.layers.config import (
 )
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.position import bucket
+from megajax.layers.position.module import bucket
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

@@ -11,9 +11,9 @@ import pytest
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
-from megajax.kernels.grouped_matmul import grouped_matmul
-from megajax.layers.dispatch import Dispatch, dispatched, placed, water_level
-from megajax.layers.router import Routing
+from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.layers.moe.dispatch import Dispatch, dispatched, placed, water_level
+from megajax.layers.moe.router import Routing
 
 DEVICES, WIDTH = 4, 8
 AXES = ("expert",)

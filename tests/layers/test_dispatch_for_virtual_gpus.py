@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
-from megajax.layers.dispatch import Dispatch, dispatched
-from megajax.layers.router import Routing
+from megajax.layers.moe.dispatch import Dispatch, dispatched
+from megajax.layers.moe.router import Routing
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
 from megajax.planning.program.devices import GPUS, Cluster

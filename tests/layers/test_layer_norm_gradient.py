@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.attention import _add_head_bias
-from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RMSNormConfig
-from megajax.layers.config.mlp import FeedForward
+from megajax.layers.attention.module import _add_head_bias
+from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.context import Context
-from megajax.layers.mlp import ACTIVATIONS
+from megajax.layers.mlp.config import FeedForward
+from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 from tiny_runs import QUICK
 
-from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, leading, merge
 from megajax.config.errors import UserError
-from megajax.kernels.grouped_capability import GroupedSizes, capable_grouped
-from megajax.layers.config import (
+from megajax.interop.peft.weights import LORA_A, LORA_B, leading, merge
+from megajax.kernels.grouped.capability import GroupedSizes, capable_grouped
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -28,7 +28,7 @@ from megajax.layers.config import (
     StackConfig,
 )
 from megajax.layers.context import Context
-from megajax.layers.lora import drop_inputs
+from megajax.layers.lora.module import drop_inputs
 from megajax.layers.param import (
     Adapter,
     LayerSettings,
@@ -43,7 +43,7 @@ from megajax.layers.param import (
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 LAYOUT = Layout(Plan.of(ParallelConfig(data=1)))
 LORA = LoRAConfig(rank=3, alpha=6.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.config import Mamba1Config, Mamba2Config
+from megajax.layers.configs import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import StepRows
 from megajax.layers.param import LayerSettings, bind, initial_values, specs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     DenseMLPConfig,
     GatedMLPConfig,
     L2NormConfig,

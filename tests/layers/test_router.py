@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from megajax.layers.config import CapacityConfig, RouterConfig
-from megajax.layers.moe import ExpertLoad
-from megajax.layers.router import Routing, TokenAxes, add_gradient, balance, choose, sinkhorn, within_capacity
+from megajax.layers.configs import CapacityConfig, RouterConfig
+from megajax.layers.moe.module import ExpertLoad
+from megajax.layers.moe.router import Routing, TokenAxes, add_gradient, balance, choose, sinkhorn, within_capacity
 
 ROWS, LENGTH, EXPERTS, K = 3, 8, 6, 2
 TOKENS = ROWS * LENGTH

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.layers.runs import common_runs, split_patterns
+from megajax.layers.stack.runs import common_runs, split_patterns
 from megajax.pipeline.partition import Partition
 
 NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
 
-from megajax.kernels.capability import Request
-from megajax.layers.config import (
+from megajax.kernels.attention.capability import Request
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     GatedMLPConfig,
     LatentAttentionConfig,
     Mamba1Config,
@@ -17,13 +18,12 @@ from megajax.layers.config import (
     MoEConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.context import Context
-from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import Share
-from megajax.layers.remat import NAMES, PARTS, SELECTIVE, Recomputing
-from megajax.layers.stack import BLOCKS, Span
-from megajax.models.config import DecoderConfig, T5Config
+from megajax.layers.moe.facts import ExpertSharding
+from megajax.layers.stack.remat import NAMES, PARTS, SELECTIVE, Recomputing
+from megajax.layers.stack.stack import BLOCKS, Span
+from megajax.models.configs import DecoderConfig, T5Config
 from megajax.models.facts import block_facts
 from megajax.models.memory import saved_bytes
 from megajax.pipeline.layer_loop import differentiated

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from megajax.batch import Batch, batch_schema
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -31,12 +31,12 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.reduction import LossReduction
 from megajax.precision.config import PrecisionConfig
-from megajax.training.accumulate import accumulate
-from megajax.training.grads import Weights
-from megajax.training.staged import staged
+from megajax.training.gradients.accumulate import accumulate
+from megajax.training.gradients.grads import Weights
+from megajax.training.gradients.staged import staged
 from megajax.training.state import parameter_shardings
 
 ROWS, LENGTH, VOCABULARY = 4, 12, 61

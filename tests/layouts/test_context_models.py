@@ -15,17 +15,17 @@ from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentia
 
 from megajax.batch import Batch, Leaf
 from megajax.inference.continuation import sample
-from megajax.layers.config import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
-from megajax.layers.router import Routing, TokenAxes, choose, within_capacity
+from megajax.layers.configs import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
+from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
-from megajax.models.config import DecoderConfig, PredictionConfig
-from megajax.models.config.classifier import ClassHeadConfig, with_head
-from megajax.models.config.decoder import WidthScalingConfig
-from megajax.models.prediction import shifted
+from megajax.models.classifier.config import ClassHeadConfig, with_head
+from megajax.models.configs import DecoderConfig, PredictionConfig
+from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.prediction import shifted
 from megajax.models.presets.bert import bert
 from megajax.models.presets.llava import llava
 from megajax.models.presets.vit import vit, vit_tower

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from test_hybrid_layouts import hybrid
 from tiny_runs import ONE, QUICK, differentiate, llama
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     FeedForwardBlockConfig,
     GatedMLPConfig,
     Mamba1Config,
@@ -30,7 +30,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.mesh.sequence_sharding import SequenceSharding
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 HIDDEN, ROWS = 16, 2
 LAYERS = {

@@ -17,7 +17,7 @@ from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig
-from megajax.training.grads import MANUAL, Weights
+from megajax.training.gradients.grads import MANUAL, Weights
 
 pytestmark = pytest.mark.smoke
 

@@ -8,7 +8,7 @@ import pytest
 from test_layouts_train_alike import assert_same_training
 from tiny_runs import ONE, Trained, llama, train
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     CapacityConfig,
     DispatchConfig,
     GatedMLPConfig,
@@ -17,7 +17,7 @@ from megajax.layers.config import (
     SharedExpertConfig,
 )
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 EXPERTS = 8
 LOSSES = RouterConfig(aux_loss=0.01, row_loss=0.01, z_loss=0.001)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, Trained, build_program, differentiate, llama, place, rows, start, train, within
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     FeedForwardBlockConfig,
@@ -18,10 +18,10 @@ from megajax.layers.config import (
     RopeConfig,
     RouterConfig,
 )
-from megajax.layers.config.mamba import Mamba2Config
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 MIXTURE = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=16), router=RouterConfig(z_loss=1e-3))
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, gpt, llama, rows, train
 
-from megajax.layers.config import RelativeBiasConfig
+from megajax.layers.configs import RelativeBiasConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 
 
 def with_relative(relative: RelativeBiasConfig) -> DecoderConfig:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny_runs import ONE, Trained, gpt, llama, train
 
-from megajax.layers.config import GatedMLPConfig, LoRAConfig, MoEConfig
+from megajax.layers.configs import GatedMLPConfig, LoRAConfig, MoEConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig, PredictionConfig
+from megajax.models.configs import DecoderConfig, PredictionConfig
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 

@@ -12,11 +12,11 @@ from jax import Array
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, llama, place, rows, start, within
 
 from megajax.batch import Grads
-from megajax.layers.config import GatedMLPConfig
+from megajax.layers.configs import GatedMLPConfig
 from megajax.layers.context import Context
-from megajax.layers.mlp import MLP
+from megajax.layers.mlp.module import MLP
 from megajax.layers.param import LayerSettings, observation
-from megajax.layers.remat import Recompute
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.measures import Measure
 from megajax.mesh.observations import Observed, observe

@@ -6,7 +6,7 @@ import pytest
 from test_hybrid_layouts import assert_same_training
 from tiny_runs import ONE, llama, train
 
-from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config, MixerBlockConfig, StackConfig
+from megajax.layers.configs import FeedForwardBlockConfig, Mamba2Config, MixerBlockConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 
 SPACE = MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8))

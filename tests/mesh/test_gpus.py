@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megajax.mesh.gpus import GpuClaim, assign, bound_gpus, installed_gpus, visible_gpus
-from megajax.mesh.world import World
+from megajax.mesh.processes.gpus import GpuClaim, assign, bound_gpus, installed_gpus, visible_gpus
+from megajax.mesh.processes.world import World
 
 EIGHT = tuple("01234567")
 MIG = "MIG-3d2f5f0a-1111-5222-8333-444444444444"

@@ -8,9 +8,8 @@ import pytest
 
 import megajax
 from megajax.config.files import SHIPPED, functions_of, load
-from megajax.mesh import identity as of_process
-from megajax.mesh.gathering import MESSAGE_BYTES, parse_hello
-from megajax.mesh.identity import (
+from megajax.mesh.processes import identity as of_process
+from megajax.mesh.processes.identity import (
     SECTION_BYTES,
     SECTIONS,
     SETTINGS_BYTES,
@@ -21,6 +20,7 @@ from megajax.mesh.identity import (
     section,
     user_code,
 )
+from megajax.mesh.processes.rendezvous_server import MESSAGE_BYTES, parse_hello
 from megajax.mesh.xla import program_variables
 
 PACKAGE = Path(megajax.__file__).parent
@@ -72,7 +72,7 @@ def test_versions_are_named(monkeypatch):
 
 
 def test_code_is_compared_by_folder_and_not_by_place(tmp_path):
-    names = ("optim", "mesh/world.py", "train.py")
+    names = ("optim", "mesh/processes/world.py", "train.py")
     for place in ("a", "b"):
         for name in names:
             (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megajax.mesh.installation import LIBRARIES, Installation, find_installation
+from megajax.mesh.processes.installation import LIBRARIES, Installation, find_installation
 
 VERSION = "0.12.0.1"
 NAMES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")

@@ -8,16 +8,17 @@ from typing import Any
 import jax
 import pytest
 
-from megajax import command_line
+from megajax.command_line import parser as command_line
 from megajax.config.errors import ConfigError, UserError
-from megajax.mesh import mesh, processes
-from megajax.mesh.gpus import assign
-from megajax.mesh.installation import Installation
+from megajax.mesh import mesh
 from megajax.mesh.mesh import find_devices, select_devices
-from megajax.mesh.nccl import ONE_GPU, SET, SEVERAL_GPUS
-from megajax.mesh.nccl import variables as nccl_variables
-from megajax.mesh.rendezvous import Place
-from megajax.mesh.world import World
+from megajax.mesh.processes import agreement as processes
+from megajax.mesh.processes.gpus import assign
+from megajax.mesh.processes.installation import Installation
+from megajax.mesh.processes.nccl import ONE_GPU, SET, SEVERAL_GPUS
+from megajax.mesh.processes.nccl import variables as nccl_variables
+from megajax.mesh.processes.rendezvous import Place
+from megajax.mesh.processes.world import World
 
 GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, frozenset())
 

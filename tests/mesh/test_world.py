@@ -2,9 +2,9 @@
 
 import pytest
 
-from megajax.command_line import PROCESS_FLAGS, parse
+from megajax.command_line.parser import PROCESS_FLAGS, parse
 from megajax.config.errors import ConfigError
-from megajax.mesh.world import StartError, World, find_world, process_index, split_address
+from megajax.mesh.processes.world import StartError, World, find_world, process_index, split_address
 
 STEP = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "20", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",

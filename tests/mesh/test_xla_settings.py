@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.command_line import parse
+from megajax.command_line.parser import parse
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.mesh.xla import (
@@ -28,7 +28,7 @@ def as_before(monkeypatch):
     """`parse` sets what jax reads at its import."""
     for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr("megajax.command_line._device_problems", lambda devices: [])
+    monkeypatch.setattr("megajax.command_line.parser._device_problems", lambda devices: [])
 
 
 @pytest.mark.parametrize(

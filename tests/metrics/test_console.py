@@ -14,8 +14,8 @@ from datetime import datetime
 import pytest
 import rich.console
 
-from megajax import text
-from megajax.metrics.banner import plain
+from megajax.display import text
+from megajax.display.banner import plain
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import Console, LiveConsole, PlainConsole, open_console
 from megajax.metrics.lines import Terms

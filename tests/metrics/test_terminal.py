@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 import rich.console
 
-from megajax import text
+from megajax.display import text
 from megajax.metrics.console import LiveConsole, PlainConsole
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.throughput import StepRate

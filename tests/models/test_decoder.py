@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -24,7 +24,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig, WidthScalingConfig
+from megajax.models.configs import DecoderConfig, WidthScalingConfig
 from megajax.training.state import parameter_shardings
 
 pytestmark = pytest.mark.smoke

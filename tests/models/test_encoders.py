@@ -8,7 +8,8 @@ from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiat
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.config import (
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -21,10 +22,9 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
-from megajax.layers.remat import Recompute
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import BertConfig, DecoderConfig, PredictionConfig, T5Config
+from megajax.models.configs import BertConfig, DecoderConfig, PredictionConfig, T5Config
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
 READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)

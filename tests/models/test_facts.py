@@ -10,7 +10,7 @@ from flax import nnx
 from test_presets_and_formulas import BIASED, EVERYTHING, MODELS
 
 from megajax.config.errors import Problem, UserError
-from megajax.layers.config import (
+from megajax.layers.configs import (
     BlockConfig,
     DenseMLPConfig,
     Mamba1Config,
@@ -24,7 +24,7 @@ from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe

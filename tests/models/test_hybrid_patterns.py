@@ -7,7 +7,7 @@ from tiny_runs import ONE, build_program, llama
 
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     FeedForwardBlockConfig,
@@ -15,7 +15,7 @@ from megajax.layers.config import (
     MixerBlockConfig,
     StackConfig,
 )
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
 

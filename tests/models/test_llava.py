@@ -12,7 +12,7 @@ from tiny_runs import rows as plain_rows
 from megajax.batch import Batch, Placeholder
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -26,12 +26,12 @@ from megajax.layers.facts import total_size
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.config import DecoderConfig, LlavaConfig, ProjectorConfig
-from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.decoder import DecoderLM
+from megajax.models.configs import DecoderConfig, LlavaConfig, ProjectorConfig
+from megajax.models.decoder.module import DecoderLM
 from megajax.models.facts import demand_facts
-from megajax.models.llava import Llava, VisionSection
+from megajax.models.llava.module import Llava, VisionSection
 from megajax.models.presets.llava import llava as joined
+from megajax.models.vision.config import VisionTowerConfig
 from megajax.training.program import Program
 
 IMAGE = VOCABULARY - 1

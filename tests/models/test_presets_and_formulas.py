@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from megajax.config.errors import UserError
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -23,7 +23,7 @@ from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3

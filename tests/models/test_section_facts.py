@@ -11,17 +11,17 @@ import pytest
 from flax import nnx
 from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, build_program, gpt, llama
 
-from megajax.layers.config import DenseMLPConfig, StackConfig
-from megajax.layers.config.cross import CrossAttentionConfig
+from megajax.layers.block.cross_config import CrossAttentionConfig
+from megajax.layers.configs import DenseMLPConfig, StackConfig
 from megajax.layers.facts import norm_weights
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
-from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
+from megajax.models.vit.config import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
 from tests.models.test_encoders import bert, normalised_after, positioned, t5
 
 MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}

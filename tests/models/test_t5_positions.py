@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from tiny_runs import ONE
 
-from megajax.layers.config import (
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -18,11 +19,10 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.param import bind, specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import T5Config
+from megajax.models.configs import T5Config
 
 HEADS, SIZE, HIDDEN, WORDS = 2, 8, 12, 50
 RELATIVE = RelativeBiasConfig(buckets=8, distance=12, shared=True)

@@ -14,7 +14,8 @@ from tiny_runs import ONE, ROWS, build_program, differentiate
 from megajax.batch import Batch
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.config import (
+from megajax.layers.block.cross_config import CrossAttentionConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -23,13 +24,15 @@ from megajax.layers.config import (
     RMSNormConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.layers.param import Normal, bind, specs
-from megajax.layers.remat import Recompute
+from megajax.layers.stack.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config.vit import (
+from megajax.models.facts import flops_of
+from megajax.models.presets import vit as presets
+from megajax.models.reduction import LossReduction, quotient
+from megajax.models.vit.config import (
     AttentionPoolingConfig,
     ClassifierConfig,
     MeanPoolingConfig,
@@ -37,9 +40,6 @@ from megajax.models.config.vit import (
     ViTConfig,
     with_head,
 )
-from megajax.models.facts import flops_of
-from megajax.models.presets import vit as presets
-from megajax.models.reduction import LossReduction, quotient
 
 CLASSES, SIZE = 5, 8
 BLOCK = BlockConfig(

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from megatron_cases import FOLDER, unsupported
 
-from megajax.checkpoint.huggingface.folder import HuggingFaceModel, open_model
-from megajax.checkpoint.huggingface.registry import lost_settings
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import UserError
+from megajax.interop.huggingface.folder import HuggingFaceModel, open_model
+from megajax.interop.huggingface.registry import lost_settings
 
 TOLERANCE = 1e-5
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_cases import Settings, unsupported
 from megatron_moe import flag_mixtures, mixtures
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -27,8 +27,8 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.segments import stack_of
-from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.layers.stack.segments import stack_of
+from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting
 from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig

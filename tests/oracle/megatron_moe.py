@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_cases import Settings, unsupported
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     CapacityConfig,
     MLPConfig,
     MoEConfig,

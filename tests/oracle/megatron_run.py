@@ -10,22 +10,22 @@ import numpy as np
 from flax import nnx
 
 from megajax.batch import Batch, batch_schema
-from megajax.layers.config import AttentionConfig, LayerNormConfig
+from megajax.layers.configs import AttentionConfig, LayerNormConfig
 from megajax.layers.context import Context
+from megajax.layers.moe.router import REPORTED
 from megajax.layers.param import Observation, bind, specs
-from megajax.layers.router import REPORTED
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.reduction import LossReduction
 from megajax.optim.config import OptimizerConfig, ScheduleConfig
 from megajax.optim.schedule import Schedule
 from megajax.precision.config import PrecisionConfig
-from megajax.training.accumulate import accumulate
-from megajax.training.grads import GradFn, Weights
-from megajax.training.staged import staged
+from megajax.training.gradients.accumulate import accumulate
+from megajax.training.gradients.grads import GradFn, Weights
+from megajax.training.gradients.staged import staged
 from megajax.training.state import fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, compiled, plain_step
 

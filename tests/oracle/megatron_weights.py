@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.megatron.tables import blocks, table
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import Mapped, Row, resolved
-from megajax.models.config.vision import VisionTowerConfig
+from megajax.interop.megatron.checkpoints.tables import blocks, table
+from megajax.models.vision.config import VisionTowerConfig
 
 type Arrays = Mapping[str, np.ndarray]
 

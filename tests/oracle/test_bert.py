@@ -9,9 +9,9 @@ from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights, noise_of
 
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.layers.param import bind
-from megajax.models.config import BertConfig
+from megajax.models.configs import BertConfig
 
 META = load_json("numerics/other_models_meta.json")
 

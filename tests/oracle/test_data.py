@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from megajax.batch import Leaf
-from megajax.data.blend import BlendedDataset, weighted_index
-from megajax.data.config import BlendConfig, CyclicConfig, MaskedSentencesConfig, MaskedSpansConfig, Rows
-from megajax.data.cyclic import CyclicRows
-from megajax.data.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
-from megajax.data.loader import LocalRows
-from megajax.data.splits import NAMES, parse_split, split_bounds
-from megajax.models.config import text_schema
+from megajax.data.configs import BlendConfig, CyclicConfig, MaskedSentencesConfig, MaskedSpansConfig, Rows
+from megajax.data.rows.blend import BlendedDataset, weighted_index
+from megajax.data.rows.cyclic import CyclicRows
+from megajax.data.rows.loader import LocalRows
+from megajax.data.rows.splits import NAMES, parse_split, split_bounds
+from megajax.data.text.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
+from megajax.models.configs import text_schema
 
 FOLDER = (
     Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()

@@ -11,8 +11,8 @@ from megajax.config.errors import UserError
 from megajax.inference.completions import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.request import Sampling
-from megajax.job.inference import load, start_engine
-from megajax.job.origin import Origin, generation_config
+from megajax.interop.opening.engine import load, start_engine
+from megajax.interop.opening.origin import Origin, generation_config
 
 ELSEWHERE = ("bert", "megatron-bert", "t5", "mt5", "vit")
 NEW = 8

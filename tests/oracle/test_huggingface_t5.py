@@ -10,7 +10,7 @@ from megatron_cases import Comparison, cases
 from megatron_run import OneDevice
 
 from megajax.layers.param import bind
-from megajax.models.t5 import EncoderSection
+from megajax.models.t5.module import EncoderSection
 
 
 @pytest.mark.parametrize("case", cases(folders(lambda kind: kind in ("t5", "mt5"))))

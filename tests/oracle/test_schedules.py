@@ -11,7 +11,7 @@ from megatron_config import batch_config, schedule_config
 from megajax.config.errors import UserError
 from megajax.optim.groups import Group
 from megajax.precision.config import DynamicScaleConfig
-from megajax.training.batch_sizes import BatchSizes
+from megajax.training.elastic.batch_sizes import BatchSizes
 
 TOLERANCE = 1e-6
 """Of each rate: they are computed in float32."""

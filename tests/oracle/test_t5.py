@@ -11,10 +11,10 @@ from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
-from megajax.layers.config import BlockConfig, IdentityNormConfig, RelativeBiasConfig, StackConfig
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import BlockConfig, IdentityNormConfig, RelativeBiasConfig, StackConfig
 from megajax.layers.param import bind
-from megajax.models.config import T5Config
+from megajax.models.configs import T5Config
 
 META = load_json("numerics/other_models_meta.json")
 SECTIONS = ("encoder", "decoder")

@@ -15,13 +15,13 @@ from megatron_run import OneDevice
 from megatron_weights import tensors, to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     BlockConfig,
     IdentityNormConfig,
     StackConfig,
 )
 from megajax.layers.param import bind
-from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.vision.config import VisionTowerConfig
 
 META = load_json("numerics/other_models_meta.json")
 

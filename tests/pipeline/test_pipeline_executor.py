@@ -15,7 +15,7 @@ from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, gpt, in_order, ll
 
 from megajax.batch import Grads
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.pipeline import executor
 from megajax.pipeline.executor import Segment, Stage, segments
 from megajax.pipeline.layer_loop import LayerLoop

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from megajax.config import load
-from megajax.layers.config import BlockConfig, GatedMLPConfig, StackConfig
-from megajax.layers.config.moe import DispatchConfig, MoEConfig, RouterConfig
-from megajax.layers.dispatch import Dispatch
-from megajax.layers.expert_facts import ExpertSharding
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.configs import BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig
+from megajax.layers.moe.dispatch import Dispatch
+from megajax.layers.moe.facts import ExpertSharding
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe

@@ -13,14 +13,14 @@ from tiny_runs import ONE, QUICK, Program, build_program, place, rows, start, wi
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.job.layer_order import like_stored, reorder
+from megajax.job.start.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.observations import accumulated
 from megajax.precision.amax import STARTS, AmaxHistory
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
 from megajax.precision.fp8 import Fp8Matmul
-from megajax.training.guarded import GuardLimits, StepControl
+from megajax.training.guarded.step import GuardLimits, StepControl
 from megajax.training.state import TrainState
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}

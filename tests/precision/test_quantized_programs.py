@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from megajax.config.errors import UserError
-from megajax.layers.config import QuantizationConfig
-from megajax.layers.quantization import demand_device
-from megajax.layers.quantized import Quantized, form_of
+from megajax.layers.configs import QuantizationConfig
+from megajax.layers.quantization.layers import demand_device
+from megajax.layers.quantization.weights import Quantized, form_of
 from megajax.mesh.xla import GPU, INFERENCE
 from megajax.models.presets.llama import llama3
 from megajax.planning.program.devices import prepare, read_cluster, virtual_devices

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megajax.mesh.installation import Installation
+from megajax.mesh.processes.installation import Installation
 from megajax.reporting.machine import devices, gpus, host, trial
 from megajax.reporting.machine.examine import CHECKS, examine
 from megajax.reporting.machine.machine import Check, Machine, Output, fail, ok, run_checks, warn

@@ -12,8 +12,8 @@ import jax
 import pytest
 from gpu_stand_in import stand_in
 
-from megajax.kernels.attention import PASSES
-from megajax.kernels.grouped_matmul import grouped_matmul
+from megajax.kernels.attention.attention import PASSES
+from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.reporting.machine import devices, gpus, host, trial
 from megajax.reporting.machine.machine import Machine, run_checks, run_limited
 
@@ -183,7 +183,7 @@ def test_gradients_and_documents_that_are_wrong_on_a_gpu_are_found(
 
     faulty = PASSES["reference"]._replace(backward=backward)
     monkeypatch.setattr(
-        "megajax.kernels.attention.PASSES",
+        "megajax.kernels.attention.attention.PASSES",
         {**PASSES, "cudnn": faulty, "pallas": PASSES["reference"], "cudnn_mask": PASSES["reference"]},
     )
     finding = devices.attention()

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from megajax.resilience.backstop import Backstop
+from megajax.faults.backstop import Backstop
 
 PROGRAM = """
 import ctypes, os, signal, sys, time
-from megajax.resilience import backstop
+from megajax.faults import backstop
 backstop.GRACE_SECONDS = 1
 with backstop.Backstop() as held:
     held.reset(1.0)

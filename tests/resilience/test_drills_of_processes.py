@@ -8,10 +8,10 @@ from itertools import count
 
 import pytest
 
-from megajax.resilience import drills
-from megajax.resilience.beats import ATTEMPT
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.drills import DrillFault, with_process_faults
+from megajax.faults import drills
+from megajax.faults.beats import ATTEMPT
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.drills import DrillFault, with_process_faults
 
 
 def crashed_at(*inject: str, after: int = 0) -> int | None:
@@ -66,7 +66,7 @@ def test_wrong_drills_are_refused():
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("frozen", signal.SIGSTOP)])
 def test_signals_to_itself(kind, number):
-    program = f"from megajax.resilience.drills import Drill; Drill('{kind}', 1, True).inject()"
+    program = f"from megajax.faults.drills import Drill; Drill('{kind}', 1, True).inject()"
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)

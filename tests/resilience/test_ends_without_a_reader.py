@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.resilience.beats import BEATS, Beat
+from megajax.faults.beats import BEATS, Beat
 
 FULL = """
 import os, sys, time
@@ -25,9 +25,9 @@ except BlockingIOError:
 """
 
 HANGS = """
-from megajax.job.hang import Pulse
-from megajax.resilience.activity import Activity
-from megajax.resilience.watchdog import WatchdogConfig
+from megajax.job.faults.hang import Pulse
+from megajax.faults.activity import Activity
+from megajax.faults.watchdog import WatchdogConfig
 pulse = Pulse(folder, Activity(), WatchdogConfig(step=0.5, compile=0.5))
 pulse.events = folder / "events.jsonl"
 with pulse, pulse.activity.phase("step", 7):
@@ -35,7 +35,7 @@ with pulse, pulse.activity.phase("step", 7):
 """
 
 TAKES_SIGNALS = """
-from megajax.resilience.signals import Signals
+from megajax.faults.signals import Signals
 with Signals(received=lambda name, code: (folder / f"{name}_{code}").touch()):
     (folder / "ready").touch()
     while True:

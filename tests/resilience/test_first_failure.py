@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from megajax.resilience.beats import Beat
-from megajax.resilience.first_failure import MemberState, first_cause, scheduler_cause
+from megajax.faults.beats import Beat
+from megajax.launcher.first_failure import MemberState, first_cause, scheduler_cause
 
 GLOO = "JaxRuntimeError: Gloo all_reduce failed: Connection closed by peer"
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from megajax.resilience.activity import Stage
-from megajax.resilience.beats import Beat
-from megajax.resilience.gang_watch import GangWatch, Limits, handles, process_state
+from megajax.faults.activity import Stage
+from megajax.faults.beats import Beat
+from megajax.launcher.gang_watch import GangWatch, Limits, handles, process_state
 
 
 class Clocked:

@@ -12,13 +12,13 @@ import jax
 import pytest
 
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.job.hang import Pulse
-from megajax.job.lost_peer import LostPeer
-from megajax.job.peer_status import Verdict
-from megajax.resilience.activity import Activity
-from megajax.resilience.beats import BEATS, Beat, failures_reported, last_beat
-from megajax.resilience.signals import Signals
-from megajax.resilience.stacks import STACKS_FOLDER
+from megajax.faults.activity import Activity
+from megajax.faults.beats import BEATS, Beat, failures_reported, last_beat
+from megajax.faults.signals import Signals
+from megajax.faults.stacks import STACKS_FOLDER
+from megajax.job.faults.hang import Pulse
+from megajax.job.faults.lost_peer import LostPeer
+from megajax.job.faults.peer_status import Verdict
 
 
 class Wrong(UserError):
@@ -88,7 +88,7 @@ def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, t
 
 def test_the_first_beat_comes_at_once(beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that stops in its first second is known to the launcher."""
-    monkeypatch.setattr("megajax.job.hang.TICK_SECONDS", 1e6)
+    monkeypatch.setattr("megajax.job.faults.hang.TICK_SECONDS", 1e6)
     with Pulse(tmp_path, Activity()):
         deadline = time.monotonic() + 30
         while Beat.read(beats, 0) is None:
@@ -105,7 +105,7 @@ def test_a_lost_process_is_recorded_once_by_the_launcher_if_there_is_one(
         monkeypatch.setenv(BEATS, launcher)
         pulse = Pulse(tmp_path, Activity())
         pulse.events = events
-        monkeypatch.setattr("megajax.job.hang.lost_peer", lambda *_: (LostPeer("lost"), verdict))
+        monkeypatch.setattr("megajax.job.faults.hang.lost_peer", lambda *_: (LostPeer("lost"), verdict))
         pulse.failed(error)
         assert events.exists() == (not launcher)
     (line,) = events.read_text().splitlines()

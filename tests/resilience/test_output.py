@@ -10,7 +10,7 @@ import pytest
 
 PRINTS = """
 import sys
-from megajax.resilience.output import keep_writing
+from megajax.faults.output import keep_writing
 keep_writing()
 sys.stdin.readline() if {wait} else None
 for number in range(2000):
@@ -81,7 +81,7 @@ def test_training_goes_on_without_a_reader(tmp_path, live, reader):
 
 HANGS_UP = """
 import os, signal, time
-from megajax.resilience.signals import Signals
+from megajax.faults.signals import Signals
 with Signals() as signals:
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(0.5)

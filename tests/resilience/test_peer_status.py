@@ -5,10 +5,10 @@ import json
 import jax
 import pytest
 
-from megajax.job import peer_status
-from megajax.job.lost_peer import CONNECTION, runtime_error_of
-from megajax.job.peer_status import LOST, PeerStatus, Status, find_cause, secondary
-from megajax.resilience.activity import Stage
+from megajax.faults.activity import Stage
+from megajax.job.faults import peer_status
+from megajax.job.faults.lost_peer import CONNECTION, runtime_error_of
+from megajax.job.faults.peer_status import LOST, PeerStatus, Status, find_cause, secondary
 
 
 def moved(states: dict[int, Status]) -> dict[int, Status]:

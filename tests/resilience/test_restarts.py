@@ -2,9 +2,9 @@
 
 import pytest
 
-from megajax.resilience.exit_codes import EXIT_CODES, worth_a_restart
-from megajax.resilience.first_failure import Cause
-from megajax.resilience.restarts import Restart, RestartConfig, Restarts, Stop
+from megajax.faults.exit_codes import EXIT_CODES, worth_a_restart
+from megajax.launcher.first_failure import Cause
+from megajax.launcher.restarts import Restart, RestartConfig, Restarts, Stop
 
 
 class Failing:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.signals import Signals, StopRequest, agree
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.signals import Signals, StopRequest, agree
 
 POLLING = """
 import sys, time
-from megajax.resilience.signals import Signals
+from megajax.faults.signals import Signals
 with Signals() as signals:
     print("ready", flush=True)
     while signals.request is None:
@@ -30,7 +30,7 @@ print("saved", flush=True)
 # A computation without end: the main thread is inside XLA and runs no Python handler.
 STUCK = """
 import jax, os
-from megajax.resilience.signals import Signals
+from megajax.faults.signals import Signals
 forever = jax.jit(lambda x: jax.lax.while_loop(lambda n: n >= 0, lambda n: (n + 1) % 1000, x))
 with Signals(before_exit=lambda why, code: os.write(1, b"terminal in order\\n")):
     print("ready", flush=True)
@@ -42,7 +42,7 @@ UNPOLLED = STUCK.replace("with Signals(", "with Signals(polled=False, ")
 FORKING = """
 import os, signal, time, warnings
 warnings.simplefilter("ignore")
-from megajax.resilience.signals import Signals
+from megajax.faults.signals import Signals
 with Signals() as signals:
     reading, writing = os.pipe()
     child = os.fork()
@@ -62,7 +62,7 @@ import sys, time
 import jax
 jax.config.update("jax_enable_preemption_service", False)
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-from megajax.resilience.signals import Signals, agree
+from megajax.faults.signals import Signals, agree
 with Signals() as signals:
     print("ready", agree(False), flush=True)
     for step in range(10_000):

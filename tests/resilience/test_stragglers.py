@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megajax.job.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
-from megajax.resilience.integrity_config import StragglersConfig
+from megajax.faults.integrity_config import StragglersConfig
+from megajax.job.faults.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
 from megajax.training.timing import EXCHANGED, PhaseTimes
 
 RULE = StragglersConfig(factor=2.0, share=0.1)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.mesh.peers import Peers
-from megajax.resilience.activity import Activity, Stage
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.stacks import stacks
-from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling, waits_for_peers
+from megajax.faults.activity import Activity, Stage
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.stacks import stacks
+from megajax.faults.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling, waits_for_peers
+from megajax.mesh.processes.peers import Peers
 
 
 class Hands:

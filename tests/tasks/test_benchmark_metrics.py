@@ -10,8 +10,8 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
 from megajax.config.errors import UserError
-from megajax.data.config.benchmarks import SquadConfig
-from megajax.data.squad import Paragraph, Question, Window, paragraph_windows
+from megajax.data.benchmarks.config import SquadConfig
+from megajax.data.benchmarks.squad import Paragraph, Question, Window, paragraph_windows
 from megajax.tasks.benchmark import as_table
 from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
 from megajax.tasks.metrics import f1, matthews, pearson, spearman

@@ -13,16 +13,16 @@ import pytest
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.weights.model_differences import differences
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.data.config import GlueConfig, LoaderConfig, MockGlueConfig, Splits
+from megajax.data.configs import GlueConfig, LoaderConfig, MockGlueConfig, Splits
+from megajax.interop.conversion.model_differences import differences
 from megajax.job.job import train
-from megajax.job.resume import checkpoint_meta
-from megajax.job.stored_weights import all_weights
-from megajax.job.weights import InitialWeights
-from megajax.models.config import ClassHeadConfig
-from megajax.models.config.classifier import with_head
+from megajax.job.start.resume import checkpoint_meta
+from megajax.job.start.stored_weights import all_weights
+from megajax.job.start.weights import InitialWeights
+from megajax.models.classifier.config import with_head
+from megajax.models.configs import ClassHeadConfig
 from megajax.models.presets.bert import bert
 from megajax.tasks.command import Evaluation, evaluate
 from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig

@@ -13,16 +13,16 @@ import pytest
 from tiny_runs import LENGTH, QUICK, VOCABULARY, llama
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.data.config import BlendConfig
-from megajax.data.indexed import IndexedWriter
+from megajax.data.configs import BlendConfig
+from megajax.data.text.indexed import IndexedWriter
 from megajax.evaluate import folder_config, main
+from megajax.interop.huggingface.registry import families
 from megajax.job.job import train
-from megajax.job.stored_weights import all_weights
+from megajax.job.start.stored_weights import all_weights
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig

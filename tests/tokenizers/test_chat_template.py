@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
-from megajax.data.chat_files import tokenize_parts
+from megajax.data.chat.files import tokenize_parts
 from megajax.tokenizers import template_sandbox
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megajax.checkpoint.huggingface import tokenizer_json as module
-from megajax.checkpoint.huggingface.sentencepiece_model import parsed
-from megajax.checkpoint.huggingface.tokenizer_files import copy_files, files_of, tokenizer_config
 from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
+from megajax.interop.tokenizers import tokenizer_json as module
+from megajax.interop.tokenizers.files import copy_files, files_of, tokenizer_config
+from megajax.interop.tokenizers.sentencepiece_model import parsed
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

@@ -3,8 +3,8 @@
 import re
 import shlex
 
-from megajax.tools.flags import Word
-from megajax.tools.megatron_flags import Converted, convert
+from megajax.interop.megatron.flags.reading import Word
+from megajax.interop.megatron.flags.translate import Converted, convert
 from megajax.training.run_config import RunConfig
 
 BASE = {

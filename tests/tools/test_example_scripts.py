@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.layers.config import MixerBlockConfig
+from megajax.layers.configs import MixerBlockConfig
 from megajax.models.facts import demand_facts
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.planning.cost.description import describe

@@ -13,14 +13,14 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
 from megajax.config.dump import diff
 from megajax.config.errors import UserError
-from megajax.data.config import BlendConfig, MockConfig
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.data.configs import BlendConfig, MockConfig
+from megajax.faults.config import ResilienceConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig
 from megajax.tools.megatron_args import main
 from megajax.training.config import BatchConfig, EvaluationConfig, LinearRampConfig

@@ -6,8 +6,9 @@ import pytest
 from flag_lines import BERT, T5, config, convert_line, problem
 
 from megajax.config import load
-from megajax.data.config import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.layers.config import (
+from megajax.data.configs import MaskedSentencesConfig, MaskedSpansConfig
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -16,8 +17,7 @@ from megajax.layers.config import (
     RelativeBiasConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
-from megajax.models.config import BertConfig, T5Config
+from megajax.models.configs import BertConfig, T5Config
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.tools.megatron_args import main
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from flag_lines import config, convert_line, problem
 
-from megajax.layers.config import AttentionConfig, RopeConfig, YarnScalingConfig
-from megajax.tools.flags import Mapped, Noted, Refused, Unnecessary, Word, spellings
-from megajax.tools.megatron_flags import FLAGS, ROWS, convert
+from megajax.interop.megatron.flags.reading import Mapped, Noted, Refused, Unnecessary, Word, spellings
+from megajax.interop.megatron.flags.translate import FLAGS, ROWS, convert
+from megajax.layers.configs import AttentionConfig, RopeConfig, YarnScalingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", REPOSITORY.parent / "shared" / "oracle"))

@@ -10,12 +10,12 @@ from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATI
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.config import schema
 from megajax.config.dump import flatten
-from megajax.data.config import ChatConfig, FillInMiddleConfig
-from megajax.models.config import BertConfig, LlavaConfig, T5Config
+from megajax.data.configs import ChatConfig, FillInMiddleConfig
+from megajax.interop.megatron.flags.reading import Flag, Mapped, Noted, Refused, Unnecessary, Word
+from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
+from megajax.models.configs import BertConfig, LlavaConfig, T5Config
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
-from megajax.tools.flags import Flag, Mapped, Noted, Refused, Unnecessary, Word
-from megajax.tools.megatron_flags import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
 from megajax.training.config import StepRampConfig
 from megajax.training.run_config import RunConfig
 

@@ -3,7 +3,7 @@
 import pytest
 from flag_lines import HYBRID, MOE, config, convert_line, problem
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     CapacityConfig,
     DispatchConfig,
@@ -12,7 +12,7 @@ from megajax.layers.config import (
     MoEConfig,
     RouterConfig,
 )
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.stack.segments import SegmentsConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.mamba import nemotron_h
 from megajax.models.presets.mixtral import mixtral

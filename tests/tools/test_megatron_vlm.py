@@ -8,8 +8,8 @@ import pytest
 from flag_lines import VLM, config, convert_line, problem
 
 from megajax.config import load
-from megajax.data.config import MockCaptionsConfig
-from megajax.layers.config import (
+from megajax.data.configs import MockCaptionsConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -20,8 +20,8 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.models.config import LlavaConfig, ProjectorConfig
-from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
+from megajax.models.configs import LlavaConfig, ProjectorConfig
+from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig, MultimodalTokenizerConfig
 from megajax.tools.megatron_args import main
 from megajax.training import setup

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.tools.flags import UNKNOWN
+from megajax.interop.megatron.flags.reading import UNKNOWN
+from megajax.interop.megatron.shell.interpreter import Script, read_script
+from megajax.interop.megatron.shell.state import Command
 from megajax.tools.megatron_args import find_training
-from megajax.tools.shell.interpreter import Script, read_script
-from megajax.tools.shell.state import Command
 
 
 def commands(text: str, *arguments: str, **defined: str) -> tuple[Command, ...]:

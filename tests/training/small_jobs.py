@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import MockConfig
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
+from megajax.data.configs import MockConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import NullTokenizerConfig

@@ -13,12 +13,12 @@ from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.data.attention_work import RowWork
-from megajax.data.config import BlendConfig, LoaderConfig, MockConfig
-from megajax.data.indexed import IndexedWriter
+from megajax.data.configs import BlendConfig, LoaderConfig, MockConfig
+from megajax.data.rows.attention_work import RowWork
+from megajax.data.text.indexed import IndexedWriter
 from megajax.job.banner import banner
-from megajax.job.resume import facts
-from megajax.layers.config import (
+from megajax.job.start.resume import facts
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     CapacityConfig,
@@ -28,7 +28,7 @@ from megajax.layers.config import (
     RouterConfig,
 )
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import PredictionConfig
+from megajax.models.configs import PredictionConfig
 from megajax.models.facts import count_flops
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.row_balance import balance_problems

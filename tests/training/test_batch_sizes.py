@@ -3,8 +3,8 @@
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.training.batch_sizes import BatchSize
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
+from megajax.training.elastic.batch_sizes import BatchSize
 
 LINEAR = LinearRampConfig(start=16, increment=8, samples=1000)
 STEPS = StepRampConfig(sizes="0:16 1000:32,5000:64", unit="samples")

@@ -9,11 +9,11 @@ import pytest
 from small_jobs import losses, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.metrics.writers import JsonlWriter
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
-from megajax.resilience.config import ResilienceConfig
 
 HOUR, DAY = 3_600.0, 86_400.0
 

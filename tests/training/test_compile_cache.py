@@ -18,8 +18,9 @@ from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
 from peer_threads import together
 
-from megajax.job import compile_cache
-from megajax.job.compile_cache import (
+from megajax.job.compile_log import Compile, CompileLog
+from megajax.job.start import compile_cache
+from megajax.job.start.compile_cache import (
     cache_in_use,
     delete_damaged,
     delete_unused,
@@ -28,7 +29,6 @@ from megajax.job.compile_cache import (
     unusable,
     use_cache,
 )
-from megajax.job.compile_log import Compile, CompileLog
 from megajax.job.steps import first_step
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.console import PlainConsole

@@ -9,12 +9,12 @@ import pytest
 from small_jobs import model, run_config
 
 from megajax.config.errors import ConfigError
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.watchdog import WatchdogConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options, termination
 from megajax.precision.config import Fp8Config, PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.watchdog import WatchdogConfig
 from megajax.training.compiler_options import accepted_options, default_options, refusal, run_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

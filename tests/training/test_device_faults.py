@@ -8,9 +8,10 @@ import pytest
 from gpu_stand_in import KIND, stand_in
 from small_jobs import model, run_config
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.config.tree import override
-from megajax.job.device_faults import (
+from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
+from megajax.job.faults.device_faults import (
     DeviceFault,
     cheapest,
     device_fault,
@@ -19,10 +20,9 @@ from megajax.job.device_faults import (
     requested_bytes,
     state_bytes,
 )
-from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.installation import Installation
+from megajax.mesh.processes.installation import Installation
 from megajax.mesh.xla import MEMORY_FRACTION
 from megajax.training.config import BatchConfig
 from megajax.training.loop import _Loop
@@ -134,7 +134,7 @@ def test_gpus_too_old_for_their_cuda_are_named(capability, named, monkeypatch):
     stand_in(monkeypatch, capability=capability, kind="NVIDIA P40")
     plugins = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.12.0.1")
     there = Installation(8, (580, 65), plugins, frozenset({"cudnn", "cublas", "nccl"}))
-    monkeypatch.setattr("megajax.job.device_faults.find_installation", lambda: there)
+    monkeypatch.setattr("megajax.job.faults.device_faults.find_installation", lambda: there)
     text = installation("CUDNN_STATUS_NOT_INITIALIZED")
     assert ("NVIDIA P40 has compute capability 6.1; jax for CUDA 13 needs" in text) == named
 

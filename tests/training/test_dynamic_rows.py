@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from small_jobs import model, run_config
 
-from megajax.data.config import ChatConfig, Rows
-from megajax.kernels.mask import Mask
-from megajax.kernels.pallas_attention import Blocks, _split_into_blocks, blocks_for
+from megajax.data.configs import ChatConfig, Rows
+from megajax.kernels.attention.mask import Mask
+from megajax.kernels.attention.pallas import Blocks, _split_into_blocks, blocks_for
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig

@@ -15,8 +15,8 @@ from small_jobs import losses, model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.job.job import train
-from megajax.job.resume import facts
-from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, MoEConfig, RouterConfig
+from megajax.job.start.resume import facts
+from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.training import session

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from small_jobs import VOCABULARY, run_config
 
-from megajax.command_line import parse
+from megajax.command_line.parser import parse
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
-from megajax.data.config import BlendConfig, MockConfig
-from megajax.data.indexed import IndexedWriter
+from megajax.data.configs import BlendConfig, MockConfig
+from megajax.data.text.indexed import IndexedWriter
+from megajax.faults.config import ResilienceConfig
 from megajax.job.hooks import Evaluate, PaddedRows
 from megajax.job.job import train
 from megajax.metrics.config import LoggingConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.session import prepare, setup
 

@@ -12,7 +12,7 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.checksum import group_files
-from megajax.job.equal_files import BLOCK, BLOCKS, demand_equal_files, input_groups
+from megajax.job.start.equal_files import BLOCK, BLOCKS, demand_equal_files, input_groups
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
 
 PROCESSES = 4

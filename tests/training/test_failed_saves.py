@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from small_jobs import run_config
 
-from megajax.checkpoint import arrays, disk
+from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.job.job import train
-from megajax.job.save import SavesFailed
+from megajax.job.saves.save import SavesFailed
 from megajax.metrics.config import LoggingConfig
+from megajax.storage import disk
 from megajax.training.config import EvaluationConfig
 
 

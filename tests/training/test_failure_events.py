@@ -13,16 +13,16 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.job.failure import MAX_ERROR_LENGTH, FailureLog, one_line, report_lost_lines
+from megajax.faults.activity import Activity
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.drills import DrillFault
+from megajax.job.faults.failure import MAX_ERROR_LENGTH, FailureLog, one_line, report_lost_lines
 from megajax.job.job import train
 from megajax.job.steps import step_record
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.line_file import FileDeleted, LinesLost
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
-from megajax.resilience.activity import Activity
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.drills import DrillFault
 
 
 def lines(folder: Path, *names: str) -> list[dict]:

@@ -18,16 +18,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import MockConfig
+from megajax.data.configs import MockConfig
+from megajax.faults.config import ResilienceConfig
 from megajax.inference.sample import sample
-from megajax.job.compile_cache import use_cache
 from megajax.job.job import train
+from megajax.job.start.compile_cache import use_cache
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.nccl import SET, SEVERAL_GPUS
+from megajax.mesh.processes.nccl import SET, SEVERAL_GPUS
 from megajax.mesh.xla import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.compiler_options import default_options
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig

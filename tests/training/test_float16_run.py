@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from small_jobs import model, run_config
 
+from megajax.faults.exit_codes import NUMERIC_FAULT
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
-from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.training.config import EvaluationConfig
 
 

@@ -9,13 +9,13 @@ import pytest
 from small_jobs import losses, model, run_config
 
 from megajax.checkpoint.reader import open_checkpoints
+from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
-from megajax.job.resume import Resume
+from megajax.job.start.resume import Resume
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import PredictionConfig
+from megajax.models.configs import PredictionConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 

@@ -14,11 +14,11 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.inspection import describe
 from megajax.config.errors import UserError
+from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.reporting.write import close_run
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from small_jobs import model, run_config
 
+from megajax.job.faults.watch import Watch
 from megajax.job.job import train
-from megajax.job.watch import Watch
-from megajax.layers.config import CapacityConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.configs import CapacityConfig, GatedMLPConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.measures import Measure, Measured
 from megajax.metrics.config import LoggingConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.training.session import setup
 
 CAPACITY = CapacityConfig(factor=0.98, drop="position")

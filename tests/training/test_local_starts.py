@@ -14,14 +14,14 @@ import pytest
 import small_jobs
 from local_sets import damage, like, sets, small
 
-from megajax.checkpoint import disk
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.reader import DamagedStep
+from megajax.faults.activity import Activity
 from megajax.job.job import train
-from megajax.job.local_saves import LocalSaves, intact_step, mesh_sizes
+from megajax.job.saves.local_saves import LocalSaves, intact_step, mesh_sizes
 from megajax.mesh.config import ParallelConfig
-from megajax.resilience.activity import Activity
+from megajax.storage import disk
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 

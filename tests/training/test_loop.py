@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.faults.config import ResilienceConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
-from megajax.training.guard import Guard
-from megajax.training.guarded import GuardLimits, StepControl
+from megajax.training.guarded.guard import Guard
+from megajax.training.guarded.step import GuardLimits, StepControl
 from megajax.training.loop import run_steps
 
 

@@ -12,15 +12,15 @@ from small_jobs import losses, model, run_config
 from tiny_runs import ONE, QUICK, build_program, llama, within
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.weights.runs import open_step
+from megajax.faults.config import ResilienceConfig
+from megajax.interop.runs.reader import open_step
 from megajax.job.job import train
-from megajax.job.weights import frozen_weights_warning
-from megajax.layers.config import LoRAConfig
+from megajax.job.start.weights import frozen_weights_warning
+from megajax.layers.configs import LoRAConfig
 from megajax.layers.facts import total_size
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.facts import adapter_share
 from megajax.optim.config import AdamWConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.program import Program
 
 LORA = LoRAConfig(rank=2, alpha=4.0)

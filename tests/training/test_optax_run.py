@@ -14,11 +14,11 @@ from small_jobs import losses, model, run_config
 from tiny_runs import ONE, QUICK, build_program, in_order, llama, place, rows, start, within
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.optim.config import OptaxConfig, ScheduleConfig
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.program import Program
 from tests.docs.blocks import ROOT, blocks
 

@@ -9,13 +9,13 @@ from gpu_stand_in import stand_in
 from peer_threads import together
 from small_jobs import run_config
 
-from megajax.job import preflight
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.gpu_health import Symptom
+from megajax.faults.integrity_config import HealthConfig
 from megajax.job.job import train
-from megajax.job.preflight import Outcome, Unfit, demand_health, refusals
-from megajax.mesh.peers import Peers
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.gpu_health import Symptom
-from megajax.resilience.integrity_config import HealthConfig
+from megajax.job.start import preflight
+from megajax.job.start.preflight import Outcome, Unfit, demand_health, refusals
+from megajax.mesh.processes.peers import Peers
 
 
 @pytest.fixture

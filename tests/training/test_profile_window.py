@@ -7,11 +7,11 @@ from small_jobs import model, run_config
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
+from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import BatchConfig
 
 

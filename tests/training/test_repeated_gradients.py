@@ -10,13 +10,13 @@ from small_jobs import run_config
 from tiny_runs import QUICK, build_program, llama, place, rows, start, within
 
 from megajax.config.errors import UserError
-from megajax.job.integrity import idle_drills
-from megajax.job.recompute import CheckGradients, devices_of, mismatch_message
-from megajax.job.repeated_gradients import Recompute, Verdict, scale_of, verdict
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.integrity_config import RecomputeConfig
+from megajax.job.integrity.integrity import idle_drills
+from megajax.job.integrity.recompute import CheckGradients, devices_of, mismatch_message
+from megajax.job.integrity.repeated_gradients import Recompute, Verdict, scale_of, verdict
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, rotated_mesh
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.integrity_config import RecomputeConfig
 
 ONE = np.float32(1)
 LAYOUTS = {

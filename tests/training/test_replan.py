@@ -9,10 +9,10 @@ from small_jobs import model, run_config
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, Problem, TooFewDevices
-from megajax.layers.config import GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.configs import GatedMLPConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.training.config import BatchConfig, LinearRampConfig
-from megajax.training.replan import Replan, elastic_hint, replanned
+from megajax.training.elastic.replan import Replan, elastic_hint, replanned
 from megajax.training.run_config import RunConfig
 
 

@@ -7,14 +7,14 @@ from small_jobs import model, run_config
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.drills import Drill
+from megajax.faults.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
+from megajax.job.integrity.replicas import most_copies
+from megajax.job.integrity.state_hash import HashedLeaf
 from megajax.job.job import train
-from megajax.job.replicas import most_copies
-from megajax.job.state_hash import HashedLeaf
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.drills import Drill
-from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
 
 REPLICATED = ParallelConfig(data=2, data_sharding="replicate")
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from small_jobs import model, run_config
 
-from megajax.data.config import ChatConfig, CyclicConfig, LoaderConfig, MockConfig
-from megajax.data.cyclic import CyclicRows
+from megajax.data.configs import ChatConfig, CyclicConfig, LoaderConfig, MockConfig
+from megajax.data.rows.cyclic import CyclicRows
 from megajax.job.job import train
-from megajax.job.resume import facts
+from megajax.job.start.resume import facts
 from megajax.metrics.config import LoggingConfig
 from megajax.reporting.write import close_run
 from megajax.tokenizers.config import ByteTokenizerConfig

@@ -10,7 +10,7 @@ from small_jobs import model, run_config
 from megajax.config.errors import ConfigError
 from megajax.config.schema import names
 from megajax.config.tree import check
-from megajax.layers.config import RopeConfig
+from megajax.layers.configs import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig

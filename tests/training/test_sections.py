@@ -14,18 +14,18 @@ from tiny_runs import ONE, QUICK, VOCABULARY, build_program, differentiate, llam
 from megajax.batch import Leaf
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.attention import Attention
-from megajax.layers.config import AttentionConfig, StackConfig
+from megajax.layers.attention.module import Attention
+from megajax.layers.configs import AttentionConfig, StackConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, Normal, bind, param
-from megajax.layers.remat import Recompute, Recomputing
-from megajax.layers.stack import Stack
+from megajax.layers.stack.remat import Recompute, Recomputing
+from megajax.layers.stack.stack import Stack
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.models.config import text_schema
+from megajax.models.configs import text_schema
 from megajax.models.protocol import ModelConfig
 from megajax.models.reduction import LossReduction
-from megajax.training.staged import forward
+from megajax.training.gradients.staged import forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,16 +12,16 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.spikes import SpikeRule
+from megajax.job.faults.watch import Watch
 from megajax.job.job import train
-from megajax.job.watch import Watch
 from megajax.layers.param import ONES, ParamSpec
 from megajax.mesh.measures import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.spikes import SpikeRule
-from megajax.training.guard import Guard
+from megajax.training.gradients.nonfinite import nonfinite_message
+from megajax.training.guarded.guard import Guard
 from megajax.training.loop import NumericFault, StepInfo, UnrepeatedFault, run_steps
-from megajax.training.nonfinite_gradients import nonfinite_message
 from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
 

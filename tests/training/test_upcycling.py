@@ -12,12 +12,12 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.errors import UserError
-from megajax.job.resume import checkpoint_meta
-from megajax.job.weights import InitialWeights
-from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, MoEConfig, RouterConfig
-from megajax.layers.upcycling import derived, weight_sum
+from megajax.job.start.resume import checkpoint_meta
+from megajax.job.start.weights import InitialWeights
+from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.moe.upcycling import derived, weight_sum
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup

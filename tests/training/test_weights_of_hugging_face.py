@@ -14,18 +14,18 @@ from safetensors.numpy import save_file
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.folder import open_model
-from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
-from megajax.data.config import MockConfig
-from megajax.job.layer_order import layers_of
-from megajax.job.weights import InitialWeights
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.data.configs import MockConfig
+from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.registry import families
+from megajax.job.start.layer_order import layers_of
+from megajax.job.start.weights import InitialWeights
+from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.session import Run, setup
 

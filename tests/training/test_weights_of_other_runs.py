@@ -14,15 +14,15 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
-from megajax.data.config import MockImagesConfig, MockMasksConfig
+from megajax.data.configs import MockImagesConfig, MockMasksConfig
 from megajax.job.job import train
-from megajax.job.resume import checkpoint_meta
-from megajax.job.weights import InitialWeights
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.job.start.resume import checkpoint_meta
+from megajax.job.start.weights import InitialWeights
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import ViTConfig
-from megajax.models.config.vit import ClassifierConfig, SegmenterConfig
-from megajax.models.vision import interpolation_matrix
+from megajax.models.configs import ViTConfig
+from megajax.models.vision.module import interpolation_matrix
+from megajax.models.vit.config import ClassifierConfig, SegmenterConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig

@@ -7,7 +7,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # before the
 import pytest
 from gpu_stand_in import stand_in
 
-from megajax.command_line import front_door
+from megajax.command_line.parser import front_door
 from megajax.train import main
 
 

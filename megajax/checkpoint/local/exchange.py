@@ -25,7 +25,7 @@ import numpy as np
 
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex, bounds_of, box_from
-from megajax.mesh.world import is_loopback, split_address
+from megajax.mesh.processes.world import is_loopback, split_address
 
 TIMEOUT_SECONDS = 120.0
 """Timeout of a connection that neither sends nor receives."""

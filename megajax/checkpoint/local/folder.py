@@ -15,7 +15,6 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from megajax.checkpoint import disk
 from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.history import FILE, NAME, RunHistory
@@ -23,8 +22,9 @@ from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.reader import say
 from megajax.config.budget import read_json
 from megajax.config.errors import UserError
-from megajax.text import byte_size
-from megajax.write_errors import write_fault
+from megajax.display.text import byte_size
+from megajax.storage import disk
+from megajax.storage.write_errors import write_fault
 
 OWNER = "run.json"
 """Name of the file with the checkpoints folder that the local folder of a run belongs to."""

@@ -6,10 +6,10 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.checkpoint.disk import write_durably
 from megajax.checkpoint.reader import say
 from megajax.config.budget import read_json
 from megajax.config.errors import UserError
+from megajax.storage.disk import write_durably
 
 FILE = "local.json"
 NAME = re.compile(r"[0-9a-f]{16}")

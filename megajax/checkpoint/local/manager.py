@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from megajax.checkpoint import arrays, disk, failures
+from megajax.checkpoint import arrays, failures
 from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.local.config import LocalConfig
@@ -37,7 +37,8 @@ from megajax.checkpoint.local.shards import (
 )
 from megajax.checkpoint.manager import SaveReport
 from megajax.checkpoint.reader import Meta, Tree, say
-from megajax.mesh.peers import PartFailed, Peers
+from megajax.mesh.processes.peers import PartFailed, Peers
+from megajax.storage import disk
 
 NICE = 10
 """Added to the niceness of the writing thread, so that it yields to training."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from megajax.checkpoint.local.exchange import RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.sets import LocalSet
 from megajax.config.errors import UserError
-from megajax.mesh.peers import Peers
+from megajax.mesh.processes.peers import Peers
 
 
 class Members:

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.boxes import Box, shape_of
-from megajax.checkpoint.disk import flush_to_disk, write_durably
 from megajax.checkpoint.integrity import Damaged, in_threads, seal
 from megajax.config.budget import DOCUMENT, parse_json, read_file
+from megajax.storage.disk import flush_to_disk, write_durably
 
 SET = "set.json"
 OWN_FILE, REPLICAS_FILE = "own.bin", "replicas.bin"

@@ -8,7 +8,7 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.config.nearest import download_hint
 
-FORMATS: Mapping[str, str] = {"hf": "megajax.checkpoint.huggingface.folder:read_model"}
+FORMATS: Mapping[str, str] = {"hf": "megajax.interop.huggingface.folder:read_model"}
 """Format -> module:function that reads a folder as a `foreign.ForeignModel`."""
 
 

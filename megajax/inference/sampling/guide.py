@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.missing import require
 from megajax.config.nearest import did_you_mean
+from megajax.config.optional_packages import require
 from megajax.tokenizers.base import Tokenizer
 
 GUIDES = 32

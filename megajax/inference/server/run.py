@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.config.errors import ConfigError
+from megajax.display.banner import Section, plain
+from megajax.display.text import count
 from megajax.inference.engine import Engine
 from megajax.inference.model_device import ModelDevice
 from megajax.inference.programs import LoadedModel, Programs
@@ -14,9 +16,7 @@ from megajax.inference.server.models import ServedModel
 from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.server.state import Readiness
 from megajax.inference.worker import Worker
-from megajax.metrics.banner import Section, plain
 from megajax.models.facts import facts_of
-from megajax.text import count
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.conversation import Conversation
 

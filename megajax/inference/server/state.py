@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Literal
 
-from megajax.config.help import field_texts
+from megajax.command_line.help import field_texts
 from megajax.inference.engine import Statistics
 from megajax.inference.server.metrics import gauge
 from megajax.inference.worker import Worker

@@ -7,9 +7,9 @@ them again, because saving them would take memory for T positions in every layer
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.kernels.attention import AttentionDropout, Passes
+from megajax.kernels.attention.attention import AttentionDropout, Passes
+from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import gather_rows, reduce_rows
-from megajax.kernels.mask import Mask
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 

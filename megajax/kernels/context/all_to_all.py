@@ -12,9 +12,9 @@ from math import gcd
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.kernels.attention import AttentionDropout, Passes
+from megajax.kernels.attention.attention import AttentionDropout, Passes
+from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import gather_group, to_heads, to_positions
-from megajax.kernels.mask import Mask
 from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
 
 

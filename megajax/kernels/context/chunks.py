@@ -7,7 +7,7 @@ queries: in zigzag order with two chunks per device, each step is two squares.
 
 In the backward pass, each call takes the output and log-sum-exp over all keys, and the gradients add up (Liu et al.
 2023). A branch on a GPU waits for the host, so only documents use one: their number decides which kernel runs
-(`megajax.kernels.cudnn`).
+(`megajax.kernels.attention.cudnn`).
 
 B rows, S positions of a device, T of a row, N query heads.
 """
@@ -15,10 +15,10 @@ B rows, S positions of a device, T of a row, N query heads.
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.kernels.attention import Passes, merge_parts
+from megajax.kernels.attention.attention import Passes, merge_parts
+from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.all_gather import all_gather, whole_keys
 from megajax.kernels.context.collectives import reduce_rows
-from megajax.kernels.mask import Mask
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.kernels.context.collectives import gather_rows, to_heads, to_positions
-from megajax.kernels.selective_scan import compose_transitions
-from megajax.kernels.ssd import runs_of
+from megajax.kernels.ssm.selective_scan import compose_transitions
+from megajax.kernels.ssm.ssd import runs_of
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 

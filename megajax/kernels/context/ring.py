@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.kernels.attention import AttentionDropout, Passes, merge_parts
+from megajax.kernels.attention.attention import AttentionDropout, Passes, merge_parts
+from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import from_before, gather_devices
-from megajax.kernels.mask import Mask
 from megajax.mesh.sequence_sharding import SequenceSharding
 
 

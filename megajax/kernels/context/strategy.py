@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megajax.kernels import cudnn
-from megajax.kernels.attention import PASSES, Passes
+from megajax.kernels.attention import cudnn
+from megajax.kernels.attention.attention import PASSES, Passes
 from megajax.kernels.context.all_gather import all_gather
 from megajax.kernels.context.all_to_all import all_to_all
 from megajax.kernels.context.chunks import chunks_with_gathered_keys, two_squares

@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2019, section 3), and Megatron-LM's larger sizes (Shoeybi et al. 2019, table 4)."""
 
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
-from megajax.models.config import BertConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.models.configs import BertConfig
 from megajax.models.presets.sizes import Size, pick
 
 BERT_VOCABULARY = 30524

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     BlockConfig,
     DispatchConfig,
     GatedMLPConfig,
@@ -16,8 +16,8 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.segments import SegmentsConfig
-from megajax.models.config import DecoderConfig, PredictionConfig
+from megajax.layers.stack.segments import SegmentsConfig
+from megajax.models.configs import DecoderConfig, PredictionConfig
 from megajax.models.presets.sizes import pick
 
 

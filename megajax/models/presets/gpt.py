@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019, table 2) and GPT-3 (Brown et al. 2020, table 2.1)."""
 
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
-from megajax.models.config import DecoderConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 GPT_VOCABULARY = 50257

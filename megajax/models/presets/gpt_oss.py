@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -12,7 +12,7 @@ from megajax.layers.config import (
     RouterConfig,
     YarnScalingConfig,
 )
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 GPT_OSS = {

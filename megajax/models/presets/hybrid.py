@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.config import AnyBlockConfig, BlockConfig, FeedForwardBlockConfig, MixerBlockConfig, StackConfig
-from megajax.layers.segments import SegmentsConfig
-from megajax.models.config.decoder import PredictionConfig
+from megajax.layers.configs import AnyBlockConfig, BlockConfig, FeedForwardBlockConfig, MixerBlockConfig, StackConfig
+from megajax.layers.stack.segments import SegmentsConfig
+from megajax.models.decoder.config import PredictionConfig
 
 CHUNK, AHEAD = "|", "/"
 

@@ -1,6 +1,6 @@
 """Llama 2 (Touvron et al. 2023, table 1 and the released configs) and Llama 3 (Llama team 2024, table 3)."""
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -8,7 +8,7 @@ from megajax.layers.config import (
     RMSNormConfig,
     RopeConfig,
 )
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 LLAMA2 = {

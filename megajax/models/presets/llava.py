@@ -3,8 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
-from megajax.models.config import DecoderConfig, LlavaConfig
-from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.configs import DecoderConfig, LlavaConfig
+from megajax.models.vision.config import VisionTowerConfig
 
 
 def llava(language: DecoderConfig, vision: VisionTowerConfig, *, image_token: int, **more: Any) -> LlavaConfig:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AnyBlockConfig,
     AttentionConfig,
     DenseMLPConfig,
@@ -13,7 +13,7 @@ from megajax.layers.config import (
     MixerBlockConfig,
     RMSNormConfig,
 )
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.hybrid import hybrid_stack
 from megajax.models.presets.sizes import Size, decoder, pick
 

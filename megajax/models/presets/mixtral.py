@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, table 1; 8x22B: Mistral AI's release of April 2024), as in the released configs."""
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -9,7 +9,7 @@ from megajax.layers.config import (
     RopeConfig,
     RouterConfig,
 )
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 MIXTRAL = {

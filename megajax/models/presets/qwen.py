@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
@@ -11,7 +11,7 @@ from megajax.layers.config import (
     RopeConfig,
     RouterConfig,
 )
-from megajax.models.config import DecoderConfig
+from megajax.models.configs import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 RELEASED = 151936

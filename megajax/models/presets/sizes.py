@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.config import AnyBlockConfig, StackConfig
-from megajax.models.config import DecoderConfig
+from megajax.layers.configs import AnyBlockConfig, StackConfig
+from megajax.models.configs import DecoderConfig
 
 
 class Size(NamedTuple):

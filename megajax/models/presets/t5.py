@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megajax.layers.config import (
+from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -13,8 +14,7 @@ from megajax.layers.config import (
     RMSNormConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
-from megajax.models.config import T5Config
+from megajax.models.configs import T5Config
 from megajax.models.presets.sizes import Size, pick
 
 T5_VOCABULARY = 30624

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megajax.layers.config import (
+from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -17,10 +17,10 @@ from megajax.layers.config import (
     RMSNormConfig,
     StackConfig,
 )
-from megajax.models.config import ViTConfig
-from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.config.vit import ClassifierConfig, with_head
+from megajax.models.configs import ViTConfig
 from megajax.models.presets.sizes import Size, pick
+from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
+from megajax.models.vit.config import ClassifierConfig, with_head
 
 VIT = {
     "debug": Size(2, 64, 4, ffn=256),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
-from megajax.metrics.banner import Table
+from megajax.display.banner import Table
 from megajax.planning.program import hlo
 from megajax.planning.program.devices import GIB
 

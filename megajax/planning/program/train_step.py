@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from megajax.config.tree import check
-from megajax.kernels.capability import Device as KernelDevice
+from megajax.display.banner import Report, Section, Table
+from megajax.display.text import byte_size, duration
+from megajax.kernels.attention.capability import Device as KernelDevice
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
-from megajax.metrics.banner import Report, Section, Table
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
@@ -25,7 +26,6 @@ from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.program.devices import GIB, GPU, Cluster
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import layout, memory_rows, placement, times, traffic_by_class
-from megajax.text import byte_size, duration
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 

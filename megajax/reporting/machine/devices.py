@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.kernels.attention import attend, local_device
-from megajax.kernels.capability import BACKENDS, Request
-from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
-from megajax.kernels.grouped_matmul import grouped_matmul
-from megajax.kernels.mask import Mask
+from megajax.display.text import byte_size
+from megajax.kernels.attention.attention import attend, local_device
+from megajax.kernels.attention.capability import BACKENDS, Request
+from megajax.kernels.attention.mask import Mask
+from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
+from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
-from megajax.mesh.processes import each_process
+from megajax.mesh.processes.agreement import each_process
 from megajax.reporting.machine.machine import Finding, Machine, fail, ok, warn
 from megajax.reporting.machine.trial import FIRST_AID, STAGES
-from megajax.text import byte_size
 
 SIZE = 512
 """Rows and columns of the matrices."""

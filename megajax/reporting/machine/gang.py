@@ -6,7 +6,7 @@ from functools import partial
 
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
-from megajax.mesh.identity import find_identity
+from megajax.mesh.processes.identity import find_identity
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail
 
 SECONDS = 180.0
@@ -32,7 +32,7 @@ def check(name: str, patience: float, machine: Machine) -> Finding | None:
     """The finding of one test; the first call runs all tests. jax is imported only then, after the other checks."""
 
     def run(machine: Machine) -> Mapping[str, Finding]:
-        start: Callable = resolve("megajax.mesh.processes:start")
+        start: Callable = resolve("megajax.mesh.processes.agreement:start")
         try:
             start(patience=patience, identity=partial(find_identity, None, {"doctor": True}))
         except UserError as error:
@@ -40,10 +40,10 @@ def check(name: str, patience: float, machine: Machine) -> Finding | None:
             return {next(iter(ADVICE)): fail(str(error), "see the output of the missing processes")}
         # Works even while a collective waits for a lost process.
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        peers = resolve("megajax.mesh.peers:Peers")("doctor")
-        results = resolve("megajax.job.preflight:tests")(machine.run_dir, peers)
+        peers = resolve("megajax.mesh.processes.peers:Peers")("doctor")
+        results = resolve("megajax.job.start.preflight:tests")(machine.run_dir, peers)
         findings = {result.name: Finding(result.status, result.state) for result in results}
-        resolve("megajax.mesh.processes:finish")()
+        resolve("megajax.mesh.processes.agreement:finish")()
         faulthandler.cancel_dump_traceback_later()
         return findings
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from megajax.mesh.installation import find_installation
+from megajax.display.text import byte_size
+from megajax.faults.gpu_health import NOT_INSTALLED, SLOWDOWNS
+from megajax.mesh.processes.installation import find_installation
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
-from megajax.resilience.gpu_health import NOT_INSTALLED, SLOWDOWNS
-from megajax.text import byte_size
 
 NVML_SECONDS = 20.0
 """Time limit of the query: without persistence mode, the driver must initialize first."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megajax.mesh.gpus import VISIBLE
-from megajax.mesh.nccl import ONE_GPU, SEVERAL_GPUS
-from megajax.mesh.nccl import variables as nccl_variables
+from megajax.display.text import byte_size
+from megajax.mesh.processes.gpus import VISIBLE
+from megajax.mesh.processes.nccl import ONE_GPU, SEVERAL_GPUS
+from megajax.mesh.processes.nccl import variables as nccl_variables
 from megajax.mesh.xla import flag_names
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
-from megajax.text import byte_size
 
 MIB, GIB = 2**20, 2**30
 MIN_SHARED, MIN_SHARED_FOR_NCCL = GIB, 128 * MIB

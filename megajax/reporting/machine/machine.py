@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megajax.mesh.gpus import installed_gpus, visible_gpus
+from megajax.mesh.processes.gpus import installed_gpus, visible_gpus
 
 KILL_SECONDS = 2.0
 """Time limit of waiting for a killed process, which may hang in a driver forever."""

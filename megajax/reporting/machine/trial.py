@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-from megajax.mesh.nccl import set_variables
+from megajax.mesh.processes.nccl import set_variables
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, warn
 
 STAGES = ("devices", "matmul", "attention", "grouped matmul", "all-reduce")

@@ -1,0 +1,72 @@
+"""The config of conversations."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.paths import PathText
+from megajax.data.config import LoaderConfig, at_least, paths_problems, split_problems
+from megajax.data.text.config import text_leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig(Builds):
+    """Conversations for supervised fine-tuning (SFT), packed into rows.
+
+    Files of JSON lines, each {"messages": [{"role": "user", "content": "…"}, …]} or
+    {"conversations": [{"from": "human", "value": "…"}, …]}. Conversations of one row do not attend to each other.
+    """
+
+    target: ClassVar[str] = "megajax.data.chat.rows:build_splits"
+
+    paths: tuple[PathText, ...] = ()
+    """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
+    train_paths: tuple[PathText, ...] = ()
+    """Files of training data only, instead of `paths`."""
+    valid_paths: tuple[PathText, ...] = ()
+    """Files of validation data only."""
+    test_paths: tuple[PathText, ...] = ()
+    """Files of test data only."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
+    template: PathText = "plain"
+    """Renders conversations as text: a Jinja2 template, a file with one (also a tokenizer_config.json), or a name:
+    plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
+    end_token: Literal["append", "template"] = "append"
+    """append: a conversation ends with the end-of-document token, which is added unless the template ends with it.
+    template: only what the template renders, as in Megatron-LM."""
+    loss: Literal["answers", "all"] = "answers"
+    """Tokens with a loss: of the assistant's messages, or all."""
+    packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
+    """best_fit: rows of several lines with little padding, in a different order in each epoch. balanced: the same, with
+    about equal attention work on each row, as far as single long lines allow. lines: a row for each line, in the order
+    of the files; a line may have several conversations, each of which begins with a system message."""
+    isolate_padding: bool = True
+    """Divide the padding after the last conversation into short documents, which cost attention little. False: it
+    belongs to the last conversation, as in Megatron-LM."""
+    cut_long: bool = False
+    """Cut a line that is longer than a row; false: an invalid line, see `on_error`."""
+    pad_multiple: int = 1
+    """Pad each conversation to a multiple of this many tokens."""
+    pad_token: str | None = None
+    """Token for padding; none: the tokenizer's pad token, or else its end-of-document token."""
+    mask_pad: bool = False
+    """No loss wherever the label is the pad token, as in Megatron-LM. If the pad token also ends conversations, the
+    model does not learn to end them."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with an invalid line: stop, or skip and count it."""
+    cache_dir: PathText | None = None
+    """Folder for tokenized conversations; none: the user's cache folder."""
+    seed: int | None = None
+    """Seed for the order of rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(isolated=True)
+
+    def problems(self) -> list[Problem]:
+        problems = split_problems(self.split) + at_least("pad_multiple", self.pad_multiple, 1)
+        return problems + paths_problems(self, "file", "set data.paths=FILE.jsonl")

@@ -1,0 +1,276 @@
+"""Tokenized conversations from JSON lines: the tokens of answers, and the skipped lines with reasons."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.preprocessing.text_files import open_text
+from megajax.storage.index_cache import Arrays, content_digest, load_or_build
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
+
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
+"""Role names and their aliases -> role."""
+REASONS = ("not a conversation", "unknown role", "no answer", "refused by the template")
+"""Reasons to skip a line."""
+WEIGHTS = (1e-6, 1e6)
+"""Least and largest nonzero weight of a message: sums and quotients of such weights are finite in float32."""
+
+type Message = dict[str, Any]
+
+
+class BadLine(Exception):
+    """A line without a conversation to train on. reason: one of `REASONS`."""
+
+    def __init__(self, reason: str, problem: str):
+        self.reason = reason
+        super().__init__(problem)
+
+
+class Conversations(NamedTuple):
+    """Tokenized conversations of files, one after the other."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    weights: np.ndarray
+    """float32 [T], weight of each token in the loss; 0 for tokens without loss."""
+    starts: np.ndarray
+    """int64 [N + 1], first token of each conversation, then T."""
+    lines: np.ndarray
+    """int64 [L + 1], first conversation of each used line, then N."""
+    places: np.ndarray
+    """int64 [L, 2], file and line number from 1."""
+    skipped: np.ndarray
+    """int64 [len(REASONS)], number of skipped lines."""
+    files: tuple[Path, ...] = ()
+    """The cache files of the arrays."""
+
+    def line_lengths(self, multiple: int) -> np.ndarray:
+        """Tokens of each line with conversations padded to a multiple, int64 [L]."""
+        sizes = -(-np.diff(self.starts) // multiple) * multiple
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        return np.diff(bounds[self.lines])
+
+    def line_weighs(self, multiple: int, length: int, masked: int | None) -> np.ndarray:
+        """Whether each line, with conversations padded to a multiple and cut to `length`, has a loss, bool [L].
+
+        The first token of a conversation is not a label. masked: a token without loss.
+        """
+        padded = -(-np.diff(self.starts) // multiple) * multiple
+        bounds = np.concatenate([[0], np.cumsum(padded)])
+        before = bounds[:-1] - np.repeat(bounds[self.lines[:-1]], np.diff(self.lines))
+        first = self.starts[:-1]
+        room = np.clip(length - before, 0, np.diff(self.starts))
+        labels = self.weights > 0 if masked is None else (self.weights > 0) & (self.tokens != masked)
+        counts = np.concatenate([[0], np.cumsum(labels)])
+        weighs = counts[first + room] > counts[np.minimum(first + 1, first + room)]
+        return np.logical_or.reduceat(weighs, self.lines[:-1])
+
+
+def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
+    """The conversations of a line, and its tools, if any. A system message begins a conversation.
+
+    Raises:
+        BadLine: not JSON, no messages, an unknown role, or with `demand_answers` no answer.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(REASONS[0], f"not valid JSON ({error}); each line must be one object") from error
+    if not isinstance(record, dict):
+        raise BadLine(REASONS[0], f"a JSON {type(record).__name__}, not an object")
+    return conversations_of(record, demand_answers), record.get("tools")
+
+
+def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[list[Message]]:
+    """The conversations of a line's object. Raises BadLine, as `parse`."""
+    messages = record.get("messages", record.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise BadLine(REASONS[0], f"no list of messages under 'messages' or 'conversations'; the keys are {keys}")
+    conversations: list[list[Message]] = []
+    for number, message in enumerate(messages, 1):
+        normalized = _message(message, number)
+        if normalized["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(normalized)
+    for conversation in conversations if demand_answers else ():
+        answers = [message for message in conversation if message["role"] == "assistant"]
+        if not answers:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise BadLine(REASONS[2], f"a conversation without a message of the assistant (its roles: {roles})")
+        if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
+            raise BadLine(REASONS[2], "an empty message of the assistant")
+    return conversations
+
+
+def _message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict):
+        raise BadLine(REASONS[0], f"message {number} is a {type(message).__name__}, not an object")
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise BadLine(REASONS[1], f"message {number} has the role {role!r}; known roles are {', '.join(ROLES)}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        problem = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
+        raise BadLine(REASONS[0], f"{problem}, not a string")
+    weight, (least, most) = message.get("weight", 1), WEIGHTS
+    if not isinstance(weight, int | float) or not (weight == 0 or least <= weight <= most):
+        text = repr(weight) if len(repr(weight)) <= 40 else f"{repr(weight)[:40]}…"
+        raise BadLine(REASONS[0], f"the weight of message {number} is {text}, not 0 or {least:g} to {most:g}")
+    return {**message, "role": ROLES[role.lower()], "content": content or ""}
+
+
+class Reader:
+    """Reads files of conversations.
+
+    Args:
+        template: renders conversations as text.
+        tokenizer: tokenizes the text.
+        loss: tokens with a loss: of answers, or all.
+        end_token: whether the end-of-document token is appended if missing, or only the template's text is used.
+        on_error: whether a bad line stops the run or is skipped.
+        folder: of the cache.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        loss: Literal["answers", "all"],
+        end_token: Literal["append", "template"],
+        on_error: Literal["stop", "skip"],
+        folder: Path,
+    ):
+        self._template, self._tokenizer, self._folder = template, tokenizer, folder
+        self._loss, self._end_token, self._on_error = loss, end_token, on_error
+
+    def read(self, paths: Sequence[str]) -> Conversations:
+        """The conversations of files, from the cache if it has them.
+
+        Raises:
+            UserError: a file that cannot be read; a bad line, with file and number; or no usable line at all.
+        """
+        description = {
+            "kind": "chat with weights up to 1e6",
+            "files": [_digest(self._folder, path) for path in paths],
+            "template": self._template.identity,
+            "tokenizer": self._tokenizer.identity,
+            "loss": self._loss,
+            "end_token": self._end_token,
+            "on_error": self._on_error,
+        }
+        arrays = load_or_build(self._folder, description, lambda _: self._build(paths))
+        conversations = Conversations(**arrays, files=arrays.files)
+        if len(conversations.lines) == 1:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped_lines(conversations).items())
+            skipped = f"; skipped lines: {reasons}" if reasons else ""
+            raise UserError(f"{', '.join(paths)}: no line with a conversation{skipped}.")
+        return conversations
+
+    def _build(self, paths: Sequence[str]) -> Arrays:
+        tokens, weights, sizes = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [0]
+        lines, places, skipped = [0], [], Counter[str]()
+        for file, path in enumerate(paths):
+            for number, line in _lines(path):
+                try:
+                    conversations = self._tokenize_line(line)
+                except BadLine as error:
+                    if self._on_error == "stop":
+                        hint = "Fix the line, or skip such lines with data.on_error=skip."
+                        raise UserError(f"{path}, line {number}: {error}. {hint}") from error
+                    skipped[error.reason] += 1
+                    continue
+                for ids, counts in conversations:
+                    tokens.append(ids)
+                    weights.append(counts)
+                    sizes.append(len(ids))
+                lines.append(len(sizes) - 1)
+                places.append((file, number))
+        return {
+            "tokens": np.concatenate(tokens),
+            "weights": np.concatenate(weights),
+            "starts": np.cumsum(sizes, dtype=np.int64),
+            "lines": np.array(lines, np.int64),
+            "places": np.array(places, np.int64).reshape(-1, 2),
+            "skipped": np.array([skipped[reason] for reason in REASONS], np.int64),
+        }
+
+    def _tokenize_line(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, their weights) of each conversation of a line."""
+        texts, (conversations, tools) = [], parse(line, self._loss == "answers")
+        more = {} if tools is None else {"tools": tools}
+        for messages in conversations:
+            try:
+                if self._loss == "all":
+                    parts = [Part(self._template.render(messages, **more), 1)]
+                else:
+                    parts = self._template.parts(messages, **more)
+            except TemplateMisfit as error:
+                raise BadLine(REASONS[3], str(error)) from error
+            ids, weights = tokenize_parts(self._tokenizer, parts)
+            if self._end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
+                last = weight_of(messages[-1]) if self._loss == "answers" else 1
+                ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(last))
+            texts.append((ids, weights))
+        return texts
+
+
+def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens of the whole text, int32 [n]; their weights in the loss, float32 [n]).
+
+    A token that begins before an answer and ends in it belongs to the answer. A token that begins in an answer and ends
+    after it does not.
+    """
+    pieces = [tokenizer.encode(part.text) for part in parts]
+    apart = np.concatenate([np.empty(0, np.int32), *pieces])
+    tokens = tokenizer.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
+    if np.array_equal(apart, tokens):
+        weights = np.array([part.weight for part in parts], np.float32)
+        return tokens, np.repeat(weights, [len(piece) for piece in pieces])
+    # Some tokens cross the border of a part. Tokens that a prefix of the text shares with the whole text end before it.
+    weights, text, position = np.zeros(len(tokens), np.float32), "", 0
+    for part in parts:
+        text += part.text
+        end = _shared(tokenizer.encode(text), tokens)
+        weights[position:end] = part.weight
+        position = max(position, end)
+    return tokens, weights
+
+
+def _shared(beginning: np.ndarray, tokens: np.ndarray) -> int:
+    """Number of tokens before the first that differs."""
+    size = min(len(beginning), len(tokens))
+    differ = np.flatnonzero(beginning[:size] != tokens[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, numbered from 1."""
+    with open_text(path) as (stream, _):
+        for number, line in enumerate(stream, 1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                yield number, text
+
+
+def _digest(folder: Path, path: str) -> str:
+    """SHA-256 of a file. Raises UserError if it cannot be read."""
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        raise UserError(
+            f"data: {path} cannot be read: {error.strerror} (looked for in {Path.cwd()}). It must be a file of JSON "
+            'lines such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+        ) from error
+    return content_digest(folder, Path(path)).hex()
+
+
+def skipped_lines(conversations: Conversations) -> Mapping[str, int]:
+    """Reason -> number of skipped lines, if any."""
+    return {reason: count for reason, count in zip(REASONS, conversations.skipped.tolist(), strict=True) if count}

@@ -1,0 +1,255 @@
+"""Rows of conversations, for supervised fine-tuning."""
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.chat.files import Conversations, Reader, skipped_lines
+from megajax.data.configs import ChatConfig
+from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
+from megajax.data.rows.source import ORDER_SAMPLE, check_row, data_seed
+from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds
+from megajax.storage.index_cache import index_folder
+from megajax.tokenizers.base import Tokenizer, token_id
+from megajax.tokenizers.chat_template import ChatTemplate
+
+TOO_LONG = "longer than a row"
+NO_WEIGHT = "nothing to learn"
+"""A line without a label of nonzero weight: a batch of such lines would have no loss."""
+
+
+class ChatRows:
+    """Row i of a split as a dict of arrays, a pure function of i.
+
+    `rows[i]` has these arrays of length S:
+
+        tokens: int32, concatenated conversations, then padding.
+        labels: int32, the token after each input.
+        loss_mask: float32, weight of the label in the loss: for answers 1 or the weight of the message, else 0.
+        positions: int32, from 0 in each conversation; the padding continues the last one.
+        segment_ids: int32, index of the conversation in the row; see `document_lengths` for padding.
+
+    A row that is cut to S tokens has no label at its end.
+
+    Args:
+        conversations: all conversations of the files.
+        packs: the lines of each row.
+        config: padding and order.
+        sequence_length: S.
+        rows: number of rows; after one pass they repeat.
+        pad: padding token.
+        seed: of the order.
+        skipped: reason -> number of skipped lines.
+        paths: the files of the conversations.
+
+    Attributes:
+        packing: fill and balance of the rows; None for rows of one line each.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        packs: Sequence[Sequence[int]],
+        *,
+        config: ChatConfig,
+        sequence_length: int,
+        rows: int | None,
+        pad: int,
+        seed: int,
+        skipped: Mapping[str, int],
+        packing: Packing | None = None,
+        paths: Sequence[str] = (),
+    ):
+        self.sequence_length, self.skipped, self.packing = sequence_length, skipped, packing
+        self._conversations, self._packs, self._pad, self._paths = conversations, packs, pad, paths
+        self.index_files = conversations.files
+        self._multiple, self._mask_pad = config.pad_multiple, config.mask_pad
+        self._shuffled, self._seed, self._apart = config.packing != "lines", seed, config.isolate_padding
+        self._rows = len(packs) if rows is None else rows
+        self.passes = -(-self._rows // len(packs))
+        self._order = lru_cache(1)(self._permutation)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def order(self) -> str:
+        """Identifier of the order of the rows; unchanged if rows are appended."""
+        packs = repr([list(pack) for pack in self._packs[:ORDER_SAMPLE]]).encode()
+        return f"{zlib.crc32(packs, self._seed if self._shuffled else 0):08x}"
+
+    def files(self) -> Sequence[str]:
+        """The files that are read."""
+        return self._paths
+
+    def pack(self, row: int) -> int:
+        """The pack of a row. Each pass over the packs has a different order."""
+        check_row(self, row)
+        epoch, place = divmod(row, len(self._packs))
+        return int(self._order(epoch)[place]) if self._shuffled else place
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        return np.random.RandomState([self._seed, epoch]).permutation(len(self._packs))
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        length = self.sequence_length
+        # One position more than the row, for the last label.
+        tokens, weights = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, np.float32)
+        pieces, filled = self._pieces(self.pack(row)), 0
+        for first, last in pieces:
+            if filled >= length:
+                break
+            room = min(length - filled, last - first)
+            tokens[filled : filled + room] = self._conversations.tokens[first : first + room]
+            weights[filled : filled + room] = self._conversations.weights[first : first + room]
+            filled += -(-(last - first) // self._multiple) * self._multiple
+        # Only conversations begin at position 0, not the documents of padding.
+        lengths, conversations = self._lengths(pieces)
+        starts = np.cumsum(lengths) - lengths
+        labels = tokens[1:]
+        weights = weights[1:] * (labels != self._pad) if self._mask_pad else weights[1:]
+        index = np.arange(length, dtype=np.int32)
+        return {
+            "tokens": tokens[:-1],
+            "labels": labels,
+            "loss_mask": weights.astype(np.float32),
+            "positions": index - np.repeat(np.minimum(starts, starts[conversations - 1]), lengths).astype(np.int32),
+            "segment_ids": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        }
+
+    def document_lengths(self, row: int) -> np.ndarray:
+        """Tokens of each document of a row, int64 [D]: its conversations, then its padding.
+
+        Padding is divided into short documents, because a single one would have about as many scores as a conversation
+        of that length, and as a part of the last conversation it would have more.
+        """
+        return self._lengths(self._pieces(self.pack(row)))[0]
+
+    def _lengths(self, pieces: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
+        """(Tokens of each document of a row, int64 [D]; number of conversations among them)."""
+        length, multiple = self.sequence_length, self._multiple
+        piece_ends = np.cumsum([-(-(last - first) // multiple) * multiple for first, last in pieces])
+        count = int(np.searchsorted(piece_ends, length)) + 1
+        lengths = np.diff(np.minimum(piece_ends[:count], length), prepend=0)
+        padding = length - int(lengths.sum())
+        if not padding:
+            return lengths, len(lengths)
+        if not self._apart:
+            lengths[-1] += padding
+            return lengths, len(lengths)
+        return np.concatenate([lengths, padding_lengths(padding, len(lengths))]), len(lengths)
+
+    def _pieces(self, pack: int) -> list[tuple[int, int]]:
+        """First token and one past the last of each conversation of a pack."""
+        conversations = self._conversations
+        spans = (range(*conversations.lines[line : line + 2].tolist()) for line in self._packs[pack])
+        return [tuple(conversations.starts[number : number + 2].tolist()) for span in spans for number in span]
+
+
+class ChatBuilder:
+    """Builds the splits of files of conversations."""
+
+    def __init__(self, config: ChatConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
+        self.config, self.length = config, sequence_length
+        self.seed = data_seed(config.seed, seed)
+        self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+        if config.pad_token is not None:
+            self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
+        self.reader = Reader(
+            ChatTemplate(config.template),
+            tokenizer,
+            loss=config.loss,
+            end_token=config.end_token,
+            on_error=config.on_error,
+            folder=index_folder(config.cache_dir),
+        )
+
+    def splits(self, requested: Rows) -> Splits:
+        """Row sources for the splits that a run requests; None for the others.
+
+        Raises:
+            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row or has no
+                label of nonzero weight.
+        """
+        config = self.config
+        conversations, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
+        shared_skipped = Counter(skipped_lines(conversations)) if conversations else Counter()
+
+        def source(position: int, name: str, rows: int | None) -> ChatRows | None:
+            if conversations is None:
+                if not (paths := config_paths(config, name)):
+                    return None
+                separate = self.reader.read(paths)
+                return self._rows(separate, paths, (0, len(separate.places)), rows, name, skipped_lines(separate))
+            if shares[position] is None and name != "train":
+                return None
+            bounds = split_bounds(shares[position], len(conversations.places))
+            skipped = dict(shared_skipped)
+            shared_skipped.clear()  # lines that belong to no split are counted once, in the first
+            return self._rows(conversations, config.paths, bounds, rows, name, skipped)
+
+        return Splits.build(requested, source)
+
+    def _refusal(self, size: int, long: bool) -> str:
+        """The message for a line that is too long, or has no label of nonzero weight."""
+        if long:
+            return (
+                f"{size} tokens, but a row has {self.length}. Raise model.sequence_length, cut such lines with "
+                "data.cut_long=true, or skip them with data.on_error=skip."
+            )
+        limit = f" in its first {self.length} tokens, to which it is cut" if size > self.length else ""
+        return (
+            f"{NO_WEIGHT}: no token of an answer has a weight above 0{limit}. Fix the line, or skip such lines "
+            "with data.on_error=skip."
+        )
+
+    def _rows(
+        self,
+        conversations: Conversations,
+        paths: Sequence[str],
+        bounds: tuple[int, int],
+        rows: int | None,
+        name: str,
+        skipped_before: Mapping[str, int],
+    ) -> ChatRows:
+        config, (first, last), length = self.config, bounds, self.length
+        if first == last:
+            raise UserError(
+                f"the {name} split has none of the {len(conversations.places)} conversations: give it a larger share "
+                f"in data.split={config.split}"
+            )
+        lengths, skipped = conversations.line_lengths(config.pad_multiple)[first:last], Counter(skipped_before)
+        masked = self.pad if config.mask_pad else None
+        weighs = conversations.line_weighs(config.pad_multiple, length, masked)[first:last]
+        long = (lengths > length) & (not config.cut_long)
+        if config.on_error == "stop" and not (weighs & ~long).all():
+            worst = int(np.argmax(np.where(long, lengths, 0))) if long.any() else int(np.argmin(weighs))
+            file, line = conversations.places[first + worst].tolist()
+            raise UserError(f"{paths[file]}, line {line}: {self._refusal(int(lengths[worst]), bool(long[worst]))}")
+        lines = np.arange(first, last)[weighs & ~long]
+        lengths = lengths[weighs & ~long]
+        out = {TOO_LONG: int(long.sum()), NO_WEIGHT: int((~weighs & ~long).sum())}
+        skipped.update({reason: count for reason, count in out.items() if count})
+        if not len(lines):
+            reasons = f"{TOO_LONG} of {length} tokens, or have {NO_WEIGHT}"
+            raise UserError(f"the {name} split: all of its lines are {reasons}.")
+        packs, packing = lines[:, None].tolist(), None
+        if config.packing != "lines":
+            lengths = np.minimum(lengths, length)
+            rooms = (balanced_fit if config.packing == "balanced" else best_fit)(lengths, length)
+            packs, packing = [lines[pack].tolist() for pack in rooms], Packing.of(lengths, rooms, length)
+        return ChatRows(
+            conversations, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
+            skipped=skipped, packing=packing, paths=paths,
+        )  # fmt: skip
+
+
+def build_splits(config: ChatConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of conversations for the splits that a run requests; see `ChatBuilder.splits`."""
+    length = schema["tokens"].positions()
+    return ChatBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).splits(rows)

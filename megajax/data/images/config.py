@@ -1,0 +1,232 @@
+"""Configs of images with labels: a class for each image or for each pixel."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.paths import PathText
+from megajax.data.config import LoaderConfig, between, paths_problems, split_problems
+
+MOST_PIXELS = 178_956_970
+"""Limit of Pillow itself."""
+PATHS_HINT = "set data.paths, or data.train_paths"
+
+
+def image_loader() -> LoaderConfig:
+    """Images are decoded by several threads, each with its own batch: Pillow releases Python's lock."""
+    return LoaderConfig(threads=8, prefetch=8)
+
+
+def labelled_leaves(mixup: float = 0.0) -> dict[str, str]:
+    """The leaves of a row of one image with its class or the classes of its pixels, name -> dtype."""
+    leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
+    return leaves | {"other_labels": "int32", "mix": "float32"} if mixup else leaves
+
+
+def range_problems(setting: str, bounds: tuple[float, float], most: float) -> list[Problem]:
+    """A range (low, high) that is not 0 < low <= high <= most."""
+    if 0 < bounds[0] <= bounds[1] <= most:
+        return []
+    return [Problem(setting, f"expected 0 < low <= high <= {most:g}, found {bounds[0]:g}, {bounds[1]:g}")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CropConfig:
+    """Random crops of training images, resized to the model's size (Szegedy et al. 2014), and flips."""
+
+    area: tuple[float, float] = (0.08, 1.0)
+    """Least and largest share of the image's area."""
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Least and largest ratio of width to height of the crop, before it is resized."""
+    flip: float = 0.5
+    """Probability of mirroring left and right."""
+
+    def problems(self) -> list[Problem]:
+        ranges = range_problems("area", self.area, 1) + range_problems("ratio", self.ratio, 100)
+        return ranges + between("flip", self.flip, 0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AugmentConfig(CropConfig):
+    """Random crops and flips, then random operations on shape and colour (RandAugment, Cubuk et al. 2019)."""
+
+    operations: int = 0
+    """Operations on each image, drawn from 14 with repetition; 0 for none."""
+    magnitude: float = 9.0
+    """Strength of the operations, 0 to 10."""
+
+    def problems(self) -> list[Problem]:
+        strength = between("operations", self.operations, 0, 14) + between("magnitude", self.magnitude, 0, 10)
+        return CropConfig.problems(self) + strength
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesConfig(Builds):
+    """The common settings of image data."""
+
+    maximum_pixels: int = 50_000_000
+    """Images with more pixels are an error, raised before they are decoded."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What happens when an image or its label cannot be read: stop, or use the next image and count the row."""
+    seed: int | None = None
+    """Seed for the order of images and their augmentation; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=image_loader)
+    """How rows are read ahead."""
+
+    def problems(self) -> list[Problem]:
+        return between("maximum_pixels", self.maximum_pixels, 1, MOST_PIXELS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassImagesConfig(ImagesConfig):
+    """The common settings of images with one class each."""
+
+    augment: AugmentConfig | None = field(default_factory=AugmentConfig)
+    """Changes of training images; none: they are cropped as for evaluation."""
+    centre: float = 0.875
+    """Side of the centre crop for evaluation, as a share of the shorter side of the image."""
+    mixup: float = 0.0
+    """Parameter α of Beta(α, α), from which the share of the first of two mixed training images is drawn (Zhang et al.
+    2017); 0: images are not mixed."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return labelled_leaves(self.mixup)
+
+    def problems(self) -> list[Problem]:
+        problems = ImagesConfig.problems(self) + between("mixup", self.mixup, 0, 100)
+        return problems + between("centre", self.centre, 0.01, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassFoldersConfig(ClassImagesConfig):
+    """Images in a folder for each class."""
+
+    target: ClassVar[str] = "megajax.data.images.folders:build_classes"
+
+    path: PathText
+    """Folder with train/, val/ and optionally test/, each with a folder for each class; or the folder of the classes
+    itself, which is then split."""
+    split: str = "90,10,0"
+    """Shares of training, validation and test in each class, if `path` has no train/."""
+
+    def problems(self) -> list[Problem]:
+        return ClassImagesConfig.problems(self) + split_problems(self.split)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageShardsConfig(ClassImagesConfig):
+    """Images with classes in tar files, laid out as in webdataset: NAME.jpg and NAME.cls or NAME.json are a sample."""
+
+    target: ClassVar[str] = "megajax.data.images.shards:build_splits"
+
+    paths: tuple[PathText, ...] = ()
+    """Tar files, which are split: paths or patterns such as "data/train-*.tar" and "data/train-{000..127}.tar"."""
+    train_paths: tuple[PathText, ...] = ()
+    """Tar files of training data only, instead of `paths`."""
+    valid_paths: tuple[PathText, ...] = ()
+    """Tar files of validation data."""
+    test_paths: tuple[PathText, ...] = ()
+    """Tar files of test data."""
+    split: str = "90,10,0"
+    """Shares of training, validation and test in each class of `paths`."""
+    label: str = "label"
+    """Key of the class in .json files."""
+    cache_dir: PathText | None = None
+    """Folder for the index of the tar files; none: the user's cache folder. It need not be shared between hosts."""
+
+    def problems(self) -> list[Problem]:
+        return ClassImagesConfig.problems(self) + split_problems(self.split) + paths_problems(self, "files", PATHS_HINT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskFoldersConfig(ImagesConfig):
+    """Images with a class for each pixel: images/NAME.jpg and masks/NAME.png, whose values are classes."""
+
+    target: ClassVar[str] = "megajax.data.images.folders:build_masks"
+
+    path: PathText
+    """Folder with train/, val/ and optionally test/, each with images/ and masks/; or the folder of images/ and masks/
+    itself, which is then split."""
+    split: str = "90,10,0"
+    """Shares of training, validation and test, if `path` has no train/."""
+    augment: CropConfig | None = field(default_factory=CropConfig)
+    """Changes of training images and their masks; none: they are cropped as for evaluation."""
+    centre: float = 1.0
+    """Side of the centre crop for evaluation, as a share of the shorter side of the image."""
+    classes: int | None = None
+    """Number of classes: a mask with a larger value, other than 255, is an error; none: not checked."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return labelled_leaves()
+
+    def problems(self) -> list[Problem]:
+        problems = ImagesConfig.problems(self) + between("centre", self.centre, 0.01, 1)
+        problems += between("classes", self.classes, 1, 255) if self.classes is not None else []
+        return problems + split_problems(self.split)
+
+
+def digits_augmentation() -> AugmentConfig:
+    """Changes after which an 8x8 digit is still the same digit."""
+    return AugmentConfig(area=(0.7, 1.0), ratio=(0.85, 1.18), flip=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitsConfig(ClassImagesConfig):
+    """The 1,797 handwritten digits of scikit-learn, 8x8 in grey, enlarged to the model's images. Needs no download.
+
+    80 % of each digit are for training, 10 % for validation and 10 % for test, independent of the seed.
+    """
+
+    target: ClassVar[str] = "megajax.data.images.digits:build_digits"
+
+    augment: AugmentConfig | None = field(default_factory=digits_augmentation)
+    """Changes of training images; none: they are used as they are."""
+    centre: float = 1.0
+    """Side of the centre crop for evaluation, as a share of the image."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockImagesConfig(Builds):
+    """Synthetic noisy stripes; the class of an image is their direction. For tests, and to measure speed."""
+
+    target: ClassVar[str] = "megajax.data.images.mock:build_classes"
+
+    mixup: float = 0.0
+    """Mix training images, as in ClassFoldersConfig."""
+    seed: int | None = None
+    """Seed for the images; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return labelled_leaves(self.mixup)
+
+    def problems(self) -> list[Problem]:
+        return between("mixup", self.mixup, 0, 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockMasksConfig(Builds):
+    """Synthetic images of a colored rectangle on grey; the class of a pixel is its color, 0 for the background."""
+
+    target: ClassVar[str] = "megajax.data.images.mock:build_masks"
+
+    classes: int = 10
+    """Number of classes, including the background."""
+    seed: int | None = None
+    """Seed for the images; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return labelled_leaves()
+
+    def problems(self) -> list[Problem]:
+        return between("classes", self.classes, 2, 255)

@@ -1,0 +1,100 @@
+"""Configs of masked text for BERT and T5, and of pairs of texts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megajax.config.errors import Problem
+from megajax.data.config import TokenFilesConfig, at_least, between
+
+
+def two_sided_leaves() -> dict[str, str]:
+    """The leaves of a row for an encoder and a decoder, name -> dtype."""
+    names = ("encoder_tokens", "encoder_segment_ids", "tokens", "labels", "segment_ids")
+    return {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedConfig(TokenFilesConfig):
+    """The common settings of masked data. A document of the token files has a sequence for each sentence."""
+
+    mask_probability: float = 0.15
+    """Share of the tokens that are masked."""
+    short_probability: float = 0.1
+    """Share of the samples with a random length below the row's."""
+    largest_ngram: int = 3
+    """Words of the longest n-gram that is masked as a whole."""
+    full_words: bool = True
+    """Mask a word with all its pieces."""
+    geometric: bool = False
+    """Draw the lengths of n-grams from a geometric distribution (SpanBERT) instead of probabilities that fall with
+    1/n."""
+    longer_ngrams: bool = False
+    """Swap the probabilities of short and long n-grams."""
+
+    def problems(self) -> list[Problem]:
+        problems = TokenFilesConfig.problems(self)
+        if not 0 < self.mask_probability < 1:
+            problems.append(Problem("mask_probability", f"expected more than 0, less than 1: {self.mask_probability}"))
+        problems += between("short_probability", self.short_probability, 0, 1)
+        problems += at_least("largest_ngram", self.largest_ngram, 1)
+        if self.geometric and self.longer_ngrams:
+            problems.append(Problem("longer_ngrams", "has no effect with geometric lengths", "set one of the two"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSentencesConfig(MaskedConfig):
+    """Consecutive sentences with masked words, for BERT: the same samples as in Megatron-LM.
+
+    Of the masked tokens, 80 % become the mask token, 10 % a random one, and 10 % stay.
+    """
+
+    target: ClassVar[str] = "megajax.data.masked.sentences:build_splits"
+
+    next_sentence: bool = True
+    """Cut a sample into two parts, swapped in half of the samples, for BERT's second task. False: one part."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        names = ("tokens", "labels", "segment_ids", "token_types")
+        leaves = {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
+        return leaves | {"is_random": "int32"} if self.next_sentence else leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSpansConfig(MaskedConfig):
+    """Text with masked spans, and the tokens of the spans, for T5: the same samples as in Megatron-LM."""
+
+    target: ClassVar[str] = "megajax.data.masked.spans:build_splits"
+
+    largest_ngram: int = 10
+    """Words of the longest span."""
+    geometric: bool = True
+    """Draw the lengths of spans from a geometric distribution (SpanBERT); false: with probabilities that fall with
+    1/n."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return two_sided_leaves()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairsConfig(TokenFilesConfig):
+    """Texts in pairs, such as translations, for models with an encoder and a decoder: a row is a pair.
+
+    A path is the output prefix of `megajax.preprocess --target` or `--pairs`, which writes two token files.
+    """
+
+    target: ClassVar[str] = "megajax.data.pairs.rows:build_splits"
+
+    keys: tuple[str, str] = ("source", "target")
+    """Keys of the texts of the encoder and the decoder: the token files are PREFIX_source_document and
+    PREFIX_target_document."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return two_sided_leaves()
+
+    def token_files(self, path: str) -> tuple[str, ...]:
+        """The prefixes of the token files of a path."""
+        return tuple(f"{path}_{key}_document" for key in self.keys)

@@ -1,0 +1,169 @@
+"""The common part of BERT's and T5's data: samples of sentences of a token file, and the choice of masked words."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.configs import MaskedConfig
+from megajax.data.masked.index import MaskedRequest, build_masked_index
+from megajax.data.masked.masking import Masking, NgramMasking, SampleGenerators
+from megajax.data.rows.blend import BlendBuilder, Dataset
+from megajax.data.rows.source import check_row, check_vocabulary, files_of, order_checksum
+from megajax.data.text.indexed import IndexedTokens
+from megajax.storage.index_cache import load_or_build
+
+
+class MaskingTokenizer(Protocol):
+    """The attributes of a tokenizer that masked data needs."""
+
+    vocabulary_size: int
+    pad: int
+    specials: Mapping[str, int]
+    """Ids by role, such as mask."""
+    sentinels: Sequence[int]
+    """The tokens that replace masked spans, in this order."""
+    continues: np.ndarray | None
+    """bool [vocabulary]: the token continues the word before it, as WordPiece's ## pieces do."""
+    identity: str
+
+
+def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], data: str, full_words: bool) -> None:
+    """Raises UserError for a tokenizer without pad token or one of the roles, or with `full_words` without words."""
+    missing = [role for role in roles if role not in tokenizer.specials]
+    missing += ["pad"] if tokenizer.pad is None else []
+    if missing:
+        lacks = " and ".join(f"no {role} token" for role in missing)
+        raise UserError(
+            f"{data} need the tokens {', '.join((*roles, 'pad'))}; the tokenizer {tokenizer.identity} has {lacks}. "
+            "Choose the WordPiece tokenizer, or a vocabulary that has them."
+        )
+    if full_words and tokenizer.continues is None:
+        lacks = "does not distinguish words from pieces of words"
+        raise UserError(f"the tokenizer {tokenizer.identity} {lacks}: set data.full_words=false to mask single tokens.")
+
+
+class SampleMap(NamedTuple):
+    """The samples of a split."""
+
+    index: np.ndarray
+    """[n, 3], see `build_masked_index`."""
+    masking: Masking
+    """The choice of masked words."""
+    seed: int
+    """Row i has its own generator with seed + i."""
+    passes: int
+    """Number of epochs over the split's documents."""
+    files: tuple[Path, ...] = ()
+    """The cache files of the index."""
+
+
+class MaskedSamples:
+    """Samples of sentences by number; the base of the datasets.
+
+    Args:
+        tokens: a sequence for each sentence.
+
+    Raises:
+        UserError: on reading, a token outside the vocabulary.
+    """
+
+    def __init__(self, tokens: IndexedTokens, samples: SampleMap, tokenizer: MaskingTokenizer):
+        self.tokens, self.index, self.passes = tokens, samples.index, samples.passes
+        self.index_files = samples.files
+        unmasked = tuple(tokenizer.specials[role] for role in ("cls", "sep") if role in tokenizer.specials)
+        continues = np.zeros(tokenizer.vocabulary_size, bool) if tokenizer.continues is None else tokenizer.continues
+        self.ngrams = NgramMasking(samples.masking, continues, unmasked)
+        self._generators, self._vocabulary_size = SampleGenerators(samples.seed), tokenizer.vocabulary_size
+
+    def order(self) -> str:
+        """Identifier of the order of the rows."""
+        return order_checksum(self.index)
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def sample(self, row: int) -> tuple[int, int, int, np.random.RandomState]:
+        """First sentence of a row, one past its last, its target length, and its generator."""
+        check_row(self, row)
+        first, last, target = self.index[row].tolist()
+        return first, last, target, self._generators.of(row)
+
+    def token_offset(self, number: int) -> int:
+        """Offset of a sentence in the file, in tokens."""
+        return int(self.tokens.offsets[number]) // self.tokens.dtype.itemsize
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Tokens of sentences [first, last), which are contiguous in the file."""
+        text = self.tokens.read(first, last)
+
+        def locate(_: int) -> str:
+            return f"document {self.tokens.document_of(first)} (sentences {first} to {last - 1})"
+
+        check_vocabulary(text, self._vocabulary_size, self.tokens.prefix, locate)
+        return text
+
+
+class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
+    """Rows of masked text; splits are shares of the documents.
+
+    Args:
+        config: files, split and masking.
+        target: tokens of a sample, without the special ones.
+        sentences: minimum number of sentences of a sample.
+        seed: of the run.
+        make: (token file, sample map) -> dataset.
+    """
+
+    def __init__(
+        self,
+        config: MaskedConfig,
+        *,
+        target: int,
+        sentences: int,
+        seed: int,
+        make: Callable[[IndexedTokens, SampleMap], Data],
+    ):
+        super().__init__(config, seed=seed)
+        self.short_probability, self.target = config.short_probability, target
+        self.sentences, self.make = sentences, make
+        if target < 2:
+            room = f"{max(target, 0)} positions for text, besides those of special tokens"
+            raise UserError(f"the rows have {room}, but need at least 2. Raise the length of the model's rows.")
+        self.masking = Masking(
+            probability=config.mask_probability,
+            largest=config.largest_ngram,
+            full_words=config.full_words,
+            geometric=config.geometric,
+            longer=config.longer_ngrams,
+        )
+
+    def units(self, tokens: Any) -> int:
+        return tokens.documents
+
+    def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Data:
+        request = MaskedRequest(
+            first=bounds[0],
+            last=bounds[1],
+            rows=rows,
+            target=self.target,
+            sentences=self.sentences,
+            short_probability=self.short_probability,
+            seed=self.seed,
+        )
+        name = f"{tokens.prefix}, split {split}"
+
+        def build(_: object) -> dict[str, np.ndarray]:
+            samples, passes = build_masked_index(tokens.lengths, tokens.document_table, request, name)
+            return {"samples": samples, "passes": np.array([passes])}
+
+        arrays = load_or_build(self.folder, {"kind": "masked", "data": identity, **asdict(request)}, build)
+        samples = SampleMap(arrays["samples"], self.masking, self.seed, int(arrays["passes"][0]), arrays.files)
+        return self.make(tokens, samples)

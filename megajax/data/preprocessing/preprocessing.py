@@ -1,0 +1,472 @@
+"""Converts text files to token files, with one or several processes; the result is the same.
+
+Worker processes tokenize chunks of the input into small token files, which are concatenated in the order of the input.
+With partitions, each worker reads and tokenizes a part of the input instead. All files are written to a temporary
+folder beside the output and renamed at the end.
+"""
+
+import functools
+import glob
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.config.builds import USER_FILE
+from megajax.config.errors import UserError
+from megajax.data.preprocessing.document_rules import WholeFile
+from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
+from megajax.data.preprocessing.report import Counts, PreprocessResult
+from megajax.data.preprocessing.sentences import split_sentences
+from megajax.data.preprocessing.text_files import Chunk, TextFile, find_files, find_pairs
+from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions
+from megajax.data.text.indexed import IndexedTokens, IndexedWriter, check_output, index_path, token_dtype, tokens_path
+from megajax.storage.reading import ReadError, is_transient
+from megajax.storage.working_folder import delete_abandoned, hold
+from megajax.storage.write_errors import remedy, write_fault
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.config import TokenizerConfig
+
+_POLL_SECONDS = 0.1
+"""Interval at which interrupts are handled while waiting for workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A tokenized chunk or partition, in token files `PREFIX-KEY`; for a piece of a document, its ids in `PREFIX`.
+
+    It contains no ids, because the pool would hang if a worker were killed while sending a long result.
+
+    fault: the first skipped row: its place in the chunk (None: the message names it), and the message.
+    """
+
+    counts: Counts
+    prefix: str
+    piece: bool = False
+    fault: tuple[int | None, str] | None = None
+
+
+class WorkerDied(UserError):
+    """A worker process ended before finishing. code: its exit code; if negative, the signal that killed it."""
+
+    code = 1
+
+    def __init__(self, code: int | None):
+        cause = "died"
+        if code is not None:
+            cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        memory = " The system may be out of memory: try fewer --workers." * (code == -signal.SIGKILL)
+        super().__init__(f"A worker process {cause}; nothing was written.{memory}")
+
+
+def preprocess_text(
+    documents: Iterable[str | bytes],
+    prefix: str | Path,
+    tokenizer: Tokenizer,
+    append_eod: bool = True,
+    sentences: Callable[[bytes], Iterable[bytes]] | None = None,
+) -> Counts:
+    """Tokenizes documents, in this process, into PREFIX.bin and PREFIX.idx, with one sequence per document.
+
+    A document without tokens adds only a boundary, without an end-of-document token. The files appear at the end.
+
+    Args:
+        sentences: splits a document into sentences, each a separate sequence: `split_sentences` or your own rule.
+
+    Raises:
+        UserError: PREFIX cannot be written, or the tokenizer rejects a document.
+    """
+    text, tokens = 0, []
+    encoder = _Encoder(tokenizer, append_eod, sentences)
+    with IndexedWriter(prefix, encoder.dtype) as writer:
+        for document in documents:
+            data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
+            sequences = encoder.sequences(data)
+            writer.add_document(sequences)
+            text += len(data)
+            tokens.append(sum(map(len, sequences)))
+    return Counts(text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
+
+
+class _Encoder:
+    """Turns documents into sequences."""
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool, sentences: Callable[[bytes], Iterable[bytes]] | None):
+        self.dtype = token_dtype(tokenizer.vocabulary_size)
+        self._encode, self._sentences = tokenizer.encode_bytes, sentences
+        self._end = np.array([tokenizer.eod] * append_eod, self.dtype)
+
+    def sequences(self, text: bytes) -> list[np.ndarray]:
+        """The nonempty sequences of a document, the last one with the end-of-document token."""
+        parts = [text] if self._sentences is None else self._sentences(text)
+        sequences = [ids.astype(self.dtype) for ids in map(self._encode, parts) if len(ids)]
+        if sequences:
+            sequences[-1] = np.concatenate((sequences[-1], self._end))
+        return sequences
+
+
+def preprocess(
+    job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None
+) -> PreprocessResult:
+    """Tokenizes the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
+
+    Args:
+        report: called after every chunk with the counts so far and the bytes on disk of all inputs.
+
+    Raises:
+        UserError: input that is missing, damaged or invalid; output that exists, can't be written or does not fit on
+            the disk; a tokenizer that can't be built.
+        WorkerDied: a worker was killed or ran out of memory.
+    """
+    started = time.perf_counter()
+    _check_keys(job)
+    files = find_pairs(job.inputs, job.targets, job.format) if job.targets else find_files(job.inputs, job.format)
+    plain = next((file.path for file in files if file.format == "text"), None)
+    if plain is not None and job.keys != (TEXT_KEY,):
+        raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it separately.")
+    if plain is not None and job.split_sentences and isinstance(job.rule, WholeFile):
+        message = "sentences are split within documents: say with --document or --document-regex what a document is"
+        raise UserError(f"{plain}: {message}. A whole file is read in pieces.")
+    # The files behind a config may have changed since an earlier call in this process.
+    _build_tokenizer.cache_clear()
+    tokenizer = _build_tokenizer(job.tokenizer)
+    final = tuple(job.output(key) for key in job.keys)
+    for output in final:
+        check_output(output, job.overwrite)
+    workers = min(job.workers, _useful_workers(job, files))
+    folder, lock = _working_folder(job.prefix)
+    try:
+        limited = replace(job, workers=workers)
+        counts, fault = _write(limited, tokenizer, files, prefix=str(folder / "all"), report=report)
+        if counts.tokens == 0:
+            skipped = f" {counts.skipped} rows were skipped, the first: {fault}" if fault else ""
+            message = f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written."
+            raise UserError(f"{message}{skipped}")
+        for key, prefix in zip(job.keys, final, strict=True):
+            # Opened as training does, which checks every field.
+            stored = IndexedTokens(folder / f"all-{key}").documents
+            if stored != counts.documents:
+                raise RuntimeError(f"{prefix}: {counts.documents} documents were tokenized, {stored} were written.")
+        for key, prefix in zip(job.keys, final, strict=True):
+            tokens_path(folder / f"all-{key}").replace(tokens_path(prefix))
+            index_path(folder / f"all-{key}").replace(index_path(prefix))
+    except OSError as error:
+        kind = ReadError if is_transient(error) or not remedy(error.errno) else UserError
+        at = f" ({error.filename})" if error.filename else ""
+        raise kind(f"{job.prefix}: nothing was written: {write_fault(error)}{at}.") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+    seconds = time.perf_counter() - started
+    return PreprocessResult(
+        prefixes=final,
+        counts=counts,
+        fault=fault,
+        settings=job.settings(),
+        seconds=seconds,
+        files=len(files),
+        workers=workers,
+    )
+
+
+def _check_keys(job: Preprocessing) -> None:
+    for key in job.keys:
+        if not key or os.sep in key:
+            raise UserError(f"--json-keys: {key!r} can't be part of a file name, which PREFIX_KEY_document.bin needs.")
+    if len(set(job.keys)) < len(job.keys):
+        raise UserError(f"--json-keys: {', '.join(job.keys)}: duplicate key. Name each key once.")
+    if job.pairs and len(job.keys) != 2:
+        raise UserError(f"--json-keys: {', '.join(job.keys)}: a pair has two texts. Name two keys.")
+    if job.pairs and job.split_sentences:
+        raise UserError("--split-sentences: the sentences of a pair would not correspond. Leave it out.")
+
+
+def _working_folder(prefix: str) -> tuple[Path, int]:
+    """A new folder beside the output, and the descriptor of its lock. Deletes those of killed processes."""
+    parent, name = os.path.split(os.path.abspath(prefix))
+    if not name or prefix.endswith(os.sep):
+        error_text = f"names a folder; add the beginning of a file name, as in {prefix}corpus."
+        raise UserError(f"--output-prefix {prefix}: {error_text}")
+    try:
+        os.makedirs(parent, exist_ok=True)
+        delete_abandoned(Path(parent).glob(f".{glob.escape(name)}.partial-*"))
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
+        return folder, hold(folder)
+    except OSError as error:
+        error_text = f"can't write there: {write_fault(error)}."
+        raise UserError(f"--output-prefix {prefix}: {error_text}") from error
+
+
+def _useful_workers(job: Preprocessing, files: list[TextFile]) -> int:
+    """Maximum useful number of processes: starting one takes as long as one or two chunks.
+
+    Assumes that text is four times the size of a compressed file.
+    """
+    configs = (job.tokenizer, getattr(job.tokenizer, "base", None))
+    if any(type(config).__module__.startswith(USER_FILE) for config in configs):
+        return 1  # other processes can't import the class of a user's file
+    text = sum(file.size * (4 if file.compressed else 1) for file in files)
+    return max(1, math.ceil(text / (2 * job.chunk_bytes)))
+
+
+def _write(
+    job: Preprocessing,
+    tokenizer: Tokenizer,
+    files: list[TextFile],
+    *,
+    prefix: str,
+    report: Callable[[Counts, int], None],
+) -> tuple[Counts, str]:
+    """Tokenizes all files into PREFIX-KEY.bin and .idx -> (counts, message about the first skipped row)."""
+    total, counts, fault = sum(file.size for file in files), Counts(), ""
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    with ExitStack() as stack:
+        writers = {key: stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys}
+        pieces: list[np.ndarray] = []
+        # Closed before the folder is removed, while workers may still write to it.
+        results = stack.enter_context(closing(_tokenize_tasks(job, tokenizer, files, prefix)))
+        for chunk, result in results:
+            if result.piece:
+                pieces.append(np.fromfile(result.prefix, dtype))
+                Path(result.prefix).unlink()
+                if chunk.is_last:
+                    counts += _add_pieces(writers[TEXT_KEY], pieces, tokenizer.eod if job.append_eod else None)
+                    pieces.clear()
+            else:
+                for key, writer in writers.items():
+                    part = f"{result.prefix}-{key}"
+                    writer.append_index(part)
+                    tokens_path(part).unlink()
+                    index_path(part).unlink()
+            if result.fault and not fault:
+                place, error_text = result.fault
+                fault = error_text if place is None else _located(job, chunk, place, error_text)
+            is_first, counts = counts.stored == 0, counts + result.counts
+            if is_first:
+                _check_space(Path(prefix).parent, counts, total, dtype.itemsize)
+            report(counts, total)
+    return counts, fault
+
+
+def _located(job: Preprocessing, chunk: Chunk, place: int, message: str) -> str:
+    return f"{chunk.file.path}, {_format(job, chunk.file).location(chunk, place)}: {message}"
+
+
+def _format(job: Preprocessing, file: TextFile) -> TextFormat:
+    return format_of(file.format, job.rule, job.keys)
+
+
+def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
+    """Adds a document from its pieces -> counts of the document and its end-of-document token, without the pieces."""
+    size = sum(len(piece) for piece in pieces)
+    if size and eod is not None:
+        pieces.append(np.array([eod], writer.dtype))
+    if size >= np.iinfo(np.int32).max:
+        raise UserError(f"A document of {size:,} tokens; the format holds 2,147,483,647. Split it with --document.")
+    writer.add_document([np.concatenate(pieces)] if size else [])
+    return Counts(documents=1, empty=int(size == 0), tokens=int(size > 0 and eod is not None))
+
+
+def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> None:
+    """Raises UserError if the tokens of all inputs, extrapolated from the first chunk, don't fit on the disk."""
+    free = shutil.disk_usage(folder).free
+    needed = counts.tokens * itemsize * total // max(counts.stored, 1)
+    if needed > free:
+        raise UserError(
+            f"{folder.parent}: the tokens will take about {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free. "
+            "Choose another --output-prefix or free some space."
+        )
+
+
+def _work(
+    job: Preprocessing, tokenizer: Tokenizer, files: list[TextFile]
+) -> tuple[Callable[[Preprocessing, Any, str], _Result], Iterator[Any]]:
+    """The function that processes call, and its tasks: chunks, or with partitions lists of files."""
+    if job.partitions > 1:
+        return _partition, iter(partitions(files, job.partitions, functools.partial(_format, job)))
+    split = tokenizer.split_point
+    return tokenize_chunk, (
+        chunk for file in files for chunk in _format(job, file).chunks(file, job.chunk_bytes, split)
+    )
+
+
+def _tokenize_tasks(
+    job: Preprocessing, tokenizer: Tokenizer, files: list[TextFile], prefix: str
+) -> Generator[tuple[Any, _Result]]:
+    """Chunks or lists of files with their results, in order."""
+    work, tasks = _work(job, tokenizer, files)
+    if job.workers == 1:
+        for number, task in enumerate(tasks):
+            yield task, work(job, task, f"{prefix}.{number}")
+        return
+    with _deferred_interrupts() as handle_pending:
+        yield from _by_workers(job, work, tasks, prefix, handle_pending)
+
+
+@contextmanager
+def _deferred_interrupts() -> Generator[Callable[[], None]]:
+    """Defers SIGINT and SIGTERM until the yielded function is called or the block ends.
+
+    The process pools of the standard library do not survive an exception that a signal handler raises inside them:
+    after an interrupt at the last instruction of `Condition.__enter__`, a Python function, its lock is never released,
+    and everything that waits for the pool hangs. So the previous handlers are called only where no lock is held.
+
+    A signal without a Python handler still ends the process at once. Does nothing outside the main thread, since other
+    threads receive no signals.
+    """
+    pending: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
+    former = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def handle_pending() -> None:
+        if pending:
+            number = pending[0]
+            pending.clear()
+            former[number](number, None)
+
+    for number in former:
+        signal.signal(number, lambda number, frame: pending.append(number))
+    try:
+        yield handle_pending
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    handle_pending()
+
+
+def _by_workers(
+    job: Preprocessing,
+    work: Callable[[Preprocessing, Any, str], _Result],
+    tasks: Iterator[Any],
+    prefix: str,
+    handle_pending: Callable[[], None],
+) -> Generator[tuple[Any, _Result]]:
+    other_processes = multiprocessing.active_children()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
+    waiting: deque = deque()
+    workers: dict[int | None, multiprocessing.process.BaseProcess] = {}
+
+    def first() -> tuple[Any, _Result]:
+        task, future = waiting.popleft()
+        while not wait([future], timeout=_POLL_SECONDS).done:
+            handle_pending()
+        handle_pending()
+        return task, future.result()
+
+    try:
+        for number, task in enumerate(tasks):
+            waiting.append((task, pool.submit(work, job, task, f"{prefix}.{number}")))
+            workers |= {
+                process.pid: process for process in multiprocessing.active_children() if process not in other_processes
+            }
+            if len(waiting) > 2 * job.workers:
+                yield first()
+        while waiting:
+            yield first()
+    except BrokenProcessPool as error:
+        # The pool ends the other workers with SIGTERM.
+        pool.shutdown(wait=True, cancel_futures=True)
+        codes = [process.exitcode for process in workers.values() if process.exitcode not in (0, None, -signal.SIGTERM)]
+        raise WorkerDied(codes[0] if codes else None) from error
+    except BaseException:
+        # The results are no longer needed: stop the workers instead of waiting for them.
+        for worker in multiprocessing.active_children():
+            if worker not in other_processes:
+                worker.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Makes a worker end silently on Ctrl-C and with its parent; disables threads of the tokenizers library."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    return config.build()
+
+
+def _partition(job: Preprocessing, files: list[TextFile], prefix: str) -> _Result:
+    """Tokenizes files, in this process, into token files PREFIX-KEY; runs in workers."""
+    single = replace(job, workers=1, partitions=1)
+    counts, fault = _write(
+        single, _build_tokenizer(job.tokenizer), files, prefix=prefix, report=lambda counts, total: None
+    )
+    return _Result(counts, prefix, fault=(None, fault) if fault else None)
+
+
+def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
+    """Tokenizes one chunk into token files PREFIX-KEY, or a piece of a document into ids in PREFIX; runs in workers.
+
+    Raises:
+        UserError: an invalid line or document with on_error "stop"; names the file and the line.
+    """
+    tokenizer = _build_tokenizer(job.tokenizer)
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    if chunk.piece:
+        try:
+            piece = tokenizer.encode_bytes(chunk.data).astype(dtype)
+        except UserError as error:
+            raise UserError(f"{chunk.file.path}: {error}") from error
+        piece.tofile(prefix)
+        return _Result(Counts(stored=chunk.stored, text=len(chunk.data), tokens=len(piece)), prefix, piece=True)
+    text, tokens, skipped, fault = 0, [], 0, None
+    kind = _format(job, chunk.file)
+    encoder = _Encoder(tokenizer, job.append_eod, split_sentences if job.split_sentences else None)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
+        for place, row in kind.rows(chunk):
+            try:
+                texts = kind.texts(row)
+                documents = [encoder.sequences(data) for data in texts]
+                if not all(documents):
+                    _check_empty(job, documents)
+            except UserError as error:
+                if job.on_error == "stop":
+                    raise UserError(_located(job, chunk, place, str(error))) from error
+                skipped, fault = skipped + 1, fault or (place, str(error))
+                continue
+            total = 0
+            for writer, data, sequences in zip(writers, texts, documents, strict=True):
+                writer.add_document(sequences)
+                total += sum(map(len, sequences))
+                text += len(data)
+            tokens.append(total)
+    amounts = {"documents": len(tokens), "empty": tokens.count(0), "skipped": skipped, "tokens": sum(tokens)}
+    return _Result(Counts(stored=chunk.stored, text=text, **amounts), prefix, fault=fault)
+
+
+def _check_empty(job: Preprocessing, documents: list[list[np.ndarray]]) -> None:
+    """Raises UserError if a text of the row is empty although the job needs all of them."""
+    if job.pairs or job.split_sentences:
+        key = job.keys[[bool(sequences) for sequences in documents].index(False)]
+        error_text = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"
+        raise UserError(f"{error_text}: there is no text under {key!r}. Mend it, or give --on-error=skip.")

@@ -1,0 +1,202 @@
+"""Input files of preprocessing: finding them, reading their text, and dividing it into chunks for several processes.
+
+Offsets are in bytes of the decompressed text.
+"""
+
+import glob
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Buffer, Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from megajax.config.errors import UserError
+from megajax.config.optional_packages import require
+
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "text": (".txt", ".text"),
+    "parquet": (".parquet",),
+}
+"""Format -> suffixes of its files."""
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """An input file, or a part of one.
+
+    Attributes:
+        format: jsonl, text, parquet, or pairs.
+        size: bytes on disk; for a pair, of both files; for a part, its share.
+        second: for pairs, the file whose lines correspond to those of `path`.
+        start, stop: range of the part: bytes of the text, or row groups of Parquet; stop None: to the end.
+    """
+
+    path: str
+    format: str
+    size: int
+    second: str | None = None
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def compressed(self) -> bool:
+        return self.path.endswith(COMPRESSED_SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Text of a file that starts at a document, or continues one.
+
+    Attributes:
+        start: byte in the file; for Parquet, the row group, which is read only when the chunk is tokenized.
+        stored: corresponding bytes on disk, for the progress.
+        second: for pairs, the lines that correspond to those of `data`.
+        piece: whether the chunk is a part of a document that is a whole file.
+        is_last: whether it is the last piece of that document; true for other chunks.
+    """
+
+    file: TextFile
+    start: int
+    data: bytes
+    stored: int
+    second: bytes = b""
+    piece: bool = False
+    is_last: bool = True
+
+    def line_number(self, offset: int) -> int:
+        """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""
+        lines, remaining_bytes = 1, self.start + offset
+        with open_text(self.file.path) as (stream, _):
+            while remaining_bytes > 0 and (block := stream.read(min(remaining_bytes, 1 << 20))):
+                lines += block.count(b"\n")
+                remaining_bytes -= len(block)
+        return lines
+
+
+def find_files(inputs: Sequence[str], format: str | None = None, option: str = "--input") -> list[TextFile]:
+    """Files for paths, patterns (`*`, `?`, `[…]`, `**`) and folders (searched recursively), in the given order.
+
+    Args:
+        format: of all files, one of SUFFIXES; None: by their names.
+        option: the command-line option of the inputs, for messages.
+
+    Raises:
+        UserError: no file, an unknown suffix, or a duplicate file.
+    """
+    paths: dict[str, str] = {}
+    for pattern in inputs:
+        matches = _expand(pattern)
+        if not matches:
+            raise UserError(f"{option} {pattern}: no such file, folder or match. Check the path.")
+        for path in matches:
+            if paths.setdefault(os.path.realpath(path), path) is not path:
+                raise UserError(f"{option}: {path} is given twice, which would repeat its documents. Name it once.")
+    formats = {path: _format(path) if format is None else format for path in paths.values()}
+    return [TextFile(path, kind, os.stat(path).st_size) for path, kind in formats.items()]
+
+
+def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None = None) -> list[TextFile]:
+    """Files of plain text, each with the target file whose lines correspond.
+
+    Raises:
+        UserError: those of `find_files`, files of another format, or different numbers of inputs and targets.
+    """
+    sides = find_files(inputs, format), find_files(targets, format, option="--target")
+    for file in (file for side in sides for file in side if file.format != "text"):
+        message = f"is {file.format}, but --target pairs the lines of plain text"
+        raise UserError(f"{file.path}: {message}. Name keys of one file with --json-keys and --pairs instead.")
+    if len(sides[0]) != len(sides[1]):
+        message = f"{len(sides[0])} file(s) of --input and {len(sides[1])} of --target: each file needs its target"
+        raise UserError(f"{message}. Give both in the same order.")
+    pairs = zip(*sides, strict=True)
+    return [TextFile(source.path, "pairs", source.size + target.size, second=target.path) for source, target in pairs]
+
+
+def _expand(pattern: str) -> list[str]:
+    if os.path.isdir(pattern):
+        every = (os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names)
+        suffixes = sum(SUFFIXES.values(), ())
+        return sorted(path for path in every if _without_compression(path).endswith(suffixes))
+    if os.path.exists(pattern):
+        return [pattern]
+    return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+
+
+def _without_compression(path: str) -> str:
+    for suffix in COMPRESSED_SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path
+
+
+def _format(path: str) -> str:
+    name = _without_compression(path)
+    kind = next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+    if kind is None or (kind == "parquet" and name != path):
+        names = f"{', '.join(sum(SUFFIXES.values(), ()))}, text with {' or '.join(COMPRESSED_SUFFIXES)} if compressed"
+        message = f"its name does not tell its format (known: {names})"
+        raise UserError(f"{path}: {message}. Say --format=jsonl, text or parquet.")
+    return kind
+
+
+class _Damaged(Exception):
+    """A compressed file that can't be decompressed."""
+
+
+class _ZstandardText(io.RawIOBase):
+    """Text of a Zstandard file of one or more frames; unlike the package's reader, detects a missing end."""
+
+    def __init__(self, file: BinaryIO, path: str):
+        zstandard = require("zstandard", f"{path}, a .zst file,")
+        self._file, self._error, self._unpacker = file, zstandard.ZstdError, zstandard.ZstdDecompressor()
+        self._frame = None
+        self._compressed, self._text = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        while not self._text:
+            self._compressed = self._compressed or self._file.read(1 << 15)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise _Damaged("its end is missing")
+                return 0
+            self._frame = self._frame or self._unpacker.decompressobj()
+            try:
+                self._text = memoryview(self._frame.decompress(self._compressed))
+            except self._error as error:
+                raise _Damaged(str(error)) from error
+            self._compressed = self._frame.unused_data
+            self._frame = None if self._frame.eof else self._frame
+        target = memoryview(buffer)
+        size = min(len(target), len(self._text))
+        target[:size], self._text = self._text[:size], self._text[size:]
+        return size
+
+
+@contextmanager
+def open_text(path: str) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
+    """The file's text, decompressed by its suffix, and a function that returns the bytes on disk read so far.
+
+    Raises:
+        UserError: the file can't be opened, is damaged, or needs a package that is not installed.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    with file:
+        stream: io.BufferedIOBase = file
+        if path.endswith(".gz"):
+            stream = gzip.GzipFile(fileobj=file)
+        elif path.endswith(".zst"):
+            stream = io.BufferedReader(_ZstandardText(file, path), 1 << 17)
+        try:
+            yield stream, file.tell
+        except (EOFError, zlib.error, gzip.BadGzipFile, _Damaged) as error:
+            raise UserError(f"{path}: damaged after {file.tell()} bytes: {error}. Copy or pack it again.") from error

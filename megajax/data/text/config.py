@@ -1,0 +1,124 @@
+"""Configs of text for language models."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.paths import PathText
+from megajax.data.config import LoaderConfig, TokenFilesConfig, between, split_problems
+
+
+def text_leaves(isolated: bool) -> dict[str, str]:
+    """The leaves of a row of text, name -> dtype. isolated: documents in a row do not attend to each other."""
+    leaves = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
+    return leaves | {"segment_ids": "int32"} if isolated else leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendConfig(TokenFilesConfig):
+    """A token file or a weighted blend of several, cut into the same rows as in Megatron-LM."""
+
+    target: ClassVar[str] = "megajax.data.rows.blend:build_splits"
+
+    reset_positions: bool = False
+    """Restart positions at 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Tokens do not attend beyond the previous end-of-document token."""
+    eod_mask_loss: bool = False
+    """Mask the loss where the input is the end-of-document token."""
+    isolate_documents: bool = False
+    """Mask attention between documents of one row and restart positions at each. Documents are the stored sequences,
+    with or without an end-of-document token."""
+    extra_token: bool = True
+    """Read one token more than a row has, as the label of the last token."""
+    drop_last: bool = True
+    """Drop the incomplete last row of the validation split; false pads it. Other splits always drop it."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents or self.reset_attention_mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockConfig(Builds):
+    """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split."""
+
+    target: ClassVar[str] = "megajax.data.text.mock:build_splits"
+
+    isolate_documents: bool = False
+    """Mask attention between documents of one row and restart positions at each."""
+    seed: int | None = None
+    """Seed for the order of documents and rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandardLibraryConfig(Builds):
+    """The source files of Python's standard library as text, for the byte tokenizer. Needs no download."""
+
+    target: ClassVar[str] = "megajax.data.text.standard_library:build_splits"
+
+    megabytes: float = 8.0
+    """Size of the text in 10^6 bytes: whole files, one document each, up to this limit."""
+    split: str = "90,9,1"
+    """Shares of training, validation and test, by number of files."""
+    cache_dir: PathText | None = None
+    """Folder for the token file and its index; none: the user's cache folder."""
+    isolate_documents: bool = False
+    """Mask attention between files of one row and restart positions at each."""
+    seed: int | None = None
+    """Seed for the choice of files and the order of rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents)
+
+    def problems(self) -> list[Problem]:
+        return split_problems(self.split) + between("megabytes", self.megabytes, 0.01, 1e6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FillInMiddleConfig(BlendConfig):
+    """Token files with some documents reordered, so that a model learns to fill in the middle (FIM; Bavarian et al.
+    2022)."""
+
+    target: ClassVar[str] = "megajax.data.text.fim:build_splits"
+
+    rate: float = 0.5
+    """Share of the documents that are reordered."""
+    spm_rate: float = 0.5
+    """Share of those with the suffix before the prefix (SPM); the others have prefix, suffix, middle (PSM)."""
+    prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+    middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+    suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+    fragment_token: str | None = None
+    """Token at which documents are cut into fragments that are reordered one by one, such as the files of a repository;
+    none: documents are reordered as a whole."""
+    fragment_rate: float = 0.5
+    """Share of the fragments that are reordered, within a reordered document."""
+    unchanged_prefix: str | None = None
+    """Documents and fragments that begin with this text are not reordered."""
+    sequential_draws: bool = False
+    """Draw from a single generator for all rows, in the order 0, 1, 2, …, as Megatron-LM does; a resumed run replays
+    all earlier rows. False: each row has its own generator."""
+
+    def problems(self) -> list[Problem]:
+        problems = BlendConfig.problems(self)
+        for name in ("rate", "spm_rate", "fragment_rate"):
+            problems += between(name, getattr(self, name), 0, 1)
+        if self.isolate_documents:
+            problem = "needs the borders of the stored documents, which reordering moves"
+            hint = "use reset_attention_mask and reset_positions, which go by end-of-document tokens"
+            problems.append(Problem("isolate_documents", problem, hint))
+        return problems

@@ -1,0 +1,1 @@
+"""Text, tables, charts, heat maps and pages for people."""

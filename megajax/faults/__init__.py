@@ -1,0 +1,1 @@
+"""What a process does about faults: signals, beats, watchdog, drills."""

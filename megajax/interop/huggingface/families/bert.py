@@ -1,0 +1,111 @@
+"""BERT, normalised after each sum, and Megatron-LM's BERT, normalised before each sub-layer."""
+
+from typing import Any
+
+from megajax.checkpoint.weights.tensor_table import Row
+from megajax.interop.huggingface.family import Family, Names, Settings, activation_name, to_settings
+from megajax.interop.huggingface.rows import attention, dense, linear, norm, tokens
+from megajax.layers import configs as layers
+from megajax.models.configs import BertConfig
+
+UNUSED = frozenset({
+    "attention_probs_dropout_prob", "classifier_dropout", "directionality", "gradient_checkpointing",
+    "hidden_dropout_prob", "pooler_*",
+})  # fmt: skip
+"""About dropout and other heads."""
+MODEL: Names = {
+    "hidden": ("hidden_size", 768),
+    "vocabulary_size": ("vocab_size", 30522),
+    "sequence_length": ("max_position_embeddings", 512),
+    "token_types": ("type_vocab_size", 2),
+    "tied": ("tie_word_embeddings", True),
+}
+MEGATRON = {"vocab_size": 29056, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+"""Sizes of Megatron-LM's BERT where config.json does not say them, with 24 layers."""
+
+
+def _read(settings: Settings) -> BertConfig:
+    before = settings.remaining.get("model_type") == "megatron-bert"
+    settings.assume({**MEGATRON, "num_hidden_layers": 24} if before else {})
+    norm = layers.LayerNormConfig(epsilon=settings.take("layer_norm_eps", 1e-12))
+    activation: Any = settings.activation("hidden_act", "gelu")
+    settings.only("position_embedding_type", "absolute")
+    settings.only("is_decoder", False)
+    block = (layers.BlockConfig if before else layers.PostNormBlockConfig)(
+        mixer=layers.AttentionConfig(heads=settings.take("num_attention_heads", 12), bias=True, causal=False),
+        mlp=layers.DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation),
+        norm=norm,
+    )
+    return BertConfig(
+        **settings.fields(MODEL),
+        stack=layers.StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
+        norm=norm if before else layers.IdentityNormConfig(),
+        embedding_norm=None if before else norm,
+        head_norm=None if before else norm,
+        head_activation=activation,
+        next_sentence=not settings.architecture().endswith("ForMaskedLM"),
+    )
+
+
+def _write(cfg: Any) -> dict[str, Any]:
+    block = cfg.stack.pattern[0]
+    name = "MegatronBert" if cfg.embedding_norm is None else "Bert"
+    return {
+        "architectures": [f"{name}ForPreTraining" if cfg.next_sentence else f"{name}ForMaskedLM"],
+        **to_settings(cfg, MODEL),
+        "num_hidden_layers": cfg.stack.layers(),
+        "num_attention_heads": block.mixer.heads,
+        "intermediate_size": block.mlp.ffn,
+        "hidden_act": activation_name(block.mlp.activation),
+        "layer_norm_eps": block.norm.epsilon,
+    }
+
+
+LAYER, BLOCK, HEAD = "bert.encoder.layer.{layer}", "stack.*", "cls.predictions"
+WORDS = "bert.embeddings.word_embeddings.weight"
+POST = (
+    ("bert.embeddings.LayerNorm", "embedding_norm"),
+    (f"{LAYER}.attention.output.LayerNorm", f"{BLOCK}.mixer_norm"),
+    (f"{LAYER}.output.LayerNorm", f"{BLOCK}.mlp_norm"),
+)
+PRE = (
+    (f"{LAYER}.attention.ln", f"{BLOCK}.mixer_norm"),
+    (f"{LAYER}.ln", f"{BLOCK}.mlp_norm"),
+    ("bert.encoder.ln", "norm"),
+)
+
+
+def _rows(cfg: Any) -> list[Row]:
+    norms = (*(PRE if cfg.embedding_norm is None else POST), (f"{HEAD}.transform.LayerNorm", "masked_norm"))
+    # An untied head has its own bias, and the other one is not read.
+    bias = f"{HEAD}.bias" if cfg.tied else f"{HEAD}.decoder.bias"
+    return [
+        *tokens(cfg, WORDS, f"{HEAD}.decoder.weight"),
+        Row("bert.embeddings.position_embeddings.weight", "positions"),
+        Row("bert.embeddings.token_type_embeddings.weight", "types"),
+        *attention(f"{LAYER}.attention", f"{BLOCK}.mixer", ("self.query", "self.key", "self.value", "output.dense")),
+        *linear(f"{LAYER}.intermediate.dense", f"{BLOCK}.mlp.up"),
+        *linear(f"{LAYER}.output.dense", f"{BLOCK}.mlp.down"),
+        *[row for names in norms for row in norm(*names)],
+        *dense("bert.pooler.dense", "pooler"),
+        *dense(f"{HEAD}.transform.dense", "masked"),
+        Row(bias, "masked_bias", index=(slice(0, cfg.vocabulary_size),)),
+        *linear("cls.seq_relationship", "order"),
+    ]
+
+
+FAMILIES = [
+    Family(
+        name=name,
+        architecture=architecture,
+        read=_read,
+        write=_write,
+        rows=_rows,
+        unused=UNUSED,
+        ignored=("bert.embeddings.position_ids", "bert.pooler.*", "cls.seq_relationship.*", f"{HEAD}.bias"),
+        extra=("bert.pooler.*", "cls.seq_relationship.*"),
+        renamed=((r"^(embeddings|encoder|pooler)\.", r"bert.\1."), (r"\.gamma$", ".weight"), (r"\.beta$", ".bias")),
+        heads={f"{HEAD}.decoder.weight": WORDS, f"{HEAD}.decoder.bias": f"{HEAD}.bias"},
+    )
+    for name, architecture in (("bert", "BertForPreTraining"), ("megatron-bert", "MegatronBertForPreTraining"))
+]

@@ -1,0 +1,108 @@
+"""Qwen 2 and Qwen 3 with experts: all layers but some, with a gated shared expert in Qwen 2."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megajax.checkpoint.weights.tensor_table import Row
+from megajax.interop.huggingface import decoders
+from megajax.interop.huggingface.decoders import ATTENTION, LAYER, experts, gated, outer_rows
+from megajax.interop.huggingface.family import Settings, layers_of
+from megajax.layers.configs import FeedForwardConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
+from megajax.models.configs import DecoderConfig
+
+COMMON: Mapping[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_moe": COMMON
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5632, "moe_intermediate_size": 1408}
+    | {"shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4, "max_window_layers": 28},
+    "qwen3_moe": COMMON
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    | {"num_experts": 128, "num_experts_per_tok": 8},
+}
+
+
+def _read(name: str, settings: Settings) -> DecoderConfig:
+    second = name == "qwen2_moe"
+    settings.assume(DEFAULTS[name])
+    mixer = decoders.attention(
+        settings,
+        bias=not second and settings.take("attention_bias", False),
+        qkv_bias=settings.take("qkv_bias", True) if second else None,
+        qk_norm=None if second else RMSNormConfig(epsilon=settings.peek("rms_norm_eps")),
+    )
+    mlp, last = decoders.gated_mlp(settings), settings.take("max_window_layers", 0)
+    shared = replace(mlp, ffn=settings.need("shared_expert_intermediate_size")) if second else None
+    moe = MoEConfig(
+        experts=settings.take("num_local_experts", settings.need("num_experts")),
+        top_k=settings.need("num_experts_per_tok"),
+        expert=replace(mlp, ffn=settings.need("moe_intermediate_size")),
+        router=decoders.router(settings, normalise="chosen" if settings.take("norm_topk_prob", False) else "all"),
+        shared=None if shared is None else SharedExpertConfig(mlp=shared, gate=True),
+    )
+    every, dense = settings.count("decoder_sparse_step"), settings.take("mlp_only_layers", [])
+
+    def feed_forward(layer: int) -> FeedForwardConfig:
+        return mlp if layer in dense or (layer + 1) % every or not moe.experts else moe
+
+    def slides(layer: int) -> bool:
+        return not second or (layer % 2 == 0 and layer < last)
+
+    return decoders.decoder(settings, mixer, feed_forward, slides=slides)
+
+
+def _write(name: str, cfg: Any) -> dict[str, Any]:
+    moe, dense, ffn = decoders.feed_forwards(cfg)
+    windows = ("sliding_window", "use_sliding_window")
+    second: dict[str, Any] = {}
+    if name == "qwen2_moe":
+        windows += ("max_window_layers", "layer_types")
+        mixer = layers_of(cfg)[0].mixer
+        second["qkv_bias"] = mixer.has_qkv_bias()
+        second["shared_expert_intermediate_size"] = 0 if moe.shared is None else moe.shared.mlp.ffn
+    return {
+        **decoders.write(cfg, *windows, moe=moe),
+        "norm_topk_prob": moe.router.normalise == "chosen",
+        "num_experts": moe.experts,
+        "moe_intermediate_size": moe.expert.ffn,
+        "intermediate_size": ffn,
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": 1,
+        **second,
+    }
+
+
+def _rows(cfg: DecoderConfig) -> list[Row]:
+    shared = gated(f"{LAYER}.mlp.shared_expert", "stack.*.mlp.shared")
+    gate = Row(f"{LAYER}.mlp.shared_expert_gate.weight", "stack.*.mlp.shared_gate", "g d -> d g")
+    return [
+        *outer_rows(cfg),
+        *ATTENTION,
+        *gated(f"{LAYER}.mlp", "stack.*.mlp"),
+        *experts(f"{LAYER}.mlp"),
+        *shared,
+        gate,
+    ]
+
+
+FAMILIES = [
+    decoders.family(
+        name,
+        architecture,
+        read=partial(_read, name),
+        write=partial(_write, name),
+        rows=_rows,
+        unused=frozenset({"max_window_layers"}),
+    )
+    for name, architecture in (("qwen2_moe", "Qwen2MoeForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM"))
+]

@@ -1,0 +1,279 @@
+"""A family of Hugging Face models: conversion between config.json and a model config, and a table of tensor names."""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from megajax.checkpoint.weights.tensor_table import Row
+from megajax.config.errors import UserError
+from megajax.interop.huggingface.unused_settings import is_unused
+from megajax.layers.stack.segments import blocks_of
+
+LARGEST = 2**31 - 1
+LARGEST_FLOAT = sys.float_info.max
+VALUE_LENGTH = 40
+"""Largest number of characters of a wrong value in a message."""
+
+MOST_LAYERS = 10_000
+"""More layers are an error in the file, and would take long to build."""
+KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a finite number"),
+    str: ((str,), "a text"),
+    list: ((list, tuple), "a list"),
+    tuple: ((list, tuple), "a list"),
+    dict: ((dict,), "a mapping of settings"),
+}
+"""Kind of a setting -> types of its values, and their description."""
+_PLACEHOLDERS: Mapping[type, Any] = {bool: False, int: 1, float: 1.0, str: "", list: [], tuple: [], dict: {}}
+"""Kind of a setting -> value that replaces a wrong one, so that all errors are reported together."""
+
+
+def _requirement(value: Any, kind: type) -> str:
+    """The requirement that a value violates; "" if it is of the kind."""
+    types, description = KINDS.get(kind, ((object,), ""))
+    fits = isinstance(value, types) and (kind is bool or not isinstance(value, bool) or object in types)
+    if fits and kind is float:
+        fits = -LARGEST_FLOAT <= value <= LARGEST_FLOAT
+    if fits and kind is int:
+        fits = abs(value) <= LARGEST
+        description = description if fits else f"a whole number up to {LARGEST}"
+    return "" if fits else description
+
+
+def _to_text(value: Any) -> str:
+    """A value as shortened JSON, which distinguishes "5" from 5."""
+    text = json.dumps(value)
+    return text if len(text) <= VALUE_LENGTH else f"{text[:VALUE_LENGTH]}…"
+
+
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activation functions: name in transformers -> name here."""
+
+
+def activation_name(activation: str) -> str:
+    """The first name in transformers of an activation function."""
+    return next(name for name, value in ACTIVATIONS.items() if value == activation)
+
+
+def layers_of(model: Any) -> tuple[Any, ...]:
+    """The block of each layer of a decoder."""
+    return blocks_of(model.stack)
+
+
+type Names = Mapping[str, tuple[str, Any]]
+"""Field of a layer config -> setting in config.json, and its default."""
+
+
+def to_settings(layer: Any, names: Names) -> dict[str, Any]:
+    """The settings in config.json of a layer config; the reverse of `Settings.fields`."""
+    return {setting: getattr(layer, field) for field, (setting, _) in names.items()}
+
+
+class Findings(NamedTuple):
+    """What a config.json and its nested mappings were found to hold."""
+
+    problems: list[str]
+    """Wrong values, unsupported values and unknown settings, a line each."""
+    unknown: dict[str, Any]
+    """Settings that no family reads, by name; off and known ones are not among them."""
+    untaken: list[str]
+    """Names of all settings that were not taken."""
+
+
+class Settings:
+    """A config.json whose settings are taken one by one.
+
+    `finish` reports all wrong values, unsupported values and settings that were not taken together.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json", path: str = ""):
+        """path: before the names of settings in messages, such as text_config. with the dot."""
+        self.remaining, self.where, self._path = dict(values), where, path
+        self.findings = Findings([], {}, [])
+        self._assumed: dict[str, Any] = {}
+
+    def assume(self, defaults: Mapping[str, Any]) -> None:
+        """Defaults of absent settings. A setting that is null stays null."""
+        self.remaining = {**defaults, **self.remaining}
+        self._assumed |= defaults
+
+    def take(self, name: str, default: Any = None, kind: type | None = None) -> Any:
+        """A setting; the default if it is absent or null. A value of another kind is reported.
+
+        kind: of the value; object allows any. None: the kind of the default, or of the assumed value.
+        """
+        fallback = self._assumed.get(name) if default is None else default
+        value = self.remaining.pop(name, None)
+        if value is None:
+            return default
+        expected = kind or (object if fallback is None else type(fallback))
+        if requirement := _requirement(value, expected):
+            self.refuse(name, _to_text(value), f"must be {requirement}")
+            return fallback if fallback is not None else _PLACEHOLDERS.get(expected)
+        return value
+
+    def count(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
+        """A whole number from 1 to `most`. Any other value is reported, and 1 is returned."""
+        value = self.need(name, int) if default is None else self.take(name, default, int)
+        if not 1 <= value <= most:
+            self.refuse(name, _to_text(value), f"must be between 1 and {most}")
+            return 1
+        return value
+
+    def layers(self, name: str = "num_hidden_layers", default: int | None = None) -> int:
+        """A number of layers."""
+        return self.count(name, default, MOST_LAYERS)
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """A setting that must have one of these values; the first is the default."""
+        value = self.take(name, allowed[0], object)
+        if value not in allowed:
+            self.refuse(name, value, f"only {' or '.join(map(str, allowed))} is supported")
+            return allowed[0]
+        return value
+
+    def choose(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
+        """The choice that a setting names."""
+        value = self.take(name, default)
+        if value not in choices:
+            self.refuse(name, value, f"only {', '.join(choices)} is supported")
+            return choices[default]
+        return choices[value]
+
+    def activation(self, name: str, default: str) -> str:
+        """The activation function that a setting names."""
+        return self.choose(name, default, ACTIVATIONS)
+
+    def fields(self, names: Names) -> dict[str, Any]:
+        """Fields of a layer config."""
+        return {field: self.take(name, default) for field, (name, default) in names.items()}
+
+    def part(self, name: str, values: Mapping[str, Any] | None = None) -> "Settings":
+        """A nested mapping of settings, empty if it is absent. Its findings are added to those of this one.
+
+        values: instead of the setting's own.
+        """
+        values = self.take(name, {}) if values is None else values
+        inner = Settings(values, f"{self.where}: {name}", f"{self._path}{name}.")
+        inner.findings = self.findings
+        return inner
+
+    def need(self, name: str, kind: type | None = None) -> Any:
+        """A required setting. A missing one is reported, and the assumed value is returned.
+
+        kind: see `take`. Raises UserError if no value was assumed.
+        """
+        if (value := self.take(name, kind=kind)) is not None:
+            return value
+        fallback = self._assumed.get(name, _PLACEHOLDERS.get(kind or object))
+        if fallback is None:
+            raise UserError(f"{self.where} has no {name}")
+        self.findings.problems.append(f"{self._path}{name}: must be given")
+        return fallback
+
+    def peek(self, name: str) -> Any:
+        """Like `need`, but the setting can be taken again."""
+        value = self.remaining[name] = self.need(name)
+        return value
+
+    def refuse(self, name: str, value: Any, reason: str) -> None:
+        """Reports a wrong or unsupported value."""
+        self.findings.problems.append(f"{self._path}{name}={value}: {reason}")
+
+    def close(self, unused: Collection[str] = ()) -> None:
+        """Finds the remaining settings that are unknown: not off, and without a match in the patterns `unused`."""
+        self.findings.untaken.extend(self._path + name for name in self.remaining)
+        for name, value in self.remaining.items():
+            if value not in (None, False, [], {}) and not is_unused(name, unused):
+                self.findings.unknown[self._path + name] = value
+
+    def architecture(self) -> str:
+        """The first of `architectures`, or ""."""
+        return next(iter(self.remaining.get("architectures") or ()), "")
+
+    def finish(self, unused: Collection[str] = (), ignore: Collection[str] = ()) -> dict[str, Any]:
+        """Raises UserError with all problems, see `close`.
+
+        ignore: patterns of unknown settings that are accepted. Returns those with their values.
+        """
+        self.close(unused)
+        problems, unknown, untaken = self.findings
+        accepted = {name: value for name, value in unknown.items() if any(fnmatchcase(name, p) for p in ignore)}
+        refused = [name for name in unknown if name not in accepted]
+        lines = [*problems, *[f"{name}={unknown[name]}: this setting is not supported" for name in refused]]
+        for pattern in ignore:
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in untaken):
+                lines.append(f"{pattern}: is to be ignored, but no unknown setting has this name")
+        if lines:
+            names = ",".join(refused)
+            advice = f"\nTo accept settings without effect: --ignore={names} (train: --checkpoint.ignore={names})"
+            advice = advice if refused else ""
+            listing = "\n".join(f"  {line}" for line in lines)
+            raise UserError(f"{self.where} has wrong or unsupported settings:\n{listing}{advice}")
+        return accepted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Models that share a table of names."""
+
+    name: str
+    """Name of the family, and model_type in a config.json that is written."""
+    architecture: str
+    """Class in transformers: `architectures` in a config.json that is written."""
+    read: Callable[[Settings], Any]
+    """config.json -> model config. It reports unsupported values to the settings, and need not call `finish`."""
+    write: Callable[[Any], dict[str, Any]]
+    """Model config -> settings of config.json. It may lose settings; the caller compares the result of `read`."""
+    rows: Callable[[Any], Sequence[Row]]
+    """Model config -> the table of names."""
+    adjusted: Callable[[Any, Collection[str]], Any] = lambda model, names: model
+    """(model config, names of the tensors in the files) -> the model config without parts that config.json declares
+    but the files do not have."""
+    unused: frozenset[str] = frozenset()
+    """Patterns of further settings of config.json without effect on a forward pass."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of names of tensors outside of the table that hold no weights, such as tables of rotary angles, or
+    weights that the model does not have."""
+    task: str = ""
+    """task_type of PEFT; "": it has none for these models, or PEFT 0.21 can't load it with transformers 5 (T5)."""
+    extra: tuple[str, ...] = ()
+    """Patterns of those of them that an export keeps: layers of a released model that the model here does not read."""
+    extra_settings: tuple[str, ...] = ()
+    """Settings in config.json that describe them: with others, they are not exported."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Regular expression -> replacement, applied in order to names of tensors in files, for classes with other prefixes
+    than the table and for older names."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor that may be stored as a copy of another -> name of the original."""
+    heads: Mapping[str, str] = field(default_factory=dict)
+    """Head -> table that it is tied to, like `copies`. If the values of the two differ, the model is untied, as
+    transformers does."""
+    other_types: tuple[str, ...] = ()
+    """Further values of model_type that are read."""
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return (self.name, *self.other_types)
+
+    def config_json(self, model: Any) -> dict[str, Any]:
+        """The config.json of a model config (see `write`)."""
+        return {"model_type": self.name, "architectures": [self.architecture], **self.write(model)}

@@ -1,0 +1,156 @@
+"""Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by
+from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
+from megajax.config.errors import UserError
+from megajax.config.tree import check
+from megajax.inference.assembly import make_engine
+from megajax.inference.config import GenerationConfig
+from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.loading import load_weights
+from megajax.inference.programs import LoadedModel
+from megajax.interop.conversion.model_differences import describe_differences, differences
+from megajax.interop.huggingface.export import family_for
+from megajax.interop.huggingface.folder import open_model
+from megajax.interop.opening.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
+from megajax.interop.peft.folder import read_adapter
+from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
+from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights, MergedWeights
+from megajax.interop.runs.reader import RunModel, StepWeights, open_step
+from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.models.protocol import ids_below
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.conversation import Conversation
+from megajax.training.compiler_options import inference_options
+from megajax.training.session import build_tokenizer
+
+
+class Loaded(NamedTuple):
+    """A model with its weights and its tokenizer."""
+
+    config: GenerationConfig
+    model: LoadedModel
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    """Ids of tokens that end an answer."""
+    conversation: Conversation | None
+    """Turns messages into prompts; None without a chat template."""
+    where: str
+    """The source of the weights, for messages."""
+
+
+def load(config: GenerationConfig, origin: Origin) -> Loaded:
+    """The model of an origin, with the settings of `origin.generation_config` and the command line.
+
+    Raises UserError if the settings do not fit the devices, or if the weights or the tokenizer do not fit the model.
+    """
+    devices = find_devices()
+    check(config, len(devices))
+    if config.model.memory_length():
+        name = type(config.model).__name__
+        raise UserError(f"{name} is an encoder-decoder model, which generate and serve do not support")
+    parallel = config.parallel.layout()
+    mesh = build_mesh(parallel, devices)
+    remedy = "set the tokenizer that the weights were trained with"
+    tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
+    template = config.inference.template
+    template = None if template is None else ChatTemplate(template, "inference.template")
+    weights = quantized_weights(origin, config.model)
+    precision = PrecisionConfig(compute=config.inference.compute)
+    options = inference_options(config.xla, mesh.devices.flat[0])
+    return Loaded(
+        config,
+        load_weights(config.model, weights, parallel, mesh, precision, options),
+        tokenizer,
+        end_tokens_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
+        None if template is None else Conversation(template, tokenizer),
+        weights.where,
+    )
+
+
+def quantized_weights(origin: Origin, model: Any) -> WeightSource:
+    """`weights_of`, quantized while they are read if the model's config is quantized and the stored weights are not."""
+    quantization = getattr(model, "quantization", None)
+    stored = None if origin.run is None else open_step(origin.run, trusted=origin.trusted).config.model
+    if quantization is None or getattr(stored, "quantization", None) is not None:
+        return weights_of(origin, model)
+    weights = weights_of(origin, replace(model, quantization=None))
+    return QuantizedWeights(weights, declared_by(model), quantized_matrices(model), {})
+
+
+def weights_of(origin: Origin, model: Any) -> WeightSource:
+    """The weights of a model, with the origin's adapters merged.
+
+    Raises UserError for an adapter of another model.
+    """
+    adapter, family = origin.adapter, ""
+    if origin.run is not None:
+        step = open_step(origin.run, trusted=origin.trusted)
+        weights, family = run_weights(step, model), step.meta.get("source", {}).get("family", "")
+    else:
+        opened = open_model(Path(str(origin.hf)), origin.ignore)
+        weights, family = opened.weights, opened.family.name
+        if opened.note:
+            print(f"{weights.where}: {opened.note}", file=sys.stderr)
+    if adapter is None:
+        return weights
+    if (adapter / PEFT_CONFIG).is_file():
+        peft = read_adapter(adapter, model, family_for(model, recorded=family).rows(model))
+        return merged(JoinedWeights(weights, peft), peft.model)
+    step = open_step(adapter, trusted=origin.trusted)
+    adapted = step.config.model
+    if getattr(adapted, "lora", None) is None:
+        raise UserError(f"--adapter={adapter}: its run has no adapters (model.lora)")
+    pairs = [pair for pair in differences(without_adapters(adapted), model) if pair.name != "sequence_length"]
+    if pairs:
+        lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
+        raise UserError(f"--adapter={adapter} (here) belongs to another model than {weights.where} (there):\n{lines}")
+    return merged(JoinedWeights(weights, AdapterWeights(step.weights())), adapted)
+
+
+def run_weights(step: RunModel, model: Any) -> WeightSource:
+    """The weights of a run, with its adapters merged. Raises UserError for a model with another vocabulary size."""
+    stored = step.config.model
+    if (stored_tokens := ids_below(stored)) != (tokens := ids_below(model)):
+        raise UserError(f"the weights of {step.path} are for {stored_tokens} tokens, this model has {tokens}")
+    lora = getattr(stored, "lora", None)
+    if lora is None:
+        chunks = [range(*bounds) for bounds in step.meta.get("rows", [])]
+        return StepWeights(step.path, declared_by(model), chunks)
+    return merged(step.weights(), stored)
+
+
+def merged(weights: WeightSource, model: Any) -> WeightSource:
+    """Weights with their adapters merged. model: a config with `lora`."""
+    return MergedWeights(weights, declared_by(model), model.lora.scale())
+
+
+class AdapterWeights:
+    """A `WeightSource` with only the adapters of a run."""
+
+    def __init__(self, weights: StepWeights):
+        self.where, self._weights = weights.where, weights
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {path: shape for path, shape in self._weights.shapes().items() if path.endswith((LORA_A, LORA_B))}
+
+    def read(self, path: str, box: Box) -> Any:
+        return self._weights.read(path, box)
+
+
+def start_engine(loaded: Loaded, *, queue: int) -> Engine:
+    """An engine for a model; see `megajax.inference.assembly.make_engine`."""
+    config = loaded.config
+    stop_tokens, length = loaded.stop_tokens, config.length()
+    return make_engine(
+        loaded.model, config.inference, loaded.tokenizer, end_tokens=stop_tokens, length=length, queue=queue
+    )

@@ -1,0 +1,186 @@
+"""The origin of a model for evaluation or text generation, and its settings; imports neither jax nor flax."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.checkpoint.folder import locate
+from megajax.command_line.parser import Flag
+from megajax.config.budget import read_json
+from megajax.config.builds import resolve
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.files import ROOT, Source, assembled, read_stored
+from megajax.config.tree import TRUST
+from megajax.inference.config import GenerationConfig, InferenceConfig
+from megajax.tokenizers.chat_template import is_missing
+
+TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name classes, files and programs that are not of "
+                  "MegaJAX, and run them")  # fmt: skip
+"""For verbs that read runs, whose folders may come from strangers."""
+IGNORE_FLAG = Flag("ignore", tuple[str, ...], (), help="unknown settings in config.json of hf:DIR that do not matter")
+MODEL_FLAGS = (
+    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
+    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
+    Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
+    IGNORE_FLAG,
+    TRUST_FLAG,
+)
+"""The flags that `origin_of` reads."""
+TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
+"""Files beside a tokenizer that may contain a chat template; the first one with a template is used."""
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer"
+"""Folder of a run with copies of the files of its tokenizer."""
+
+
+class Origin(NamedTuple):
+    """A run or a Hugging Face folder, and perhaps an adapter."""
+
+    run: Path | None = None
+    """A run's folder, its checkpoints folder, or one step in it."""
+    hf: Path | None = None
+    """A Hugging Face model folder."""
+    adapter: Path | None = None
+    """A PEFT folder, or a run with `model.lora`."""
+    trusted: bool = False
+    """Whether the configs of runs may name code that is not of MegaJAX."""
+    ignore: tuple[str, ...] = ()
+    """Patterns of unknown settings in config.json of `hf` that are accepted."""
+
+
+def origin_of(flags: Mapping[str, Any]) -> Origin:
+    """The origin by --run, --hf and --adapter. Raises ConfigError unless they name one model."""
+    run, hf, adapter = (flags[name] and flags[name].expanduser() for name in ("run", "hf", "adapter"))
+    trusted = flags["trust_code"]
+    if run is not None and hf is not None:
+        raise ConfigError([Problem("--run", f"is given, and --hf={hf} as well", "name one model")], "command line")
+    if adapter is not None and not (adapter / "adapter_config.json").is_file() and run is None and hf is None:
+        return Origin(run=adapter, trusted=trusted)  # checkpoints of a run with adapters contain all weights
+    if run is None and hf is None and adapter is not None:
+        base = resolve("megajax.interop.peft.folder:base_of")(adapter)
+        if base is None or not Path(base).is_dir():
+            reason = "names no base model" if base is None else f"is of {base}, and there is no such folder"
+            raise UserError(f"--adapter={adapter}: it {reason}: set --hf=DIR or --run=RUN")
+        hf = Path(base)
+    if run is None and hf is None:
+        raise ConfigError([Problem("--run", "must be given, or --hf=DIR", "name one model")], "command line")
+    demand_folder(flags["ignore"], hf)
+    return Origin(run, hf, adapter, trusted, flags["ignore"])
+
+
+def demand_folder(ignore: Sequence[str], folder: Path | None) -> None:
+    """Raises ConfigError for settings to ignore without a Hugging Face folder that has settings."""
+    if ignore and folder is None:
+        message = "names settings of config.json, but no Hugging Face folder is read"
+        raise ConfigError([Problem("--ignore", message, "leave it out")], "command line")
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of a run, from this folder, its checkpoints folder, or the folder of a step."""
+    checkpoints, _ = locate(path.expanduser())
+    return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
+
+
+def run_config(run: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
+    """The settings of a run. Raises UserError for a folder without config.yaml.
+
+    trusted: whether it may name code that is not of MegaJAX, and the folder of compiled programs.
+    """
+    config = run_folder(run) / "config.yaml"
+    if not config.is_file() and (run / "config.json").is_file():
+        raise UserError(
+            f"--run={run}: there is no {config}, but a config.json as of a Hugging Face model: use --hf={run}"
+        )
+    if not config.is_file():
+        raise UserError(
+            f"--run={run}: no {config}\nGive the folder of a run, or of one step in its checkpoints folder."
+        )
+    source = read_stored(config, root, trusted=trusted)
+    base = replace(source.base, tokenizer=_tokenizer(source.base.tokenizer, run_folder(run)))
+    if not trusted:
+        base = replace(base, xla=replace(base.xla, compile_cache_dir=None))
+    return replace(source, base=base)
+
+
+def _tokenizer(config: Any, run: Path) -> Any:
+    """The tokenizer config of a run, which reads the run's own copies if the files are gone, as in a run that moved."""
+    files = resolve("megajax.interop.tokenizers.files:vocabulary_files")(getattr(config, "base", config))
+    if all(path.is_file() for path in files.values()):
+        return config
+    copies = run / TOKENIZER
+    return resolve("megajax.interop.tokenizers.files:with_copies")(config, copies, copies)
+
+
+def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Source:
+    """The settings for text generation from an origin, in a config of class `root`.
+
+    Raises UserError for a model or a tokenizer that can't be read.
+    """
+    if origin.hf is not None:
+        return Source(f"hf:{origin.hf}", folder_config(origin.hf, root, origin.ignore))
+    if origin.run is None:
+        raise ValueError("an origin has a run or a folder")
+    source = run_config(origin.run, trusted=origin.trusted)
+    cfg, problems = assembled(source, ROOT, {}, trusted=origin.trusted)
+    parts = ("model", "tokenizer", "xla")
+    relevant = [problem for problem in problems if problem.setting.partition(".")[0] in parts]
+    if cfg is None or relevant:
+        raise ConfigError(relevant or problems, source.name)
+    template = getattr(cfg.data, "template", None)
+    if template is None or is_missing(template):
+        copies = run_folder(origin.run) / TOKENIZER
+        template = folder_template(tokenizer_folder(cfg.tokenizer) if template is None else copies) or template
+    config = root(
+        model=without_adapters(cfg.model),
+        tokenizer=cfg.tokenizer,
+        inference=InferenceConfig(compute=cfg.precision.compute, template=template),
+        xla=cfg.xla,
+    )
+    return Source(source.name, config)
+
+
+def folder_config[C: GenerationConfig](folder: Path, root: type[C], ignore: Sequence[str]) -> C:
+    """The settings of a Hugging Face folder. Raises UserError if it is no model, or has unsupported settings."""
+    model = resolve("megajax.checkpoint.weights.formats:read_foreign")(f"hf:{folder}", ignore).model
+    if not hasattr(model, "schema"):
+        raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
+    names = [path.name for path in folder.iterdir()]
+    vocabulary = resolve("megajax.models.protocol:ids_below")(model)
+    tokenizer = resolve("megajax.interop.tokenizers.files:tokenizer_config")
+    return root(
+        model=model,
+        tokenizer=tokenizer(names, folder, vocabulary, folder),
+        inference=InferenceConfig(compute="bfloat16", template=folder_template(folder)),
+    )
+
+
+def without_adapters(model: Any) -> Any:
+    """A model config without `lora`: adapters are merged into the weights."""
+    return model if getattr(model, "lora", None) is None else replace(model, lora=None)
+
+
+def tokenizer_folder(tokenizer: Any) -> Path | None:
+    """The folder of a tokenizer config's files; None if it has none."""
+    path = getattr(tokenizer, "path", None) or getattr(tokenizer, "vocabulary", None)
+    if not isinstance(path, str):
+        return None
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def folder_template(folder: Path | None) -> str | None:
+    """The file with a chat template in a tokenizer's folder; None without one."""
+    for path in () if folder is None else (folder / name for name in TEMPLATES):
+        if path.is_file() and (path.suffix != ".json" or b'"chat_template"' in path.read_bytes()):
+            return str(path)
+    return None
+
+
+def folder_stop_tokens(folder: Path | None) -> frozenset[int]:
+    """Ids that end an answer, from generation_config.json in a tokenizer's folder: chat models have several."""
+    try:
+        settings = read_json(folder / GENERATION_CONFIG, unique=False) if folder is not None else {}
+    except (OSError, ValueError):
+        return frozenset()
+    ids = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)

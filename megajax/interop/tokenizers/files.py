@@ -1,0 +1,213 @@
+"""The tokenizer files of a model folder, and the tokenizer config of a run that reads them."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megajax.config import budget
+from megajax.config.budget import read_json
+from megajax.config.errors import UserError
+from megajax.interop.tokenizers.sentencepiece_model import parsed
+from megajax.interop.tokenizers.tokenizer_json import tokenizer_json
+from megajax.storage.named_files import demand_inside
+from megajax.tokenizers.base import LIMITS, Tokenizer, read_file, sentinel_name
+from megajax.tokenizers.chat_template import TEMPLATE
+from megajax.tokenizers.config import (
+    GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    MultimodalTokenizerConfig,
+    NullTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    TokenizerConfig,
+    WordPieceTokenizerConfig,
+)
+
+OLD_TEMPLATE, TEMPLATES = "chat_template.json", "additional_chat_templates"
+"""The template of an older processor, which goes before `TEMPLATE`; and the folder of templates with names, *.jinja."""
+NAMES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE, OLD_TEMPLATE,
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "generation_config.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""Files that are copied along with the weights."""
+GENERATION, SETTINGS = "generation_config.json", "tokenizer_config.json"
+OF_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json")
+"""Those of `NAMES` that belong to the model, whatever its tokenizer is."""
+OF_TOKENIZER = tuple(name for name in NAMES if name not in OF_MODEL)
+MOST_SENTINELS = 10_000
+"""T5 has 100. Each is a token of the vocabulary that is built."""
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+
+
+def present_files(folder: Path, names: Collection[str] = NAMES) -> list[str]:
+    """The existing files of `names`, and templates with names: paths in the folder.
+
+    Raises UserError for links that lead out of the folder.
+    """
+    present = [name for name in names if (folder / name).is_file()]
+    if TEMPLATE in names and (folder / TEMPLATES).is_dir():
+        demand_inside(folder / TEMPLATES)
+        present += [f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))]
+    for name in present:
+        demand_inside(folder / name)
+    return present
+
+
+def copy_files(source: Path, target: Path) -> list[str]:
+    """Copies the existing files -> their names.
+
+    Raises UserError for links that lead out of the folder, and OverBudget for a file that no reader would accept.
+    """
+    present = present_files(source)
+    for name in present:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(budget.read_file(source / name, LIMITS))
+    return present
+
+
+def vocabulary_files(config: Any) -> dict[str, Path]:
+    """The files that a tokenizer config names: usual name -> path."""
+    if isinstance(config, HuggingFaceTokenizerConfig):
+        path = Path(config.path)
+        return {"tokenizer.json": path / "tokenizer.json" if path.is_dir() else path}
+    if isinstance(config, GPT2TokenizerConfig):
+        return {"vocab.json": Path(config.vocabulary), "merges.txt": Path(config.merges)}
+    if isinstance(config, SentencePieceTokenizerConfig):
+        return {"tokenizer.model": Path(config.path)}
+    return {"vocab.txt": Path(config.vocabulary)} if isinstance(config, WordPieceTokenizerConfig) else {}
+
+
+def with_copies(config: Any, copies: Path, folder: Path) -> Any:
+    """A tokenizer config that reads the files of `copies`, in case the originals are gone; the same one without them.
+
+    folder: the path of `copies` in the result.
+    """
+    if isinstance(config, MultimodalTokenizerConfig):
+        return replace(config, base=with_copies(config.base, copies, folder))
+    names = {name: path for name in vocabulary_files(config) if (path := _copy(name, copies)) is not None}
+    if not names or len(names) < len(vocabulary_files(config)):
+        return config
+    paths = {name: str(folder / path) for name, path in names.items()}
+    if isinstance(config, GPT2TokenizerConfig):
+        return replace(config, vocabulary=paths["vocab.json"], merges=paths["merges.txt"])
+    (path,) = paths.values()
+    return replace(config, **{"vocabulary" if isinstance(config, WordPieceTokenizerConfig) else "path": path})
+
+
+def _copy(name: str, folder: Path) -> str | None:
+    """The name of the copy of a file of a tokenizer; None if there is none."""
+    names = SENTENCEPIECE if name in SENTENCEPIECE else (name,)
+    return next((candidate for candidate in names if (folder / candidate).is_file()), None)
+
+
+def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files of a run's tokenizer, which AutoTokenizer of transformers reads to the same ids: name -> content.
+
+    Raises UserError if the format can't express the tokenizer.
+    """
+    originals = {name: read_file(str(path), name) for name, path in vocabulary_files(config).items()}
+    if not isinstance(config, HuggingFaceTokenizerConfig):
+        return originals | tokenizer_json(config, tokenizer)
+    folder = vocabulary_files(config)["tokenizer.json"].parent
+    files = {name: read_file(str(folder / name), name) for name in present_files(folder, OF_TOKENIZER)} | originals
+    settings = dict(_settings(folder / SETTINGS))
+    names = json.loads(tokenizer_json(config, tokenizer)[SETTINGS])
+    if not settings:
+        settings = names
+    elif config.eod is not None and token_text(settings.get("eos_token")) != config.eod:
+        settings["eos_token"] = config.eod
+    if not config.special_tokens_in_text:
+        settings["split_special_tokens"] = True
+    if settings != _settings(folder / SETTINGS):
+        files[SETTINGS] = json.dumps(settings, indent=2).encode()
+    return files
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Special tokens for a config.json. A token is None if the tokenizer has no such token."""
+    roles = {**tokenizer.specials, "eos": tokenizer.eod, "pad": tokenizer.pad}
+    return {f"{role}_token_id": roles.get(role) for role in ("bos", "eos", "pad")}
+
+
+def tokenizer_config(
+    present: Collection[str], folder: Path, vocabulary_size: int | None, source: Path
+) -> TokenizerConfig:
+    """The tokenizer config for the files of a folder; without a supported file, one for token ids only.
+
+    source: the folder that the files are in now. Its tokenizer_config.json names the token that ends a text.
+    """
+    settings = _settings(source / SETTINGS)
+    if "tokenizer.json" in present:
+        eod = token_text(settings.get("eos_token")) or token_text(settings.get("sep_token"))
+        return HuggingFaceTokenizerConfig(
+            path=str(folder / "tokenizer.json"),
+            eod=eod,
+            special_tokens_in_text=settings.get("split_special_tokens") is not True,
+        )
+    if {"vocab.json", "merges.txt"} <= set(present):
+        return GPT2TokenizerConfig(vocabulary=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+    if models := [name for name in SENTENCEPIECE if name in present]:
+        added, end = _added_tokens(source / models[0], settings), token_text(settings.get("eos_token"))
+        return SentencePieceTokenizerConfig(
+            path=str(folder / models[0]),
+            special_tokens=added,
+            extra_ids=_extra_ids(settings),
+            eod=end if end in added else None,
+        )
+    if "vocab.txt" in present:
+        return WordPieceTokenizerConfig(
+            vocabulary=str(folder / "vocab.txt"), lower=bool(settings.get("do_lower_case", True))
+        )
+    return NullTokenizerConfig(vocabulary_size=vocabulary_size or 1)
+
+
+def _added_tokens(model: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tokens after the pieces of a SentencePiece model, by id, without the sentinels of extra_ids.
+
+    added_tokens.json or tokenizer_config.json beside the model names them. Raises UserError for tokens that can't be
+    added in this order.
+    """
+    decoder = settings.get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    pairs = [(token_text(entry), number) for number, entry in entries]
+    pairs += _settings(model.with_name("added_tokens.json")).items()
+    if not pairs:
+        return ()
+    count = len(parsed(read_file(str(model), "SentencePiece model")).pieces)
+    names = {int(number): str(name) for name, number in pairs if str(number).isdecimal() and len(str(number)) < 10}
+    added = {number: names[number] for number in sorted(names) if number >= count}
+    sentinels = {sentinel_name(number) for number in range(_extra_ids(settings))}
+    tokens = [name for name in added.values() if name not in sentinels]
+    if [*added] != [*range(count, count + len(added))] or [*added.values()][: len(tokens)] != tokens:
+        examples = ", ".join(f"{name}: {number}" for number, name in [*added.items()][:5])
+        raise UserError(
+            f"{model}: of the {len(added)} tokens added to its {count} pieces, ids are missing, or tokens follow the "
+            f"sentinels: {examples[:200]}. "
+            "Let transformers write a tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    return tuple(tokens)
+
+
+def _extra_ids(settings: Mapping[str, Any]) -> int:
+    """Number of sentinels. Raises UserError for more than MOST_SENTINELS."""
+    count = settings.get("extra_ids")
+    if isinstance(count, int) and count > MOST_SENTINELS:
+        raise UserError(f"{SETTINGS}: extra_ids={count}, at most {MOST_SENTINELS:,} are read")
+    return count if isinstance(count, int) and count > 0 else 0
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    """The settings of tokenizer_config.json; {} if it can't be read, because they are optional."""
+    try:
+        settings = read_json(path, unique=False)
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def token_text(entry: Any) -> str | None:
+    """A special token, written as a text or as a mapping with its `content`."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None

@@ -1,0 +1,302 @@
+"""The status of each process of a run, published in jax's coordination service to find the first cause of a failure.
+
+A process that fails or hangs reads the status of the others. The service needs no devices, but it runs in process 0:
+calls fail when that process has ended, and block while it is stopped.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+from jax._src import distributed  # the key-value store of the coordination service has no public name
+
+from megajax.config.time_limit import with_time_limit
+from megajax.faults.activity import FINISH, START, Stage, describe_phase
+from megajax.training.timing import SAVE
+
+PERIOD_SECONDS = 1.0
+"""Period at which a process publishes its status."""
+
+PROCESSES_A_SECOND = 500
+"""Limit of all processes together: with more processes, each publishes less often."""
+
+SERVICE_SECONDS = 4.0
+"""How long to wait for the coordination service."""
+
+LAST_CALL_SECONDS = 1.0
+"""How long to wait for the coordination service in a process that is about to end."""
+
+SILENT_PERIODS = 2.5
+"""A process that publishes nothing for this many periods does not run."""
+
+_KEY, _HANGS, _STOPS = "megajax/status", "megajax/asked/stacks", "megajax/asked/stop"
+_REQUESTS = "megajax/asked"
+type Position = tuple[float, int, bool]
+"""Step, place in the step, and whether it waits for others: of two processes at one place, one that waits is ahead."""
+
+_SAVES = (SAVE, FINISH)
+"""Phases of the main thread that wait for background saves."""
+_ORDER = {"data_wait": 0, "step": 1, "compile": 1}
+"""Phases of a step in their order; others follow."""
+
+
+class Status(NamedTuple):
+    """The last published status of a process."""
+
+    beat: int
+    """Counter of the statuses that the process published."""
+    phase: str | None = None
+    step: int | None = None
+    seconds: float = 0.0
+    """Seconds in the phase without progress."""
+    seconds_left: float = 0.0
+    """Seconds until the limit of the phase; 0: the watchdog is off."""
+    failure: str | None = None
+    """Why the process ends; None: it runs."""
+    stage: str | None = None
+    waits: bool = False
+    """Whether it waits for other processes."""
+    cause: int | None = None
+    """The process that it waited for, if it ends because of a hang."""
+    background: "Status | None" = None
+    """The phase of another thread, such as a background save; None: there is none."""
+
+    def position(self) -> Position:
+        """Progress of the process: the step, and the phase of the step or the stage of the set-up."""
+        if self.step is None:
+            place = {START: -2.0, FINISH: inf}.get(self.phase or "", -1.0)
+            return place, list(Stage).index(Stage(self.stage)) if self.stage else 0, self.waits
+        return self.step, _ORDER.get(self.phase or "", 2), self.waits
+
+    def description(self) -> str:
+        """The phase in words: waiting for the rows of step 7."""
+        return "between phases" if self.phase is None else describe_phase(self.phase, self.step, self.stage)
+
+    @classmethod
+    def parse(cls, text: str) -> "Status":
+        """The status whose JSON is `text`."""
+        *fields, background = json.loads(text)
+        return cls(*fields, None if background is None else cls(*background))
+
+
+class Verdict(NamedTuple):
+    """The process that keeps this one waiting."""
+
+    process: int | None
+    """The first cause; None: unknown."""
+    explanation: str
+    """A sentence about the cause; "" if unknown."""
+    patience: float = 0.0
+    """Seconds until that process reaches its own limit."""
+    reported: bool = False
+    """Whether the process reported its failure itself."""
+
+
+def find_cause(
+    local_process: int,
+    before: Mapping[int, Status],
+    after: Mapping[int, Status],
+    count: int,
+    *,
+    background: bool = False,
+) -> Verdict:
+    """The process that keeps `local_process` waiting, from two readings some periods apart: one that failed, does not
+    run, or is behind the others.
+
+    background: a background thread waits, not the main thread.
+    """
+    if (failed := first_failure(local_process, after)) is not None:
+        return failed
+    peers = [process for process in range(count) if process != local_process]
+    beats = {index: status.beat for index, status in before.items()}
+    silent = [index for index in peers if index not in after or _is_silent(after[index], beats.get(index))]
+    if silent:
+        first = min(silent, key=lambda index: after[index].position() if index in after else (-inf, 0, False))
+        more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
+        last = f"; it was {after[first].description()}" if first in after else ""
+        return Verdict(first, f"process {first} no longer runs{more}{last}")
+    main = {local_process: Status(0), **after}
+    verdict = None if background else _last(local_process, main)
+    if verdict is None and (background or main[local_process].phase in _SAVES):
+        # A process without a background save has finished it.
+        threads = {index: status.background or Status(0, FINISH) for index, status in main.items()}
+        verdict = _last(local_process, threads)
+    return verdict or Verdict(None, "all processes are equally far: a collective or a device does not answer")
+
+
+def _is_silent(status: Status, beat: int | None) -> bool:
+    """Whether a process publishes nothing; one that has waited in vain ends, and its last status counts."""
+    return status.beat == beat and not (status.failure is not None and status.cause is not None)
+
+
+def _last(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
+    """The process that is behind the others; None if several are."""
+    local = states[local_process]
+    first = min((index for index in states if index != local_process), key=lambda index: states[index].position())
+    status = states[first]
+    if status.position() < local.position():
+        ahead = local.step is not None and (status.step, status.phase) != (local.step, local.phase)
+        entered = f" has not entered step {local.step}: it" * ahead
+        text = f"process {first}{entered} has been {status.description()} for {status.seconds:.0f} s"
+        return Verdict(first, text, max(status.seconds_left, 0.0))
+    if local.position() < status.position():
+        return Verdict(local_process, "the other processes wait for this one")
+    return None
+
+
+def first_failure(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
+    """The first other process that reported a failure of its own, not of a lost or late process; None if none did."""
+    for process, status in sorted(states.items()):
+        follows = status.cause not in (None, process) or secondary(status.failure or "")
+        if process != local_process and status.failure is not None and not follows:
+            return Verdict(process, f"process {process} failed: {status.failure}", reported=True)
+    return None
+
+
+LOST = "lost the connection to"
+
+
+def secondary(failure: str) -> bool:
+    """Whether a failure follows from that of another process."""
+    return failure.startswith(LOST)
+
+
+class PeerStatus:
+    """Publishes the status of this process, and reads the status of the others.
+
+    Calls to the service run in separate threads, because they may block.
+
+    Attributes:
+        on_stop_request: called with the name of the signal if another process was asked to stop.
+    """
+
+    def __init__(self, status: Callable[[int], Status], dump: Callable[[str], None]):
+        """status: returns the status of this process with the given beat. dump: writes the stacks of this process;
+        called with the reason if another process hangs."""
+        self.index, self.count, self.period = 0, 1, PERIOD_SECONDS
+        self._client: Any = None
+        self._status, self._dump, self._beat = status, dump, 0
+        self._stopped = threading.Event()
+        self.on_stop_request: Callable[[str], None] = lambda name: None
+
+    @property
+    def single_process(self) -> bool:
+        """Whether this is the only process."""
+        return self._client is None or self.count < 2
+
+    def join(self) -> None:
+        """Start to publish, if there are other processes; they are connected now."""
+        state = distributed.global_state
+        self.index, self.count, self._client = state.process_id, state.num_processes, state.client
+        self.period = max(PERIOD_SECONDS, self.count / PROCESSES_A_SECOND)
+        self.start()
+
+    def start(self) -> None:
+        """Start to publish."""
+        if not self.single_process:
+            threading.Thread(target=self._run, name="peer status", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop publishing."""
+        self._stopped.set()
+
+    def publish_failure(self, failure: str, cause: int | None = None) -> None:
+        """Publish why this process ends, within LAST_CALL_SECONDS. cause: the process that it waited for."""
+        self.stop()
+        if not self.single_process:
+            with_time_limit(lambda: self._publish(failure, cause), LAST_CALL_SECONDS)
+
+    def ask_for_stacks(self) -> None:
+        """Make the others write their stacks, because this process hangs, and give them time to."""
+        if not self.single_process:
+            call = partial(self._client.key_value_set, f"{_HANGS}/{self.index}", "", allow_overwrite=True)
+            with_time_limit(call, LAST_CALL_SECONDS)
+            time.sleep(SILENT_PERIODS * self.period)
+
+    def await_failures(self, seconds: float) -> None:
+        """In process 0, whose exit ends the others: wait until all of them have published why they end."""
+        deadline = time.monotonic() + seconds
+        while self.index == 0 and not self.single_process and time.monotonic() < deadline:
+            states = with_time_limit(self._read, LAST_CALL_SECONDS) or {}
+            if all(index in states and states[index].failure for index in range(1, self.count)):
+                return
+            time.sleep(0.2)
+
+    def share_stop(self, name: str) -> None:
+        """Make the other processes stop too, as after signal `name`."""
+        if not self.single_process:
+            share = partial(self._client.key_value_set, f"{_STOPS}/{self.index}", name, allow_overwrite=True)
+            with_time_limit(share, LAST_CALL_SECONDS)
+
+    def barrier(self, name: str, seconds: float) -> bool:
+        """Wait for all other processes at the barrier `name` -> whether all reached it."""
+        if self.single_process:
+            return True
+        meeting = partial(self._client.wait_at_barrier, f"megajax/{name}", max(int(1000 * seconds), 1))
+        return with_time_limit(lambda: self._succeeds(meeting), seconds + SERVICE_SECONDS) is True
+
+    def verdict(self, *, background: bool = False) -> Verdict:
+        """The process that caused a failure or a hang of this one. Takes several periods.
+
+        background: a background thread hangs, not the main thread.
+        """
+        if self.single_process:
+            return Verdict(None, "")
+        before = with_time_limit(self._read, SERVICE_SECONDS)
+        if before is not None:
+            time.sleep(SILENT_PERIODS * self.period)
+        after = None if before is None else with_time_limit(self._read, SERVICE_SECONDS)
+        if before is None or after is None:
+            if self.index == 0:
+                return Verdict(None, "the coordination service does not answer")
+            return Verdict(0, "process 0, which holds the coordination service, does not answer")
+        return find_cause(self.index, before, after, self.count, background=background)
+
+    def failed(self) -> Verdict | None:
+        """The process that reported a failure; None if no process has. Returns without waiting."""
+        states = None if self.single_process else with_time_limit(self._read, LAST_CALL_SECONDS)
+        return None if states is None else first_failure(self.index, states)
+
+    def _run(self) -> None:
+        handled: set[str] = set()
+        while not self._stopped.is_set() and self._publish(None) is not None:
+            with contextlib.suppress(Exception):  # as in _publish
+                for key, value in self._client.key_value_dir_get(_REQUESTS):
+                    if key not in handled:
+                        handled.add(key)
+                        self._handle_request(key, value)
+            self._stopped.wait(self.period)
+
+    def _handle_request(self, key: str, value: str) -> None:
+        if key.startswith(_STOPS):
+            self.on_stop_request(value)
+        else:
+            self._dump(f"process {key.rpartition('/')[2]} hangs")
+
+    def _succeeds(self, call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except Exception:
+            return False
+        return True
+
+    def _publish(self, failure: str | None, cause: int | None = None) -> bool | None:
+        self._beat += 1
+        text = json.dumps(self._status(self._beat)._replace(failure=failure, cause=cause))
+        try:
+            self._client.key_value_set(f"{_KEY}/{self.index}", text, allow_overwrite=True)
+        except Exception:  # the service is gone: jax ends this process
+            return None
+        return True
+
+    def _read(self) -> dict[int, Status] | None:
+        try:
+            pairs = self._client.key_value_dir_get(_KEY)
+        except Exception:
+            return None
+        return {int(key.rpartition("/")[2]): Status.parse(text) for key, text in pairs}

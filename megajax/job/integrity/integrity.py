@@ -1,0 +1,77 @@
+"""Checks for silent corruption, slow processes and failing devices: hooks, watches and a thread."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.drills import Drill, for_this_attempt
+from megajax.job.faults.stragglers import Stalls, WatchStragglers
+from megajax.job.integrity.gpu_health import watch_gpus
+from megajax.job.integrity.recompute import CheckGradients
+from megajax.job.integrity.replicas import CheckReplicas, FlipBit, most_copies, state_hash
+from megajax.training.loop import Hook, StepInfo
+from megajax.training.session import Run
+
+
+class Integrity:
+    """Built when the writers of a job are open.
+
+    Attributes:
+        hooks: run before all others, drills first.
+        watches: called with the numbers of every step.
+        stalled: seconds in which this process did not run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stack: ExitStack,
+        event: Callable[..., None],
+        say: Callable[[str], None],
+        events_file: Path,
+        saves: Sequence[Hook],
+    ):
+        """events_file: any process may append to it. saves: hooks before which copies are compared."""
+        cfg, self._run = run.cfg.resilience, run
+        self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
+        drills = for_this_attempt(cfg.corruption_drills())
+        flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
+        gradients = CheckGradients(cfg.recompute, run, event, say, drills)
+        self.hooks: list[Hook] = [*flips, self.replicas, gradients]
+        for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), gradients.due):
+            say(line)
+        if flips and most_copies(state_hash(run.program).leaves, run.mesh) < 2:
+            sharding = f"parallel.data_sharding={run.cfg.parallel.data_sharding}"
+            say(f"resilience.inject: no check can detect a bitflip, because no weight has a copy with {sharding}")
+        if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):
+            say(line)
+        self.watches: list[Callable[[StepInfo], None]] = []
+        self.stalled: Callable[[], float] = lambda: 0.0
+        if jax.process_count() > 1 and cfg.stragglers.factor is not None:
+            stalls = stack.enter_context(Stalls())
+            self.stalled = lambda: stalls.seconds
+            self.watches.append(WatchStragglers(cfg.stragglers, event, say))
+
+    def at_end(self) -> None:
+        """Compare copies before the last checkpoint. Raises Corruption."""
+        self.replicas.at_end(self._run)
+
+
+def idle_drills(cfg: ResilienceConfig, steps: int, processes: int, recomputed: Callable[[int], bool]) -> Iterator[str]:
+    """A line for each fault that can't happen in this run. recomputed: whether a step's gradients are recomputed.
+
+    Not an error: a run that resumes with fewer processes has the same command.
+    """
+    for text in cfg.inject:
+        drill, why = Drill.parse(text), ""
+        if drill.step > steps:
+            why = f"the run has {steps} steps"
+        elif drill.process is not None and drill.process >= processes:
+            why = f"the last process is process {processes - 1}"
+        elif drill.kind == "wrong_gradients" and not recomputed(drill.step):
+            why = f"resilience.recompute does not check step {drill.step}"
+        if why:
+            yield f"resilience.inject={text} does nothing: {why}"

@@ -1,0 +1,311 @@
+"""Attention: the reference, and fused backends with the same signature.
+
+A backend is two functions: `forward` returns the output and its log-sum-exp, and `backward` computes gradients from
+them. Ring attention can call both for parts of a row. `attend` combines them into a differentiable function with
+sinks. It names the output and the log-sum-exp for recomputation policies. Layers must not name the output again: it
+would be saved twice.
+
+B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src.lib import cuda_versions
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.kernels.attention import cudnn
+from megajax.kernels.attention import pallas as pallas_attention
+from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.mask import Mask
+
+__all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "reference_attention"]
+
+OUTPUT, STATISTICS = "attention", "attention_statistics"
+"""Checkpoint names of the residuals of a backward kernel beside q, k and v: the output and its log-sum-exp."""
+
+
+class AttentionDropout(NamedTuple):
+    """Dropout of attention weights with one random key per (row, head, query): the same on every layout."""
+
+    rate: float
+    row_keys: Array
+    """uint32 [B, 2]: key data of each row."""
+    head_index: Array
+    """int32 [N]: index of each head in the whole model."""
+    query_index: Array
+    """int32 [S]: position of each query in its row."""
+    length: int | None = None
+    """Number of positions of whole rows, if keys are a part of them."""
+
+    def apply(self, weights: Array) -> Array:
+        """Zeroes weights [B, N, S, T] of whole rows with probability `rate` and scales up the rest."""
+        return jnp.where(self.keep(weights.shape[-1]), weights / (1 - self.rate), 0)
+
+    def factor(self, key_index: Array) -> Array:
+        """Factors for the weights of some keys of a row, float32 [B, N, S, T].
+
+        key_index: int32 [T], positions of the keys in their rows of `length` positions.
+        """
+        keep = self.keep(len(key_index) if self.length is None else self.length)
+        return jnp.where(keep[..., key_index], 1 / (1 - self.rate), 0)
+
+    def keep(self, length: int) -> Array:
+        """Mask of the weights to keep, bool [B, N, S, length]."""
+        fold = jax.random.fold_in
+
+        def keep_one(row: Array, head: Array, query: Array) -> Array:
+            key = fold(fold(jax.random.wrap_key_data(row), head), query)
+            return jax.random.bernoulli(key, 1 - self.rate, (length,))
+
+        over_queries = jax.vmap(keep_one, (None, None, 0))
+        over_heads = jax.vmap(over_queries, (None, 0, None))
+        return jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
+
+
+def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None) -> Array:
+    """float32 [B, K, N/K, S, T]; masked entries hold the lowest finite number."""
+    batch, queries, heads, size = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, queries, groups, heads // groups, size)
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32).reshape(1, *scores.shape[1:])
+    return jnp.where(mask.visible()[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def reference_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    sink: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """softmax(q k^T * scale + bias) v with scores and softmax in float32 (Vaswani et al. 2017, section 3.2.1).
+
+    q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U] in q's dtype. Stores all B * N * S * T scores.
+    sink [N]: one more score per head in the softmax, without a value (Xiao et al. 2023, section 3.3); bias [N, S, T].
+    The result is 0 for a query that sees no key.
+    """
+    batch, queries, heads, _ = q.shape
+    scores = _scores(q, k, mask, scale, bias)
+    weights = jax.nn.softmax(scores, axis=-1) if sink is None else _softmax_with_sink(scores, sink)
+    if mask.query_segments is not None and (mask.padded or not mask.causal):
+        # If no key is visible, softmax spreads its weight over all keys.
+        weights = jnp.where(mask.visible().any(-1, keepdims=True)[:, None, None], weights, 0)
+    if dropout is not None:
+        flat = weights.reshape(batch, heads, queries, k.shape[1])
+        weights = dropout.apply(flat).reshape(weights.shape)
+    out = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
+    return checkpoint_name(out.reshape(batch, queries, heads, v.shape[-1]), OUTPUT)
+
+
+def _softmax_with_sink(scores: Array, sink: Array) -> Array:
+    """scores float32 [B, K, N/K, S, T], sink [N] -> weights that sum to less than 1."""
+    column = sink.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+
+
+def reference_forward(
+    q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+) -> tuple[Array, Array]:
+    """The output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]; 0 and -inf where no key is visible."""
+    scores = _scores(q, k, mask, scale, None)
+    visible = mask.visible()[:, None, None]
+    lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
+    weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
+    weights = weights * _dropped(dropout, mask, weights)
+    out = jnp.einsum("bkgst,btku->bskgu", weights.astype(v.dtype), v)
+    return out.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _dropped(dropout: AttentionDropout | None, mask: Mask, weights: Array) -> Array | float:
+    """Dropout's factors for weights [B, K, N/K, S, T]."""
+    return 1.0 if dropout is None else dropout.factor(mask.key_index).reshape(weights.shape)
+
+
+def reference_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    *,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
+
+    out and lse may come from a softmax over more keys than these: the gradients are then the contributions of these
+    keys (Liu et al. 2023).
+    """
+    scores = _scores(q, k, mask, scale, None)
+    split = q.shape[0], q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
+    visible = mask.visible()[:, None, None]
+    weights = jnp.where(visible, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
+    factor = _dropped(dropout, mask, weights)
+    delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
+    dout = dout.reshape(*split, v.shape[-1])
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dweights = product("bskgu,btku->bkgst", dout, v) * factor
+    dscores = weights * (dweights - delta.reshape(*scores.shape[:-1], 1)) * scale
+    dq = product("bkgst,btkh->bskgh", dscores.astype(k.dtype), k).reshape(q.shape)
+    dk = product("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1))
+    dv = product("bkgst,bskgu->btku", (weights * factor).astype(dout.dtype), dout)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def merge_parts(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Merges outputs [B, S, N, U] over different keys and their log-sum-exps float32 [B, N, S], in float32.
+
+    The log-sum-exp of a part is -inf for a query that sees none of its keys (Liu et al. 2023, "Ring Attention").
+    """
+    lse = parts[0][1]
+    for _, part_lse in parts[1:]:
+        lse = jnp.logaddexp(lse, part_lse)
+    base = jnp.where(jnp.isneginf(lse), 0, lse)
+    shares = (jnp.exp(part_lse - base).transpose(0, 2, 1)[..., None] for _, part_lse in parts)
+    outs = [out.astype(jnp.float32) * share for (out, _), share in zip(parts, shares, strict=True)]
+    return reduce(jnp.add, outs), lse
+
+
+class Passes(NamedTuple):
+    """The two functions of a backend; neither is differentiable."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    """(q, k, v, mask, scale=) -> the output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]."""
+    backward: Callable[..., tuple[Array, Array, Array]]
+    """(q, k, v, mask, output, log-sum-exp, gradient of the output, scale=) -> gradients of q, k and v."""
+    dropout: bool = False
+    """Whether both accept `dropout`, an AttentionDropout."""
+
+    def call_forward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array]:
+        """`forward`, with dropout unless it is None."""
+        return self.forward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
+
+    def call_backward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array, Array]:
+        """`backward`, with dropout unless it is None."""
+        return self.backward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
+
+
+PASSES: Mapping[str, Passes] = MappingProxyType(
+    {
+        "cudnn": Passes(cudnn.forward, cudnn.backward),
+        "cudnn_mask": Passes(cudnn.masked_forward, cudnn.masked_backward),
+        "pallas": Passes(pallas_attention.forward, pallas_attention.backward),
+        "reference": Passes(reference_forward, reference_backward, dropout=True),
+    }
+)
+
+
+class _Static(NamedTuple):
+    """The arguments of `attend` that are static while tracing."""
+
+    passes: Passes
+    scale: float
+    window: int | None
+    causal: bool
+    padded: bool
+    rate: float | None = None
+    """Dropout rate; None: no dropout."""
+    length: int | None = None
+    """`AttentionDropout.length`."""
+
+    def dropout(self, arrays: tuple | None) -> AttentionDropout | None:
+        """The dropout with these arrays."""
+        return None if arrays is None or self.rate is None else AttentionDropout(self.rate, *arrays, self.length)
+
+    def mask(self, positions: tuple) -> Mask:
+        """The mask of these arrays."""
+        return Mask(*positions, self.window, self.causal, self.padded)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(
+    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None, drop: tuple | None
+) -> Array:
+    return _fused_forward(static, q, k, v, positions, sink, drop)[0]
+
+
+def _fused_forward(
+    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None, drop: tuple | None
+) -> tuple[Array, tuple]:
+    dropout = static.dropout(drop)
+    out, lse = static.passes.call_forward(q, k, v, static.mask(positions), scale=static.scale, dropout=dropout)
+    if sink is not None:
+        # The sink is one more score without a value: it only adds to the denominator of the softmax.
+        with_sink = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
+        share = jnp.exp(lse - with_sink).transpose(0, 2, 1)[..., None]
+        out, lse = (out.astype(jnp.float32) * share).astype(out.dtype), with_sink
+    # The output and the residual must be the same named array, or the unnamed one would be recomputed.
+    out, lse = checkpoint_name(out, OUTPUT), checkpoint_name(lse, STATISTICS)
+    return out, (q, k, v, positions, sink, drop, out, lse)
+
+
+def _fused_backward(static: _Static, saved: tuple, dout: Array) -> tuple:
+    """The saved log-sum-exp includes the sink, so the backward kernel needs no change for it."""
+    q, k, v, positions, sink, drop, out, lse = saved
+    arrays = q, k, v, static.mask(positions), out, lse, dout
+    gradients = static.passes.call_backward(*arrays, scale=static.scale, dropout=static.dropout(drop))
+    if sink is None:
+        return *gradients, None, None, None
+    delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
+    dsink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :, None] - lse) * delta, axis=(0, 2))
+    return *gradients, None, dsink.astype(sink.dtype), None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def attend(
+    kernel: str | Passes,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    sink: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """softmax(q k^T * scale + bias) v by a backend: a name in PASSES, or a `Passes`.
+
+    Arguments as for `reference_attention`. Raises ValueError for dropout or bias with any other backend
+    (`capability.choose` checks earlier).
+    """
+    if kernel == "reference":
+        return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias)
+    passes = PASSES[kernel] if isinstance(kernel, str) else kernel
+    if bias is not None or (dropout is not None and not passes.dropout):
+        feature = "bias of scores" if dropout is None else "dropout of attention weights"
+        raise ValueError(f"{kernel} attention has no {feature}: set kernel=reference")
+    positions = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
+    static = _Static(passes, scale, mask.window, mask.causal, mask.padded)
+    if dropout is None:
+        return _fused(static, q, k, v, positions, sink, None)
+    static = static._replace(rate=dropout.rate, length=dropout.length)
+    return _fused(static, q, k, v, positions, sink, (dropout.row_keys, dropout.head_index, dropout.query_index))
+
+
+def local_device() -> Device:
+    """The first local device; all others are assumed to be the same."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return Device(name=device.device_kind)
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    number = 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
+    version = (number // 10000, number // 100 % 100, number % 100) if number else None
+    return Device(name=device.device_kind, capability=capability, cudnn=version)

@@ -1,0 +1,126 @@
+"""The grouped matmul of mixture-of-experts layers: each row times the matrix of its group.
+
+A kernel is two functions, `Products`: rows times matrices, which is the forward pass and the gradient of the rows, and
+the gradient of the matrices. `grouped_matmul` combines them into a differentiable function.
+
+T rows, E groups; x [T, K], w [E, K, N], y [T, N]. Rows are sorted by group. The sizes of the groups may add up to less
+than T: the rows past the groups, in x and in the gradient of y, may hold anything and affect no result.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.kernels.attention.attention import local_device
+from megajax.kernels.grouped import mosaic as grouped_mosaic
+from megajax.kernels.grouped import triton as grouped_triton
+from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
+from megajax.kernels.grouped.tiles import tiles
+
+REFERENCE_BLOCKS = (32, 128)
+"""Minimum and maximum number of rows of a tile of the reference."""
+
+
+class Products(NamedTuple):
+    """The two functions of a kernel; neither is differentiable."""
+
+    rows: Callable[..., Array]
+    """(x [T, K], w [E, K, N] of x's dtype, sizes, transposed=) -> [T, N] in x's dtype; transposed: w [E, N, K]."""
+    matrices: Callable[..., Array]
+    """(x [T, K], dy [T, N], sizes, dtype=) -> [E, K, N]: sum over each group's rows of x^T dy; 0 for an empty group."""
+
+
+def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
+    """One matmul per tile of a group's rows; rows past the groups are 0."""
+    block = _reference_block(x.shape[0], sizes.shape[0])
+    tiled = tiles(sizes, x.shape[0], block)
+    contracted = ((1,), (1 if transposed else 0,)), ((), ())
+
+    def step(tile: Array, y: Array) -> Array:
+        at, in_group = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
+        rows = jnp.where(in_group, lax.dynamic_slice_in_dim(x, at, block), 0)
+        matrix = lax.dynamic_index_in_dim(w, tiled.group[tile], keepdims=False)
+        product = lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
+        product = jnp.where(in_group, product, lax.dynamic_slice_in_dim(y, at, block))
+        return lax.dynamic_update_slice_in_dim(y, product, at, 0)
+
+    y = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype)
+    return lax.fori_loop(0, tiled.live, step, y)
+
+
+def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -> Array:
+    """One matmul per tile of a group's rows, summed in float32."""
+    block = _reference_block(x.shape[0], sizes.shape[0])
+    tiled = tiles(sizes, x.shape[0], block)
+
+    def step(tile: Array, dw: Array) -> Array:
+        at, in_group = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
+        a, b = (jnp.where(in_group, lax.dynamic_slice_in_dim(rows, at, block), 0) for rows in (x, dy))
+        part = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        group = tiled.group[tile]
+        return lax.dynamic_update_index_in_dim(dw, dw[group] + part, group, 0)
+
+    dw = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+    return lax.fori_loop(0, tiled.live, step, dw).astype(dtype)
+
+
+def _reference_block(rows: int, groups: int) -> int:
+    """Rows of a tile: about half the mean group, so that few rows are empty, within REFERENCE_BLOCKS."""
+    least, most = REFERENCE_BLOCKS
+    return min(rows, max(least, min(most, 1 << max(1, rows // groups // 2).bit_length() - 1)))
+
+
+def _place(first: Array, end: Array, rows: int, block: int) -> tuple[Array, Array]:
+    """The start of a slice of `block` rows that contains rows [first, end), and their mask, bool [block, 1]."""
+    at = jnp.minimum(first, rows - block)
+    row = at + jnp.arange(block)
+    return at, ((row >= first) & (row < end))[:, None]
+
+
+PRODUCTS: Mapping[str, Products] = MappingProxyType(
+    {
+        "mosaic": Products(grouped_mosaic.rows, grouped_mosaic.matrices),
+        "triton": Products(grouped_triton.rows, grouped_triton.matrices),
+        "reference": Products(reference_rows, reference_matrices),
+    }
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(products: Products, x: Array, w: Array, sizes: Array) -> Array:
+    return products.rows(x, w.astype(x.dtype), sizes)
+
+
+def _backward(products: Products, saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+    x, w, sizes = saved
+    dx = products.rows(dy, w.astype(x.dtype), sizes, transposed=True)
+    return dx, products.matrices(x, dy, sizes, dtype=w.dtype), None
+
+
+_multiply.defvjp(lambda products, x, w, sizes: (_multiply(products, x, w, sizes), (x, w, sizes)), _backward)
+
+
+def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Products = "auto") -> Array:
+    """y[t] = x[t] @ w[group of row t]: x [T, K], w [E, K, N], sizes int32 [E] -> [T, N] in x's dtype.
+
+    Rows are sorted by group; sizes: rows of each group. If the sizes add up to less than T, rows past the groups may
+    hold anything, NaN included, in x and in y's gradient. These rows of y and of x's gradient are undefined, or 0 with
+    the reference. Sums are in float32. w may have a wider dtype than x: it is cast to x's, and its gradient is
+    computed in its own.
+
+    kernel: `auto` takes the fastest one that supports the first device and these sizes. A named kernel is not checked
+    against the device, because programs are also compiled for virtual devices. Raises UserError if it does not support
+    the dtype or the sizes.
+    """
+    sizes = sizes.astype(jnp.int32)
+    if isinstance(kernel, Products):
+        return _multiply(kernel, x, w, sizes)
+    dimensions = GroupedSizes(x.shape[0], *w.shape)
+    device = local_device() if kernel == "auto" else None
+    name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=dimensions).kernel
+    return _multiply(PRODUCTS[name], x, w, sizes)

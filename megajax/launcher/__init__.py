@@ -1,0 +1,1 @@
+"""What stands outside the processes of a run: starts, first failures, restarts."""

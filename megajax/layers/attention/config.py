@@ -1,0 +1,465 @@
+"""Configs of attention layers; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
+
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of, either
+from megajax.kernels.attention.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
+from megajax.kernels.paged.capability import PagedRequest
+from megajax.layers.cache_facts import CacheLeaf, cached_heads
+from megajax.layers.checks import above_zero, below_one, head_devices, head_problems, head_sides
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.norm.config import NormConfig, RMSNormConfig
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
+from megajax.layers.stack.remat import Part
+
+PER_HEAD = ("heads", "head_dim")
+PER_GROUP = ("kv_heads", "head_dim")
+
+
+class MultiHeadConfig(LayerFacts):
+    """Base of attention configs: heads that `tensor` shards, and a kernel."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    """Fields of the subclass, which is always a dataclass."""
+    heads: int
+    window: int | None
+    sink: Literal["none", "zero", "learned"]
+    dropout: float
+    kernel: Kernel
+
+    def groups(self) -> int:
+        """Number of key-value heads."""
+        raise NotImplementedError
+
+    def size(self, hidden: int) -> int:
+        """Size of a query or key head."""
+        raise NotImplementedError
+
+    def value_size(self, hidden: int) -> int:
+        """Size of a value head."""
+        return self.size(hidden)
+
+    def request(self, request: Request) -> Request:
+        """The request to an attention backend, with the settings of this layer."""
+        raise NotImplementedError
+
+    def allows_context(self) -> bool:
+        """Supports context parallelism."""
+        return True
+
+    def core_problems(self) -> list[Problem]:
+        """Problems of the settings that all attention layers share."""
+        problems = below_one(dropout=self.dropout)
+        if self.window is not None and self.window < 0:
+            message = f"must be at least 0, got {self.window}"
+            problems.append(Problem("window", message, "none attends to all previous tokens"))
+        request = self.request(Request())
+        refusal = None if self.kernel == "auto" else BACKENDS[self.kernel].refusal(request)
+        if self.kernel != "auto" and refusal is not None:
+            able = choose("auto", request, None).kernel
+            problems.append(Problem("kernel", f"{BACKENDS[self.kernel].label} {refusal}", f"set kernel={able} or auto"))
+        return problems
+
+    def window_problems(self, length: int) -> list[Problem]:
+        """Problems of the window on rows of `length` tokens."""
+        if self.window is None or self.window < length:
+            return []
+        message = f"{self.window} reaches beyond sequence_length={length}"
+        return [Problem("window", message, f"use at most {length - 1}, or none")]
+
+    def kernel_choice(
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
+    ) -> Choice[Kernel]:
+        """The attention backend, and why not a faster one. device: None for any NVIDIA GPU.
+
+        Raises UserError if a backend chosen by name is not available; `setting` names it.
+        """
+        return choose(self.kernel, self.request(replace(request, key_dim=self.size(hidden))), device, setting)
+
+    def with_kernel(self, name: str) -> Self:
+        """A copy with this kernel, a `Kernel`."""
+        return replace(self, kernel=name)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Work of scores and values. keys: positions that each query reads."""
+        pairs = self.multiply_adds(hidden)
+        all_pairs = pairs.per_pair + pairs.per_full_pair
+        return KernelWork(keys * all_pairs, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
+
+    def kernel_weights(self) -> tuple[Weight, ...]:
+        """Weights of the kernel itself."""
+        return (Weight("core.sink", (self.heads,), ("heads",)),) if self.sink == "learned" else ()
+
+    def per_pair(self, hidden: int) -> int:
+        """Multiply-adds per pair of tokens: a score and a value of each head."""
+        return self.heads * (self.size(hidden) + self.value_size(hidden))
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel."""
+        size, values = self.size(hidden), self.value_size(hidden)
+        keys = Elements(sharded=self.heads * size, grouped=self.groups() * (size + values), groups=self.groups())
+        return {"query_key_value": keys, "core_attention": Elements(sharded=self.heads * values)}
+
+    def tensor_sizes(self) -> list[int]:
+        """Legal sizes of `tensor`."""
+        return head_devices(self.heads, self.groups())
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide heads, and must divide key-value heads or be a multiple of them."""
+        problems = list(head_problems(self.heads, self.groups(), sizes["tensor"], "kv_heads"))
+        if not problems and sizes.get("context", 1) > 1:
+            problems += self.context_problems(sizes)
+        yield from problems
+
+    def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Problems with context parallelism: the devices that exchange heads must divide the heads of a device.
+
+        They must also divide its key-value heads or be a multiple of them. sizes: as in `mesh_problems`.
+        """
+        tensor, exchanging = sizes["tensor"], sizes.get("exchanging", 1)
+        heads, groups = max(1, self.heads // tensor), max(1, self.groups() // tensor)
+        legal = exchange_sizes(heads, groups)
+        if exchanging in legal:
+            return
+        share = f" over parallel.tensor={tensor}, {heads} and {groups} on a device," if tensor > 1 else ""
+        message = (
+            f"heads={self.heads} and {self.groups()} key-value heads{share} cannot be exchanged over "
+            f"{exchanging} devices"
+        )
+        hint = "use parallel.context_strategy=all_gather or ring"
+        if larger := legal[1:]:
+            hint += (
+                f", or exchange heads over {either(map(str, larger))} devices: parallel.context_heads with "
+                "ring+all_to_all, parallel.context with all_to_all"
+            )
+        yield Problem("heads", f"{message} (parallel.context_strategy)", hint)
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The query heads and key-value heads of a device."""
+        size = self.size(hidden)
+        return head_sides((self.heads, size), (self.groups(), size), tensor, "kv_heads")
+
+    def summary(self, hidden: int) -> str:
+        """Numbers and size of heads."""
+        groups = f", {self.groups()} key-value heads" if self.groups() != self.heads else ""
+        return f"{self.heads} heads{groups} of {self.size(hidden)}"
+
+
+def gathering_problems(setting: str, reason: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Problems of a setting that needs the keys of whole rows on each device. reason: what needs them."""
+    if sizes.get("ring", 1) > 1 or sizes.get("exchanging", 1) > 1:
+        message = f"{reason} on each device, and parallel.context={sizes['context']} does not gather them"
+        yield Problem(setting, message, "set parallel.context_strategy=all_gather")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig(MultiHeadConfig):
+    """Grouped-query self-attention."""
+
+    target: ClassVar[str] = "megajax.layers.attention.module:Attention"
+    heads: int
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key and value heads, each shared by heads / kv_heads query heads; none: as many as heads."""
+    head_dim: int | None = None
+    """Size of one head; none: hidden size / heads."""
+    bias: bool = False
+    """Biases on query, key, value and output."""
+    qkv_bias: bool | None = None
+    """Biases on query, key and value; none: as bias says."""
+    qk_norm: NormConfig | None = None
+    """Normalisation of query and key heads, before rotary positions (Henry et al. 2020); none: no normalisation."""
+    qk_norm_over: Literal["head", "heads"] = "head"
+    """Dimensions of the mean in qk_norm: one head, or all heads of a position, as in InternViT and OLMo 2."""
+    rope: RopeConfig | None = None
+    """Rotary positions; none: no rotation."""
+    relative: RelativeBiasConfig | None = None
+    """Learned bias on scores by distance; none: no bias."""
+    causal: bool = True
+    """Causal mask: queries do not attend to later tokens; false in encoders."""
+    window: int | None = None
+    """Number of previous tokens that a query attends to, besides its own; none: all."""
+    sink: Literal["none", "zero", "learned"] = "none"
+    """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
+    gate: bool = False
+    """Multiply the output of the kernel by the sigmoid of a projection of the input, before the output matrix."""
+    scale: float | None = None
+    """Factor on scores; none: 1 / sqrt(head size). The softmax is always in float32."""
+    dropout: float = 0.0
+    """Dropout rate of attention weights."""
+    kernel: Kernel = "auto"
+    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
+        groups = self.groups()
+        if not problems and self.heads % groups:
+            legal = divisors_of(self.heads)
+            problems.append(
+                Problem(
+                    "kv_heads",
+                    f"heads={self.heads} is not a multiple of kv_heads={groups}",
+                    f"kv_heads can be {', '.join(map(str, legal))}",
+                )
+            )
+        if self.qk_norm_over == "heads" and groups != self.heads:
+            message = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
+            problems.append(Problem("qk_norm_over", message, "use head"))
+        if not self.causal and self.window is not None:
+            problems.append(Problem("window", "is for causal attention, and causal=false", "set it to none"))
+        if not self.causal and self.relative is not None and not self.relative.both_ways:
+            problems.append(Problem("relative.both_ways", "is needed where tokens see later ones", "set it to true"))
+        return problems + self.core_problems()
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """Problems on rows of `length` tokens and width `hidden`."""
+        problems = self.window_problems(length)
+        if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
+            divisors = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
+            problems.append(
+                Problem(
+                    "heads",
+                    f"hidden={hidden} is not divisible by heads={self.heads}",
+                    f"divisors near {self.heads}: {', '.join(map(str, sorted(divisors[:3])))}",
+                )
+            )
+        elif self.rope is not None and self.heads > 0:
+            problems += self.rope.head_problems(self.size(hidden))
+        return problems
+
+    def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Problems with context parallelism."""
+        yield from MultiHeadConfig.context_problems(self, sizes)
+        if self.relative is not None:
+            yield from gathering_problems("relative", "biases need the keys of whole rows", sizes)
+
+    def groups(self) -> int:
+        """Number of key-value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def size(self, hidden: int) -> int:
+        """Size of one head."""
+        return self.head_dim or hidden // self.heads
+
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    def request(self, request: Request) -> Request:
+        """The request to an attention backend, with the settings of this layer."""
+        size = self.head_dim if request.key_dim is None else request.key_dim
+        return replace(
+            request,
+            key_dim=size,
+            value_dim=size,
+            key_length=None,
+            causal=self.causal,
+            window=self.window,
+            sink=self.sink != "none",
+            bias=self.relative is not None,
+            dropout=self.dropout,
+        )
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module; a shared table of relative biases belongs to the stack."""
+        size, heads, groups = self.size(hidden), self.heads, self.groups()
+        gated = [("gate", heads, PER_HEAD)] if self.gate else []
+        inner = [("query", heads, PER_HEAD), ("key", groups, PER_GROUP), ("value", groups, PER_GROUP), *gated]
+        weights = [Weight(name, (hidden, count, size), ("embed", *axes)) for name, count, axes in inner]
+        weights.append(Weight("output", (heads, size, hidden), (*PER_HEAD, "embed")))
+        if self.has_qkv_bias():
+            weights += [Weight(f"{name}_bias", (count, size), axes) for name, count, axes in inner]
+        if self.bias:
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        if self.qk_norm is not None:
+            over = (heads * size, "heads") if self.qk_norm_over == "heads" else (size, "head_dim")
+            gains = self.qk_norm.weights(*over)
+            weights += [*prefixed("query_norm", gains), *prefixed("key_norm", gains)]
+        if self.relative is not None and not self.relative.shared:
+            weights.append(Weight("core.relative.table", (self.relative.buckets, heads), (None, "heads")))
+        return (*weights, *self.kernel_weights())
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """One matmul for queries, keys, values and gates, and one for the output."""
+        hidden_side, queries = Elements(replicated=hidden), self.heads * self.size(hidden)
+        keys = 2 * self.groups() * self.size(hidden)
+        outputs = Elements(sharded=queries * (1 + self.gate), grouped=keys, groups=self.groups())
+        return (
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=3, joined=True),
+            Matmul(inputs=Elements(sharded=queries), outputs=hidden_side, result="residual"),
+        )
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """Keys and values of earlier tokens."""
+        shape = (cached_heads(self.groups(), tensor), self.size(hidden))
+        return tuple(CacheLeaf(name, shape, ("kv_heads", None)) for name in ("key", "value"))
+
+    def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
+        """The request to a kernel of a paged cache, with the settings of this layer."""
+        size = self.size(hidden)
+        return replace(request, key_dim=size, value_dim=size, bias=self.relative is not None)
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Multiply-adds of the matmuls, and of scores and values."""
+        pairs = self.per_pair(hidden)
+        masked, full = (pairs, 0) if self.causal else (0, pairs)
+        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=masked, per_full_pair=full)
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """Queries, keys, values and the output; the report ignores gates."""
+        del gains
+        return 2 * hidden * self.size(hidden) * (self.heads + self.groups())
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel, and the gate."""
+        # `super()` without arguments does not find the class that slots=True makes.
+        kernel = MultiHeadConfig.tensors(self, hidden)
+        return {**kernel, "gate": Elements(sharded=self.heads * self.size(hidden))} if self.gate else kernel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionConfig(MultiHeadConfig):
+    """Multi-head latent attention: queries, keys and values from narrow latents (DeepSeek-AI 2024, section 2.1)."""
+
+    target: ClassVar[str] = "megajax.layers.attention.latent:LatentAttention"
+    relative: ClassVar[RelativeBiasConfig | None] = None
+    heads: int
+    """Heads of queries, keys and values."""
+    query_rank: int | None = None
+    """Width of the latent of queries; none: queries are projected from the input."""
+    key_value_rank: int = 512
+    """Width of the latent of keys and values."""
+    content_dim: int = 128
+    """Size of the part of a query or key head without positions."""
+    position_dim: int = 64
+    """Size of the part with rotary positions; keys share one for all heads."""
+    value_dim: int = 128
+    """Size of a value head."""
+    bias: bool = False
+    """Bias on the output."""
+    latent_bias: bool = False
+    """Biases on the latents and on the position part of keys."""
+    norm: NormConfig | None = field(default_factory=RMSNormConfig)
+    """Normalisation of the latents; none: no normalisation."""
+    rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
+    """Rotation of the position parts."""
+    window: int | None = None
+    """Number of previous tokens that a query attends to, besides its own; none: all."""
+    sink: Literal["none", "zero", "learned"] = "none"
+    """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
+    scale: float | None = None
+    """Factor on scores; none: 1 / sqrt(head size), times YaRN's mscale_all squared."""
+    dropout: float = 0.0
+    """Dropout rate of attention weights."""
+    kernel: Kernel = "auto"
+    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+
+    def problems(self) -> list[Problem]:
+        sizes = {
+            name: getattr(self, name)
+            for name in ("heads", "query_rank", "key_value_rank", "content_dim", "position_dim", "value_dim", "scale")
+        }
+        return above_zero(**sizes) + self.core_problems()
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """Problems on rows of `length` tokens and width `hidden`."""
+        del hidden
+        return self.window_problems(length) + self.rope.head_problems(self.position_dim)
+
+    def groups(self) -> int:
+        """Number of key-value heads: one per query head."""
+        return self.heads
+
+    def size(self, hidden: int) -> int:
+        """Size of a query or key head."""
+        del hidden
+        return self.content_dim + self.position_dim
+
+    def request(self, request: Request) -> Request:
+        """The request to an attention backend, with the settings of this layer."""
+        return replace(
+            request,
+            key_dim=self.content_dim + self.position_dim,
+            value_dim=self.value_dim,
+            key_length=None,
+            window=self.window,
+            sink=self.sink != "none",
+            dropout=self.dropout,
+        )
+
+    def value_size(self, hidden: int) -> int:
+        """Size of a value head."""
+        del hidden
+        return self.value_dim
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        heads, size, query, keys = self.heads, self.size(hidden), self.query_rank, self.key_value_rank
+        weights = [
+            Weight("query", (query or hidden, heads, size), ("embed" if query is None else None, *PER_HEAD)),
+            Weight("down", (hidden, keys), ("embed", None)),
+            Weight("position_key", (hidden, self.position_dim), ("embed", None)),
+            Weight("key", (keys, heads, self.content_dim), (None, *PER_HEAD)),
+            Weight("value", (keys, heads, self.value_dim), (None, *PER_HEAD)),
+            Weight("output", (heads, self.value_dim, hidden), (*PER_HEAD, "embed")),
+        ]
+        if query is not None:
+            weights.append(Weight("query_down", (hidden, query), ("embed", None)))
+        if self.latent_bias:
+            widths = {"query_down": query, "down": keys, "position_key": self.position_dim}
+            weights += [Weight(f"{name}_bias", (width,), (None,)) for name, width in widths.items() if width]
+        if self.bias:
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        if self.norm is not None:
+            weights += prefixed("norm", self.norm.weights(keys, None))
+        if self.norm is not None and query is not None:
+            weights += prefixed("query_norm", self.norm.weights(query, None))
+        return (*weights, *self.kernel_weights())
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """Latents of earlier tokens and the rotary part of their keys, replicated on all devices."""
+        del hidden, tensor
+        return (CacheLeaf("key", (1, self.key_value_rank + self.position_dim), (None, None)),)
+
+    def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
+        """The request for the latent; its first part is the values."""
+        del hidden
+        return replace(request, key_dim=self.key_value_rank + self.position_dim, value_dim=self.key_value_rank)
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """One matmul with as many elements as all projections to queries, keys and values, and one for the output."""
+        values = self.heads * self.value_dim
+        inner = round(self.multiply_adds(hidden).per_token / hidden) - values
+        return (
+            Matmul(
+                inputs=Elements(replicated=hidden),
+                outputs=Elements(sharded=inner),
+                result="query_key_value",
+                weights=3,
+                joined=True,
+            ),
+            Matmul(inputs=Elements(sharded=values), outputs=Elements(replicated=hidden), result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Matrices, scores and values, and one gain per element of latents, as Megatron-LM counts."""
+        return MultiplyAdds(self.megatron_matrices(hidden, gains=1), self.per_pair(hidden))
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """Matrices, and the weights of the norms of latents even if there are no norms."""
+        query, heads, size = self.query_rank, self.heads, self.size(hidden)
+        queries = hidden * heads * size if query is None else query * (hidden + heads * size + gains)
+        latents = self.key_value_rank * (hidden + heads * (self.content_dim + self.value_dim) + gains)
+        return queries + latents + hidden * self.position_dim + heads * self.value_dim * hidden
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel, and the latents."""
+        latents = self.key_value_rank + (self.query_rank or 0)
+        return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(replicated=latents)}
+
+
+type SelfAttentionConfig = AttentionConfig | LatentAttentionConfig

@@ -1,0 +1,53 @@
+"""The config of low-rank adapters; importing this imports neither jax nor flax."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.layers.checks import above_zero, below_one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig(Builds):
+    """Low-rank adapters (Hu et al. 2021, LoRA): x W + scale * (x A) B, where A and B are trained and W is not.
+
+    `build(model)` adds them to a model.
+    """
+
+    target: ClassVar[str] = "megajax.layers.lora.module:adapt"
+    rank: int = 8
+    """Rank of an adapter: columns of A, rows of B."""
+    alpha: float = 16.0
+    """The scale is alpha / rank."""
+    targets: tuple[str, ...] = ("*.blocks.*",)
+    """Patterns of the paths of the matrices that have an adapter, such as *.mixer.query; * stands for any text, dots
+    included. By default all matrices of mixers and MLPs."""
+    dropout: float = 0.0
+    """Dropout rate of an adapter's input. Adapters of experts have none."""
+    rank_stabilized: bool = False
+    """The scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA)."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(rank=self.rank, alpha=self.alpha) + below_one(dropout=self.dropout)
+        if not self.targets:
+            problems.append(
+                Problem("targets", "names no matrix", "the default *.blocks.* adapts all matrices of blocks")
+            )
+        return problems
+
+    def scale(self) -> float:
+        """Factor on the output of an adapter."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def size(self, shape: Sequence[int], axes: Sequence[str | None]) -> int:
+        """Elements of the adapter of a matrix with these logical axes, including one per expert; 0 for a vector."""
+        experts = [size for size, axis in zip(shape, axes, strict=True) if axis == "expert"]
+        sides = [size for size, axis in zip(shape, axes, strict=True) if axis != "expert"]
+        if len(sides) < 2:
+            return 0
+        # Matrices that write to the residual stream contract all dimensions but the last, others only the first.
+        end = len(sides) - 1 if axes[-1] == "embed" else 1
+        return prod(experts) * self.rank * (prod(sides[:end]) + prod(sides[end:]))

@@ -1,0 +1,65 @@
+"""Adding low-rank adapters to a built model, and dropout of their inputs."""
+
+import zlib
+from dataclasses import replace
+from functools import partial
+
+from flax import nnx
+from jax import Array
+
+from megajax.config.errors import UserError
+from megajax.config.nearest import matching
+from megajax.layers.context import Context, dropout
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.param import matrices_of
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import LogicalAxes
+
+SETTING = "model.lora.targets"
+
+
+def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
+    """The model with an adapter on each matrix that matches a target.
+
+    Raises UserError for a target that matches no matrix, for a rank above the smaller side of every adapted matrix, and
+    for dropout where it is not possible. The rank may exceed the sides of some matrices, such as routers.
+    """
+    matrices = matrices_of(model)
+    targeted = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
+    widest = max(targeted, key=lambda path: matrices[path].smaller_side())
+    if cfg.rank > (side := matrices[widest].smaller_side()):
+        raise UserError(
+            f"model.lora.rank={cfg.rank} is more than the smaller side of every matrix that has an adapter; the "
+            f"largest smaller side is {side}, of {widest}\n"
+            f"Use a rank of at most {side}, or train the matrices themselves (optimizer.trainable)."
+        )
+    for path, matrix in matrices.items():
+        if path not in targeted:
+            continue
+        if cfg.dropout and ("expert" in matrix.array.axes or not matrix.array.layers):
+            why = "rows are reordered for experts" if matrix.array.layers else "it is not in a stack"
+            raise UserError(
+                f"model.lora.dropout={cfg.dropout:g} is not possible for {path}: {why}\n"
+                f"Set it to 0, or name only matrices inside a stack, outside experts, in {SETTING}."
+            )
+        matrix.adapt(cfg.rank, cfg.scale(), cfg.dropout)
+    return model
+
+
+def drop_inputs(block: nnx.Module, ctx: Context) -> None:
+    """Turns on input dropout in the adapters of a block, if the context has row keys.
+
+    Each adapter has its own mask, seeded by its path in the block.
+    """
+    if ctx.row_keys is None:
+        return
+    for path, matrix in matrices_of(block).items():
+        if matrix.low_rank is not None and matrix.low_rank.rate:
+            place = zlib.crc32(path.encode()) >> 1
+            matrix.low_rank = replace(matrix.low_rank, drop=partial(_dropped, ctx, place, matrix.layout))
+
+
+def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, axes: LogicalAxes) -> Array:
+    """Dropout of x [B, S, ...], which may come from another section with its own length and positions."""
+    local_ctx = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=layout.row_index(x.shape[1]))
+    return dropout(x, rate, local_ctx, place, layout, axes)

@@ -1,0 +1,319 @@
+"""Configs of state-space layers; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass
+from math import inf
+from typing import Any, ClassVar, Literal, Self
+
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
+from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.layers.cache_facts import CacheLeaf, cached_heads
+from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.stack.remat import Part
+
+
+class StateSpaceConfig(LayerFacts):
+    """Base of the configs of Mamba 1 and 2: a short convolution, input-dependent steps, decaying states."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    """Fields of the subclass, which is always a dataclass."""
+    kernel: ClassVar[Literal["chunks"]] = "chunks"
+    dropout: ClassVar[float] = 0.0
+    state: int
+    conv_kernel: int
+    chunk: int
+    dt_min: float
+    dt_max: float
+    dt_floor: float
+
+    def shared_problems(self) -> list[Problem]:
+        """Problems of the settings that both share."""
+        names = ("state", "conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
+        problems = above_zero(**{name: getattr(self, name) for name in names})
+        if not problems and self.dt_min > self.dt_max:
+            problems.append(Problem("dt_min", f"{self.dt_min} is above dt_max={self.dt_max}"))
+        return problems
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """No problems: rows may have any length."""
+        del hidden, length
+        return []
+
+    def allows_context(self) -> bool:
+        """Supports context parallelism."""
+        return True
+
+    def kernel_choice(
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
+    ) -> Choice[Literal["chunks"]]:
+        """Matmuls or scans over chunks, on every device."""
+        del hidden, request, device, setting
+        return Choice(self.kernel, place="state space")
+
+    def with_kernel(self, name: str) -> Self:
+        """The layer itself: there is one kernel."""
+        del name
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Config(StateSpaceConfig):
+    """A state-space layer with one rate of decay a head (Dao and Gu 2024)."""
+
+    target: ClassVar[str] = "megajax.layers.mamba.mamba2:Mamba2"
+    heads: int
+    """Heads, each with a state of head_dim x state. Mamba-2 and Megatron-LM: 2 x hidden / head_dim."""
+    head_dim: int = 64
+    """Size of one head."""
+    state: int = 128
+    """Size of the state of each channel of a head."""
+    groups: int = 1
+    """Groups of heads that share the input (b) and output (c) projections of the state and one normalisation."""
+    conv_kernel: int = 4
+    """Width of the causal convolution, in positions."""
+    conv_bias: bool = True
+    """Bias of the convolution."""
+    bias: bool = False
+    """Biases of the projections."""
+    norm_before_gate: bool = False
+    """Normalise the output and then multiply by the gate; false: the gated output is normalised."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square."""
+    dt_min: float = 0.001
+    """Lower bound of initial steps, which are log-uniform."""
+    dt_max: float = 0.1
+    """Upper bound of initial steps."""
+    dt_floor: float = 1e-4
+    """Initial steps are at least this."""
+    dt_limit: tuple[float, float] = (0.0, inf)
+    """Steps are clipped to this interval."""
+    decay_min: float = 1.0
+    """Lower bound of initial decay rates, which are uniform."""
+    decay_max: float = 16.0
+    """Upper bound of initial decay rates."""
+    chunk: int = 128
+    """Positions per chunk of the matmul form; results are equal up to rounding."""
+
+    def problems(self) -> list[Problem]:
+        names = ("heads", "head_dim", "groups", "norm_epsilon", "decay_min", "decay_max")
+        problems = self.shared_problems() + above_zero(**{name: getattr(self, name) for name in names})
+        if problems:
+            return problems
+        if self.heads % self.groups:
+            legal = ", ".join(map(str, divisors_of(self.heads)))
+            message = f"heads={self.heads} is not a multiple of groups={self.groups}"
+            problems.append(Problem("groups", message, f"groups can be {legal}"))
+        if not 0 <= self.dt_limit[0] < self.dt_limit[1]:
+            problems.append(Problem("dt_limit", f"must be two numbers, the first lower, got {self.dt_limit}"))
+        if self.decay_min > self.decay_max:
+            problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
+        return problems
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        per_head, per_group = ("heads", "head_dim"), ("kv_heads", "state")
+        head, group = (self.heads, self.head_dim), (self.groups, self.state)
+        wide = {"z": (head, per_head), "x": (head, per_head), "b": (group, per_group), "c": (group, per_group)}
+        parts = {**wide, "dt": ((self.heads,), ("heads",))}
+        weights = [Weight(f"in_{name}", (hidden, *shape), ("embed", *axes)) for name, (shape, axes) in parts.items()]
+        if self.bias:
+            weights += [Weight(f"in_{name}_bias", shape, axes) for name, (shape, axes) in parts.items()]
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        for name in ("x", "b", "c"):
+            shape, axes = wide[name]
+            weights.append(Weight(f"conv_{name}.kernel", (self.conv_kernel, *shape), (None, *axes)))
+            weights += [Weight(f"conv_{name}.bias", shape, axes)] * self.conv_bias
+        weights += [Weight(name, (self.heads,), ("heads",)) for name in ("dt_bias", "a_log", "skip")]
+        return (
+            *weights,
+            Weight("norm_gain", head, per_head),
+            Weight("output", (*head, hidden), (*per_head, "embed")),
+        )
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The last inputs of the convolutions, and the state."""
+        del hidden
+        group = (cached_heads(self.groups, tensor), self.state)
+        return (
+            last_inputs(self, "x", (self.heads, self.head_dim), ("heads", None)),
+            *(last_inputs(self, name, group, ("kv_heads", None)) for name in ("b", "c")),
+            state_leaf((self.heads, self.head_dim, self.state)),
+        )
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """One matmul for the gate, convolution inputs and steps, and one for the output."""
+        hidden_side = Elements(replicated=hidden)
+        shared = 2 * self.groups * self.state
+        outputs = Elements(sharded=2 * self.inner + self.heads, grouped=shared, groups=self.groups)
+        return (
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=5, joined=True),
+            Matmul(inputs=Elements(sharded=self.inner), outputs=hidden_side, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """The matmuls, and 3.5 per element of the state, as Megatron-LM counts."""
+        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Within a chunk, as attention; between chunks, the states."""
+        del hidden
+        chunk = min(self.chunk, keys)
+        pairs = chunk * (self.groups * self.state + self.inner)
+        states = 2 * self.inner * self.state
+        return KernelWork(pairs + states, pairs / 2 + states, chunk * self.heads)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel, and the gate."""
+        del hidden
+        shared = 2 * self.groups * self.state
+        return {
+            "query_key_value": Elements(sharded=self.inner + self.heads, grouped=shared, groups=self.groups),
+            "core_attention": Elements(sharded=self.inner),
+            "gate": Elements(sharded=self.inner),
+        }
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that heads can be divided over."""
+        return head_devices(self.heads, self.groups)
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide heads, and must divide groups or be a multiple of them."""
+        return head_problems(self.heads, self.groups, sizes["tensor"], "groups")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The heads and groups of a device. Steps are never in 8 bits."""
+        del hidden
+        return head_sides((self.heads, self.head_dim), (self.groups, self.state), tensor, "groups")
+
+    def summary(self, hidden: int) -> str:
+        """Sizes of heads and states."""
+        del hidden
+        return f"Mamba-2 {self.heads} heads of {self.head_dim}, states of {self.state}, {self.groups} groups"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1Config(StateSpaceConfig):
+    """A state-space layer with rates of decay for each channel (Gu and Dao 2023); for checkpoints that have it."""
+
+    target: ClassVar[str] = "megajax.layers.mamba.mamba1:Mamba1"
+    inner: int
+    """Channels, each with a state. Mamba: 2 x hidden."""
+    rank: int
+    """Rank of the projection to steps. Mamba: hidden / 16, rounded up."""
+    state: int = 16
+    """Size of the state of a channel."""
+    conv_kernel: int = 4
+    """Width of the causal convolution, in positions."""
+    conv_bias: bool = True
+    """Bias of the convolution."""
+    bias: bool = False
+    """Biases of the first and the last projection."""
+    dt_min: float = 0.001
+    """Lower bound of initial steps, which are log-uniform."""
+    dt_max: float = 0.1
+    """Upper bound of initial steps."""
+    dt_floor: float = 1e-4
+    """Initial steps are at least this."""
+    chunk: int = 64
+    """Positions whose states exist at once; results are equal up to rounding."""
+
+    def problems(self) -> list[Problem]:
+        return self.shared_problems() + above_zero(inner=self.inner, rank=self.rank)
+
+    @property
+    def heads(self) -> int:
+        """Each channel counts as a head."""
+        return self.inner
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        channels = (self.inner,), ("heads",)
+        weights = [Weight(name, (hidden, self.inner), ("embed", "heads")) for name in ("in_z", "in_x")]
+        if self.bias:
+            weights += [Weight(f"{name}_bias", *channels) for name in ("in_z", "in_x")]
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        weights.append(Weight("conv_x.kernel", (self.conv_kernel, self.inner), (None, "heads")))
+        weights += [Weight("conv_x.bias", *channels)] * self.conv_bias
+        return (
+            *weights,
+            Weight("down_dt", (self.inner, self.rank), ("heads", None)),
+            Weight("down_b", (self.inner, self.state), ("heads", "state")),
+            Weight("down_c", (self.inner, self.state), ("heads", "state")),
+            Weight("up_dt", (self.rank, self.inner), (None, "heads")),
+            Weight("dt_bias", *channels),
+            Weight("a_log", (self.inner, self.state), ("heads", "state")),
+            Weight("skip", *channels),
+            Weight("output", (self.inner, hidden), ("heads", "embed")),
+        )
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The last inputs of the convolution, and the state."""
+        del hidden, tensor
+        return last_inputs(self, "x", (self.inner,), ("heads",)), state_leaf((self.inner, self.state))
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Matmuls of gate and input; of steps, b and c; of the output."""
+        hidden_side, channels = Elements(replicated=hidden), Elements(sharded=self.inner)
+        gated, narrow = Elements(sharded=2 * self.inner), Elements(replicated=self.rank + 2 * self.state)
+        return (
+            Matmul(inputs=hidden_side, outputs=gated, result="query_key_value", weights=2, joined=True),
+            Matmul(inputs=channels, outputs=narrow, result="latent", weights=3, joined=True),
+            Matmul(inputs=Elements(replicated=self.rank), outputs=channels, result="query_key_value"),
+            Matmul(inputs=channels, outputs=hidden_side, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """The matmuls, and 3.5 per element of the state, as Megatron-LM counts for Mamba-2."""
+        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Elements of states, each with a decay, an input and an output."""
+        del hidden, keys
+        return KernelWork(3.0 * self.inner * self.state, 3.0 * self.inner * self.state, self.inner * self.state)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Convolution input and steps; the narrow projections; the output of the kernel; the gate."""
+        del hidden
+        channels, narrow = Elements(sharded=self.inner), Elements(replicated=self.rank + 2 * self.state)
+        kernel_inputs = Elements(sharded=2 * self.inner)
+        return {"query_key_value": kernel_inputs, "latent": narrow, "core_attention": channels, "gate": channels}
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that channels can be divided over."""
+        return divisors_of(max(self.inner, 1))
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide the channels."""
+        if self.inner % sizes["tensor"]:
+            yield Problem("inner", f"inner={self.inner} is not divisible by parallel.tensor={sizes['tensor']}")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The channels of a device, and the narrow projections."""
+        del hidden
+        if self.inner % tensor == 0:
+            yield Side("inner", f"{self.inner} over parallel.tensor={tensor} are", self.inner // tensor)
+        yield Side("rank", "is", self.rank)
+        yield Side("state", "is", self.state)
+
+    def summary(self, hidden: int) -> str:
+        """Channels and states."""
+        del hidden
+        return f"Mamba {self.inner} channels, states of {self.state}"
+
+
+def last_inputs(cfg: StateSpaceConfig, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> CacheLeaf:
+    """Cache leaf of the last inputs of a convolution, in float32: small compared with the state."""
+    return CacheLeaf(name, (cfg.conv_kernel - 1, *shape), (None, *axes), per="row", dtype="float32")
+
+
+def state_leaf(shape: tuple[int, ...]) -> CacheLeaf:
+    """Cache leaf of the state of heads or channels."""
+    return CacheLeaf("state", shape, ("heads", *[None] * (len(shape) - 1)), per="row", dtype="float32")

@@ -1,0 +1,79 @@
+"""Feed-forward layers. B rows, S positions, D hidden, F ffn."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.configs import DenseMLPConfig, MLPConfig
+from megajax.layers.context import Context
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
+from megajax.layers.stack.recompute import save_only_inputs
+
+
+def gelu_tanh(x: Array) -> Array:
+    """0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016), in float32 within.
+
+    Written as x sigmoid(2 u): of a tanh the compiler makes a kernel of its own in the backward pass.
+    """
+    full, factor = x.astype("float32"), 2 * math.sqrt(2 / math.pi)
+    return (full * jax.nn.sigmoid(full * (factor + factor * 0.044715 * full * full))).astype(x.dtype)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jax.nn.relu(x) ** 2,
+    "silu": jax.nn.silu,
+}
+
+
+def activated(cfg: MLPConfig, inputs: Sequence[Array], scale: Array | None = None) -> Array:
+    """The input of `down`, from the products of the layer's input with the matrices `cfg.inner`; times `scale`."""
+    activation = ACTIVATIONS[cfg.activation]
+
+    def scaled(x: Array) -> Array:
+        return x if scale is None else x * scale.astype(x.dtype)
+
+    if isinstance(cfg, DenseMLPConfig):
+        return save_only_inputs(lambda x: scaled(activation(x)))(*inputs)
+
+    def gated(gate: Array, up: Array) -> Array:
+        if cfg.clamp is not None:
+            gate, up = jnp.minimum(gate, cfg.clamp), jnp.clip(up, -cfg.clamp, cfg.clamp)
+        return scaled(activation(gate) * (up + cfg.offset))
+
+    return save_only_inputs(gated)(*inputs)
+
+
+class MLP(nnx.Module):
+    """activation(x up) down, or gated: (activation(x gate) * (x up + offset)) down; [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, cfg: MLPConfig, settings: LayerSettings):
+        self.cfg, self.layout = cfg, settings.layout
+        for name in cfg.inner:
+            setattr(self, name, matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp")))
+        self.down = matrix(settings, (cfg.ffn, settings.hidden), ("mlp", "embed"), init=Normal(settings.output_std))
+        if cfg.bias:
+            for name in cfg.inner:
+                setattr(self, f"{name}_bias", param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias"))
+            self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        del ctx
+        inputs = [checkpoint_name(self.product(name, x), "mlp") for name in self.cfg.inner]
+        inner = checkpoint_name(activated(self.cfg, inputs), "activation")
+        y = self.layout.dot("bsf,fd->bsd", inner, self.down, "batch", "seq_residual", "embed")
+        return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
+
+    def product(self, name: str, x: Array) -> Array:
+        """[B, S, D] by the matrix of this name, with its bias -> [B, S, F]."""
+        y = self.layout.dot("bsd,df->bsf", x, getattr(self, name), "batch", "seq", "mlp")
+        return y + getattr(self, f"{name}_bias")[...][None, None] if self.cfg.bias else y

@@ -1,0 +1,261 @@
+"""Mixtures of experts (Shazeer et al. 2017). B rows, S positions, D hidden, E experts, k chosen by each token."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.layers.context import Context, fold_rows
+from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
+from megajax.layers.moe.dispatch import Dispatch, dispatched
+from megajax.layers.moe.experts import Experts
+from megajax.layers.moe.router import (
+    REPORTED,
+    Routing,
+    TokenAxes,
+    add_gradient,
+    balance,
+    choose,
+    counts,
+    within_capacity,
+)
+from megajax.layers.moe.router_measures import load_measures, losses_of, report_measures, setting_of_room
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, observation, param
+from megajax.mesh.layout import Layout
+from megajax.mesh.measures import Measure
+from megajax.mesh.mesh import devices_along, manual_axes
+from megajax.mesh.observations import Observed, observe
+
+JITTER_PLACE = 5
+TOKENS = ("batch", "seq_residual", "embed")
+"""Layout of the input: each device routes its own tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Updater: the bias that balances experts, and the tokens of each expert in the last step."""
+
+    rate: float | None
+    """Change of a bias per step; None: biases stay 0."""
+
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., 2, E]: biases, tokens."""
+        return observed
+
+    def used(self, state: Array, scale: Array) -> Array:
+        del scale
+        return state
+
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
+        """observed [..., 2, E]: zeros, and the tokens of a step."""
+        del scale
+        tokens = observed[..., 1, :]
+        if self.rate is None:
+            return observed
+        bias = state[..., 0, :] + self.rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+        return jnp.stack([bias, tokens], axis=-2)
+
+    def measures(self) -> tuple[Measure, ...]:
+        return load_measures()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """Updater: the report of a router for the last step. Layers read the loss scale from it."""
+
+    losses: tuple[str, ...] = ()
+    """The losses of the router, a subset of LOSSES."""
+    setting: str = ""
+    """The setting to change for fewer dropped tokens; "" if no token is ever dropped."""
+
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., len(REPORTED)]."""
+        return observed
+
+    def used(self, state: Array, scale: Array) -> Array:
+        return jnp.broadcast_to(scale, state.shape)
+
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
+        del state, scale
+        return observed
+
+    def measures(self) -> tuple[Measure, ...]:
+        return report_measures(self.losses, self.setting)
+
+
+class MixtureOfExperts(nnx.Module):
+    """The weighted sum of the experts that a router chooses for each token, [B, S, D] -> [B, S, D]."""
+
+    own_positions = True
+    """Takes the residual stream sharded along the sequence."""
+
+    def __init__(self, cfg: MoEConfig, settings: LayerSettings):
+        self.cfg, self.layout, self.on_every_stage = cfg, settings.layout, settings.on_every_stage
+        self.router = param((settings.hidden, cfg.experts), ("embed", None), init=Normal(settings.std))
+        if cfg.router.bias:
+            self.router_bias = param((cfg.experts,), (None,), init=ZEROS, role="bias")
+        self.experts = Experts(cfg.expert, settings, number=cfg.experts, width=cfg.width(settings.hidden))
+        if cfg.latent is not None:
+            self.latent_down = matrix(settings, (settings.hidden, cfg.latent), ("embed", None))
+            self.latent_up = matrix(
+                settings, (cfg.latent, settings.hidden), (None, "embed"), init=Normal(settings.output_std)
+            )
+        if cfg.shared is not None:
+            self.shared = cfg.shared.mlp.build(settings)
+        if cfg.shared is not None and cfg.shared.gate:
+            self.shared_gate = param((settings.hidden, 1), ("embed", None), init=Normal(settings.std))
+        load = Observed(
+            shape=(2, cfg.experts), axes=(None, None), reduction="sum", updater=ExpertLoad(cfg.router.balance_rate)
+        )
+        self.load = observation(load)
+        updater = RouterReport(losses_of(cfg), setting_of_room(cfg))
+        report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=updater)
+        self.report = observation(report)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        y = self.routed(x, ctx)
+        return y if self.cfg.shared is None else y + self.shared_output(self.cfg.shared, x, ctx)
+
+    def shared_output(self, cfg: SharedExpertConfig, x: Array, ctx: Context) -> Array:
+        """Output of the shared expert."""
+        y = self.shared(self.layout.act(x, "batch", "seq", "embed"), ctx)
+        if cfg.gate:
+            gate = jnp.einsum("bsd,dg->bsg", x.astype(jnp.float32), self.shared_gate[...].astype(jnp.float32))
+            y = y * self.layout.act(jax.nn.sigmoid(gate).astype(y.dtype), "batch", "seq_residual", None)
+        return y
+
+    def routed(self, x: Array, ctx: Context) -> Array:
+        """Output of the chosen experts."""
+        cfg, layout = self.cfg if ctx.rows is None else self.cfg.decoding(), self.layout
+        tokens, router_input = x, self.jittered(x, ctx)
+        if cfg.latent is not None:
+            tokens = layout.dot("bsd,dl->bsl", x, self.latent_down, "batch", "seq_residual", None)
+        weights = {"router": self.router[...], "load": self.load[...], "report": self.report[...]}
+        if cfg.router.bias:
+            weights["router_bias"] = self.router_bias[...]
+        axes = {name: (None,) * w.ndim for name, w in weights.items()}
+        tokens_axes = ("batch", "seq_residual", None)
+        ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes()
+        island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, tokens_axes)
+        y = island(tokens, router_input, ctx.index, weights, self.experts.weights())
+        if cfg.latent is None:
+            return layout.act(y, *TOKENS)
+        return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
+
+    def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
+        """(tokens, input of the router, positions, arrays of the router, expert weights) -> outputs on a device."""
+        axes, sharding = token_axes(self.layout), expert_axes(self.layout)
+        stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
+        copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
+
+        def local(
+            x: Array, router_input: Array, index: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]
+        ) -> Array:
+            rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
+            routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, training=training)
+
+            def apply(rows: Array, sizes: Array, scale: Array) -> Array:
+                return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, sharding.ffn_shards())
+
+            dispatch = Dispatch(
+                experts=cfg.experts,
+                top_k=cfg.top_k,
+                axes=sharding.experts,
+                token_axes=sharding.ffn if sharding.tokens_sharded else (),
+                partial_axes=() if sharding.tokens_sharded else sharding.ffn,
+                room=cfg.dispatch.room,
+                chunks=cfg.dispatch.chunks,
+            )
+            y, dropped = dispatched(facts.way_on(sharding.devices()), flat, routing, apply, dispatch)
+            report = routed | {"dropped": routed["dropped"] + dropped / (sharding.ffn_shards() * stages)}
+            observed = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
+            y = observe(y, arrays["report"], observed)
+            return y.reshape(rows, -1, y.shape[-1])
+
+        return local
+
+    def route(
+        self,
+        cfg: MoEConfig,
+        x: Array,
+        index: Array,
+        arrays: Mapping[str, Array],
+        axes: TokenAxes,
+        copies: int,
+        *,
+        training: bool,
+    ) -> tuple[Routing, dict[str, Array]]:
+        """Routing of the tokens of this device, and its report: parts of sums over all devices.
+
+        index: int32 [S], positions in the row; copies: number of devices that route the same tokens.
+        """
+        rows, flat = x.shape[0], x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        if "router_bias" in arrays:
+            logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
+        load, scale = lax.stop_gradient(arrays["load"]), lax.stop_gradient(arrays["report"][0])
+        balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes)
+        report = {"parts": jnp.float32(1 / (axes.devices() * copies)), "dropped": jnp.zeros(())}
+        report["chosen"] = jnp.float32(flat.shape[0] * cfg.top_k / copies)
+        report["not_finite"] = jnp.sum(~jnp.isfinite(logits)) / copies
+        if balanced is not None:
+            logits = add_gradient(logits, balanced.gradient * (scale * self.layout.token_weight / copies))
+            report |= {name: value / copies for name, value in balanced.values.items()}
+        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index)
+        tokens = counts(routing.experts, cfg.experts)
+        if cfg.router.capacity is not None:
+            routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)
+            report["dropped"] = jnp.sum(routing.experts == cfg.experts) / copies
+        observed = jnp.stack([jnp.zeros_like(tokens), tokens / copies])
+        return routing._replace(weights=observe(routing.weights, arrays["load"], observed)), report
+
+    def jittered(self, x: Array, ctx: Context) -> Array:
+        """x times random factors, for the router only."""
+        jitter = self.cfg.router.jitter
+        if jitter == 0 or ctx.row_keys is None:
+            return x
+
+        def factors(row: Array, index: Array) -> Array:
+            key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
+            return jax.random.uniform(key, x.shape[-1:], minval=1 - jitter, maxval=1 + jitter)
+
+        noise = jax.vmap(jax.vmap(factors, (None, 0)), (0, None))(fold_rows(ctx.row_keys, JITTER_PLACE), ctx.index)
+        return (x * self.layout.act(noise, *TOKENS)).astype(x.dtype)
+
+
+class ExpertAxes(NamedTuple):
+    """Mesh axes with several devices that shard experts."""
+
+    experts: tuple[str, ...]
+    """Axes that shard the list of experts."""
+    ffn: tuple[str, ...]
+    """Axes that shard the matrices of an expert."""
+    tokens_sharded: bool
+    """Whether the `ffn` axes also shard the tokens (sequence parallelism)."""
+
+    def devices(self) -> int:
+        """Shards of the list of experts."""
+        return devices_along(self.experts)
+
+    def ffn_shards(self) -> int:
+        """Shards of the ffn of an expert."""
+        return devices_along(self.ffn)
+
+    def copies(self, tokens: TokenAxes) -> int:
+        """Number of devices that route the same tokens."""
+        return devices_along(tuple(axis for axis in self.ffn + self.experts if axis not in tokens.every))
+
+
+def token_axes(layout: Layout) -> TokenAxes:
+    """Axes that shard the tokens of the residual stream."""
+    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.sequence_sharding())
+
+
+def expert_axes(layout: Layout) -> ExpertAxes:
+    """Axes that shard experts."""
+    ffn = layout.sharded_axes("expert_mlp")
+    return ExpertAxes(layout.sharded_axes("expert"), ffn, set(ffn) <= set(layout.sharded_axes("seq_residual")))

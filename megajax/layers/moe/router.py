@@ -1,0 +1,243 @@
+"""Routers of mixtures of experts: the choice of experts for each token, their weights, and load-balancing losses.
+
+Functions here run within an island: arrays are local to a device, and `axes` are the mesh axes that shard tokens.
+B rows, S positions, T = B S tokens of a device; E experts, k chosen by each token. Computation is in float32.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.layers.moe.config import CapacityConfig, RouterConfig
+from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
+
+SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
+SINKHORN_ROUNDS = 1000
+"""Maximum number of iterations; Megatron-LM has no limit."""
+
+LOSSES = ("aux", "row", "global", "z")
+REPORTED = (*LOSSES, "dropped", "chosen", "not_finite", "parts")
+"""A layer's report for a microbatch: losses without their coefficients; numbers of choices of experts that were dropped
+and of all choices; number of logits that are not finite; `parts`, 1 per microbatch, is the divisor of losses."""
+
+
+class TokenAxes(NamedTuple):
+    """Mesh axes with several devices that shard tokens."""
+
+    batch: tuple[str, ...] = ()
+    """Axes that shard rows."""
+    seq: tuple[str, ...] = ()
+    """Axes that shard positions."""
+    rows: SequenceSharding = UNSHARDED_ROWS
+    """The positions of a row that each device holds."""
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        return self.batch + self.seq
+
+    def summed[T](self, x: T) -> T:
+        """The sum of x over all devices."""
+        return lax.psum(x, self.every) if self.every else x
+
+    def devices(self) -> int:
+        return lax.axis_size(self.every) if self.every else 1
+
+
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    weights: Array
+    """[T, k], in any order; 0 where the expert has no capacity left."""
+    experts: Array
+    """int32 [T, k]; E where the expert has no capacity left."""
+
+
+class State(NamedTuple):
+    """State of a router from earlier steps."""
+
+    bias: Array
+    """[E]: added to scores when experts are chosen."""
+    tokens: Array
+    """[E]: number of tokens of each expert in the last step; zeros before the first step."""
+
+
+@jax.custom_vjp
+def add_gradient(x: Array, gradient: Array) -> Array:
+    """x; the backward pass adds `gradient`, that of a loss that is not an output, to the cotangent."""
+    del gradient
+    return x
+
+
+add_gradient.defvjp(lambda x, gradient: (x, gradient), lambda gradient, dx: (dx + gradient.astype(dx.dtype), None))
+
+
+def scores(cfg: RouterConfig, logits: Array) -> Array:
+    """Scores [..., E] over all experts."""
+    if cfg.score == "softmax":
+        return jax.nn.softmax(logits)
+    return jax.nn.sigmoid(logits) if cfg.score == "sigmoid" else jnp.sqrt(jax.nn.softplus(logits))
+
+
+def shares(cfg: RouterConfig, logits: Array) -> Array:
+    """Scores [..., E] normalised to sum to 1, for balancing losses."""
+    values = scores(cfg, logits)
+    return values if cfg.score == "softmax" else values / (values.sum(-1, keepdims=True) + 1e-20)
+
+
+def choose(
+    cfg: RouterConfig,
+    logits: Array,
+    k: int,
+    bias: Array,
+    axes: TokenAxes,
+    *,
+    training: bool,
+    index: Array | None = None,
+) -> Routing:
+    """The experts of tokens with these logits [T, E]. bias: of `State`.
+
+    index: int32 [S], the device's positions within the row, used by force_balance; None if it holds whole rows.
+    """
+    if cfg.force_balance:
+        index = jnp.arange(logits.shape[0]) if index is None else index
+        length = index.size * (lax.axis_size(axes.seq) if axes.seq else 1)
+        numbers = jnp.arange(logits.shape[0] // index.size)[:, None] * length + index[None]
+        turns = (numbers.reshape(-1)[:, None] * k + jnp.arange(k)[None]) % logits.shape[1]
+        return _weighed(cfg, logits, turns.astype(jnp.int32))
+    if cfg.sinkhorn:
+        probabilities = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
+        experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else probabilities, k)
+        return Routing(jnp.take_along_axis(probabilities, experts, -1) * cfg.scale, experts)
+    compared = logits if cfg.score == "softmax" and cfg.normalise == "chosen" else scores(cfg, logits)
+    compared = lax.stop_gradient(compared)
+    if cfg.balance_rate is not None:
+        compared = compared + bias[None]
+    return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))
+
+
+def _best(compared: Array, k: int) -> Array:
+    return lax.top_k(lax.stop_gradient(compared), k)[1]
+
+
+def _weighed(cfg: RouterConfig, logits: Array, experts: Array) -> Routing:
+    if cfg.score == "softmax" and cfg.normalise == "chosen":
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, -1))
+    else:
+        weights = jnp.take_along_axis(scores(cfg, logits), experts, -1)
+        if cfg.normalise == "chosen" and experts.shape[1] > 1:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(weights * cfg.scale, experts)
+
+
+def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
+    """Scores [T, E], minus infinity outside the chosen groups."""
+    if cfg.groups is None or cfg.chosen_groups is None:
+        return compared
+    groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
+    sums = lax.top_k(groups, cfg.group_scores or k // cfg.chosen_groups)[0].sum(-1)
+    best_groups = lax.top_k(sums, cfg.chosen_groups)[1]
+    allowed = jnp.any(jax.nn.one_hot(best_groups, cfg.groups, dtype=bool), axis=1)
+    return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)
+
+
+def sinkhorn(logits: Array, axes: TokenAxes) -> Array:
+    """exp(logits) [T, E] with rows and columns scaled to equal sums, over the tokens of all devices."""
+    cost, tokens = jnp.exp(logits), logits.shape[0] * axes.devices()
+
+    def scaled(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        turn, _, columns, _ = carry
+        rows = 1 / tokens / (jnp.sum(columns[None] * cost, 1) + SINKHORN_EPSILON)
+        new = 1 / cost.shape[1] / (axes.summed(jnp.sum(rows[:, None] * cost, 0)) + SINKHORN_EPSILON)
+        return turn + 1, rows, new, jnp.mean(jnp.abs(new - columns))
+
+    def going_on(carry: tuple[Array, Array, Array, Array]) -> Array:
+        return (carry[3] > SINKHORN_TOLERANCE) & (carry[0] < SINKHORN_ROUNDS)
+
+    start = jnp.int32(0), jnp.ones(cost.shape[0]), jnp.ones(cost.shape[1]), jnp.float32(jnp.inf)
+    _, rows, columns, _ = lax.while_loop(going_on, scaled, start)
+    return columns[None] * cost * rows[:, None]
+
+
+def counts(experts: Array, number: int) -> Array:
+    """int32 [..., T, k] -> float32 [..., E]: number of tokens of each expert; dropped choices (E) are not counted."""
+    return jnp.sum(jax.nn.one_hot(experts, number, dtype=bool), axis=(-3, -2), dtype=jnp.float32)
+
+
+class Balanced(NamedTuple):
+    """Load-balancing losses of a router."""
+
+    gradient: Array
+    """[T, E]: gradient of the weighted sum of the losses with respect to the logits."""
+    values: dict[str, Array]
+    """Values by name in LOSSES, without coefficients: the local part of a sum over all devices."""
+
+
+def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, before: Array, axes: TokenAxes) -> Balanced | None:
+    """The balancing losses for logits [T, E] of `rows` rows; None without any such loss.
+
+    Each loss is E / k sum_e f_e P_e: f_e is the share of tokens with e among their k best scores, P_e the mean score of
+    e. f is a count, so gradients flow through P only. before: tokens [E] of the last step.
+    Gradients are those of a sum over tokens, like the language model's loss: of the mean times the number of tokens.
+    """
+    coefficients = {"aux": cfg.aux_loss, "row": cfg.row_loss, "global": cfg.global_loss, "z": cfg.z_loss}
+    if not any(coefficients.values()):
+        return None
+    logits, number = lax.stop_gradient(logits), logits.shape[1]
+    p, back = jax.vjp(lambda logits: shares(cfg, logits), logits)
+    best = _best(p, k)
+    p_rows, best_rows = p.reshape(rows, -1, number), best.reshape(rows, -1, k)
+    of_rows = counts(best_rows, number)  # [B, E]
+    step_tokens = axes.summed(of_rows.sum(0))
+    total = p.shape[0] * axes.devices()
+    of_rows = lax.psum(of_rows, axes.seq) if axes.seq else of_rows
+    length = p_rows.shape[1] * (lax.axis_size(axes.seq) if axes.seq else 1)
+    all_tokens = step_tokens + before
+    shares_by_loss = {
+        "aux": jnp.broadcast_to(step_tokens / total, of_rows.shape),
+        "row": of_rows / length,
+        "global": jnp.broadcast_to(all_tokens / jnp.maximum(all_tokens.sum() / k, 1), of_rows.shape),
+    }
+    factor, dp, values = number / k, jnp.zeros_like(p_rows), {}
+    for name, share in shares_by_loss.items():
+        dp = dp + (coefficients[name] * factor * share)[:, None]
+        values[name] = jnp.sum(p_rows.sum(1) * share) * factor / total
+    partition = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    values["z"] = jnp.sum(jnp.square(partition)) / total
+    gradient = back(dp.reshape(p.shape))[0] + coefficients["z"] * 2 * partition * jax.nn.softmax(logits)
+    return Balanced(gradient, {name: value for name, value in values.items() if coefficients[name]})
+
+
+def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: int, axes: TokenAxes) -> Routing:
+    """The routing without tokens beyond the capacity of each expert, counted over all devices.
+
+    Tokens are ordered by position, then by row, as in Megatron-LM.
+    """
+    k = routing.experts.shape[1]
+
+    def everywhere(x: Array) -> Array:
+        x = x.reshape(rows, -1, k)
+        for dimension, names in enumerate((axes.batch, axes.seq)):
+            x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+        return axes.rows.in_order(x)
+
+    weights, experts = everywhere(lax.stop_gradient(routing.weights)), everywhere(routing.experts)
+    capacity = ceil(experts.size / number * cfg.factor)
+    flat = experts.swapaxes(0, 1).reshape(-1)
+    order = jnp.arange(flat.size)
+    if cfg.drop == "probability":
+        order = jnp.argsort(-weights.swapaxes(0, 1).reshape(-1), stable=True)
+    order = order[jnp.argsort(flat[order], stable=True)]
+    sizes = jnp.sum(jax.nn.one_hot(flat, number, dtype=bool), axis=0)
+    starts = jnp.cumsum(sizes) - sizes
+    sorted_experts = flat[order]
+    keep = jnp.zeros(flat.size, bool).at[order].set(jnp.arange(flat.size) - starts[sorted_experts] < capacity)
+    keep = axes.rows.by_device(keep.reshape(experts.shape[1], experts.shape[0], k).swapaxes(0, 1))
+    for dimension, names in enumerate((axes.batch, axes.seq)):
+        if names:
+            size = keep.shape[dimension] // lax.axis_size(names)
+            keep = lax.dynamic_slice_in_dim(keep, lax.axis_index(names) * size, size, dimension)
+    keep = keep.reshape(routing.experts.shape)
+    return Routing(jnp.where(keep, routing.weights, 0), jnp.where(keep, routing.experts, number))

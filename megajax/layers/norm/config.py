@@ -1,0 +1,96 @@
+"""Configs of normalisation layers; imports neither jax nor flax."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.layers.checks import above_zero
+from megajax.layers.facts import Weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNormConfig(Builds):
+    """Mean and variance normalisation with gain and bias (Ba et al. 2016)."""
+
+    target: ClassVar[str] = "megajax.layers.norm.module:LayerNorm"
+    epsilon: float = 1e-5
+    """Added to the variance."""
+    zero_centred: bool = False
+    """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a norm over a dimension of this size and logical axis."""
+        return Weight("gain", (size,), (axis,)), Weight("bias", (size,), (axis,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RMSNormConfig(Builds):
+    """Root-mean-square normalisation with gain (Zhang and Sennrich 2019)."""
+
+    target: ClassVar[str] = "megajax.layers.norm.module:RMSNorm"
+    epsilon: float = 1e-5
+    """Added to the mean square."""
+    zero_centred: bool = False
+    """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a norm over a dimension of this size and logical axis."""
+        return (Weight("gain", (size,), (axis,)),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class L2NormConfig(Builds):
+    """Root-mean-square normalisation without weights, as Llama 4 has it on queries and keys."""
+
+    target: ClassVar[str] = "megajax.layers.norm.module:L2Norm"
+    epsilon: float = 1e-6
+    """Added to the mean square."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """No weights."""
+        del size, axis
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdentityNormConfig(Builds):
+    """No normalisation, as after the sections of Megatron-LM's T5 without Transformer Engine."""
+
+    target: ClassVar[str] = "megajax.layers.norm.module:IdentityNorm"
+
+    def problems(self) -> list[Problem]:
+        return []
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """No weights."""
+        del size, axis
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerScaleConfig(Builds):
+    """A learned factor for each channel of a sub-layer's output (Touvron et al. 2021, CaiT, section 2)."""
+
+    target: ClassVar[str] = "megajax.layers.norm.module:LayerScale"
+    initial: float = 0.1
+    """Initial value of the factors: 0.1 in InternViT, 1e-5 to 0.1 in CaiT."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(initial=self.initial)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a scale over a dimension of this size and logical axis."""
+        return (Weight("gain", (size,), (axis,)),)
+
+
+type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig | IdentityNormConfig

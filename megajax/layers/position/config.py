@@ -1,0 +1,134 @@
+"""Configs of rotary positions and of relative biases; imports neither jax nor flax."""
+
+from dataclasses import dataclass
+from math import log
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.layers.checks import above_zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama3ScalingConfig:
+    """Llama 3.1's scaling of low RoPE frequencies for longer sequences (Llama team 2024)."""
+
+    factor: float = 8.0
+    """Divisor of the lowest frequencies."""
+    low: float = 1.0
+    """Frequencies with wavelengths above original/low are scaled by the whole factor."""
+    high: float = 4.0
+    """Frequencies with wavelengths below original/high are not scaled."""
+    original: int = 8192
+    """Sequence length of the training before the extension."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(factor=self.factor, low=self.low, high=self.high, original=self.original)
+        if not problems and self.low >= self.high:
+            problems.append(Problem("low", f"must be below high, got low={self.low} and high={self.high}"))
+        return problems
+
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScalingConfig:
+    """YaRN: interpolates low frequencies, keeps high ones, and scales rotated heads (Peng et al. 2023)."""
+
+    factor: float
+    """Divisor of the lowest frequencies."""
+    original: int = 4096
+    """Sequence length of the training before the extension."""
+    fast: float = 32.0
+    """Dimensions with more rotations than this over the original length are not interpolated."""
+    slow: float = 1.0
+    """Dimensions with fewer rotations than this are interpolated by the whole factor."""
+    rounded: bool = True
+    """The bounds of the ramp between the two are rounded outwards to whole dimensions."""
+    mscale: float | None = None
+    """Coefficient of ln(factor) in the scale of rotated heads, none: 1; needs mscale_all."""
+    mscale_all: float | None = None
+    """The scale of rotated heads is divided by the expression with this coefficient; latent attention multiplies all
+    scores by its square instead."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(factor=self.factor, original=self.original, fast=self.fast, slow=self.slow)
+        if not problems and self.slow >= self.fast:
+            problems.append(Problem("slow", f"must be below fast, got slow={self.slow} and fast={self.fast}"))
+        if (self.mscale is None) != (self.mscale_all is None):
+            problems.append(Problem("mscale", f"goes with mscale_all: got {self.mscale} and {self.mscale_all}"))
+        return problems
+
+    def mscale_factor(self, weight: float) -> float:
+        """0.1 weight ln(factor) + 1; the paper has weight 1."""
+        return 0.1 * weight * log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.mscale is None or self.mscale_all is None:
+            return self.mscale_factor(1.0)
+        return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig(Builds):
+    """Rotary positions (Su et al. 2021)."""
+
+    target: ClassVar[str] = "megajax.layers.position.module:Rope"
+    base: float = 10000.0
+    """Wavelengths run from 2 pi to 2 pi * base."""
+    scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
+    """Scaling of frequencies for long sequences; none: no scaling."""
+    fraction: float = 1.0
+    """Share of each head that is rotated, from its first dimension on; the rest has no positions."""
+    interleaved: bool = False
+    """Rotate pairs of adjacent dimensions; otherwise pairs of one dimension from each half."""
+    interpolation: float = 1.0
+    """Positions are divided by this (Chen et al. 2023)."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(base=self.base, interpolation=self.interpolation)
+        if not 0 < self.fraction <= 1:
+            problems.append(Problem("fraction", f"must be above 0 and at most 1, got {self.fraction}"))
+        return problems
+
+    def rotated(self, size: int) -> int:
+        """Dimensions of a head of this size that are rotated."""
+        return int(size * self.fraction)
+
+    def head_problems(self, size: int) -> list[Problem]:
+        """Problems of rotating heads of this size."""
+        if 0 < self.fraction <= 1 and (self.rotated(size) % 2 or self.rotated(size) < 2):
+            share = "" if self.fraction == 1 else f", {self.fraction:g} of {size}"
+            message = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
+            return [Problem("rope", message, "set rope.fraction so that fraction x head size is even")]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelativeBiasConfig(Builds):
+    """A learned bias on scores by head and distance (T5, Raffel et al. 2020, section 2.1)."""
+
+    target: ClassVar[str] = "megajax.layers.position.module:RelativeBias"
+    buckets: int = 32
+    """Number of buckets: half of them hold one distance each, the others logarithmically growing ranges."""
+    distance: int = 128
+    """Distances from this one on share the last bucket."""
+    both_ways: bool = False
+    """Half of the buckets are for keys after the query."""
+    shared: bool = False
+    """One table for all layers of a stack, as in T5; false: one table per layer."""
+
+    def problems(self) -> list[Problem]:
+        buckets = self.buckets // 2 if self.both_ways else self.buckets
+        if buckets < 2 or self.buckets % 2:
+            return [Problem("buckets", f"must be an even number of 2 or more for each direction, got {self.buckets}")]
+        if self.distance <= buckets // 2:
+            return [
+                Problem(
+                    "distance", f"must be above {buckets // 2}, the distances with a bucket each; got {self.distance}"
+                )
+            ]
+        return []

@@ -1,0 +1,43 @@
+"""The config of quantized weights; importing this imports neither jax nor flax."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationConfig(Builds):
+    """Weight matrices in 8 or 4 bits, from `python -m megajax.convert --quantize`; they are not trained.
+
+    Embeddings, the head, norms, routers and biases stay as they are. `build(model)` changes the matrices of a model.
+    """
+
+    target: ClassVar[str] = "megajax.layers.quantization.layers:quantize"
+    weights: Literal["int8", "fp8", "int4"] = "int8"
+    """int8 and fp8 (e4m3) have a scale for each output of a matrix, int4 one for each output and group of inputs."""
+    group: int = 128
+    """Inputs that share a scale in int4, along the last dimension of the inputs; all of a shorter one."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of the paths of matrices that are not quantized, such as *.mixer.output; * stands for any text."""
+    activations: Literal["none", "fp8"] = "none"
+    """fp8: inputs of the matrices are rounded to e4m3 too, and products are of 8 bits; with weights=fp8."""
+    static: bool = False
+    """Scales of inputs come from a calibration; false: from each token."""
+    balanced: bool = False
+    """Each input is multiplied by a factor from a calibration, and its row of the matrix divided by it before rounding
+    (Lin et al. 2023, AWQ)."""
+
+    def problems(self) -> list[Problem]:
+        problems = []
+        if self.group < 2 or self.group % 2:
+            problems.append(Problem("group", f"must be even and at least 2, got {self.group}"))
+        if self.activations != "none" and self.weights != "fp8":
+            message = f"{self.activations} goes with weights=fp8, not with {self.weights}"
+            problems.append(Problem("activations", message, "set weights=fp8, or activations=none"))
+        if self.static and self.activations == "none":
+            problems.append(
+                Problem("static", "sets the scales of activations, and activations=none", "set activations=fp8")
+            )
+        return problems

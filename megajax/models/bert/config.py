@@ -1,0 +1,111 @@
+"""The config of BERT; importing this imports neither jax nor flax."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from megajax.batch import Leaf
+from megajax.config.errors import Problem
+from megajax.layers.configs import LayerNormConfig, NormConfig, PostNormBlockConfig
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, dense, norm_weights
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.facts import HeadFacts, SectionFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertConfig(DecoderConfig):
+    """BERT (Devlin et al. 2019): an encoder with bidirectional attention.
+
+    It predicts the masked tokens of a row and, with `next_sentence`, whether its second part follows the first.
+    The default is pre-norm, as in Megatron-LM. The original BERT has PostNormBlocks, `embedding_norm`, no norm after
+    the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
+    """
+
+    target: ClassVar[str] = "megajax.models.bert.module:Bert"
+    learned_positions: bool = True
+    """A learned embedding for each of the sequence_length positions."""
+    norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
+    """Normalisation after the stack."""
+    embedding_norm: NormConfig | LayerBuilder | None = None
+    """Normalisation of the sum of embeddings; none: no normalisation."""
+    head_norm: NormConfig | LayerBuilder | None = None
+    """Normalisation in the masked-token head; none: the same as `norm`."""
+    head_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
+    """Activation function in the masked-token head, as in DenseMLPConfig."""
+    tied: bool = True
+    """The head uses the token embedding's table."""
+    token_types: int = 2
+    """Number of token types, each with an embedding: the parts of a pair of sentences. 0: none."""
+    next_sentence: bool = True
+    """A second head predicts, from the first token, whether the second part follows the first in the text."""
+
+    def problems(self) -> list[Problem]:
+        problems = DecoderConfig.problems(self)
+        if self.token_types < 0:
+            problems.append(Problem("token_types", f"must be at least 0, got {self.token_types}"))
+        if self.prediction is not None:
+            problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
+        for setting, block in self.named_blocks().items():
+            if isinstance(block, PostNormBlockConfig) and self.residual == "float32":
+                message = "needs blocks that normalise their inputs"
+                problems.append(Problem("residual", f"float32 {message}, and {setting} does not", "set it to compute"))
+        return problems
+
+    def causal_problems(self) -> list[Problem]:
+        """Problems with causal blocks."""
+        return [
+            Problem(f"{setting}.causal", "hides later tokens from BERT", "set it to false")
+            for setting, mixer in self.own_mixers().items()
+            if getattr(mixer, "causal", False)
+        ]
+
+    def schema(self) -> dict[str, Leaf]:
+        """Masked and original tokens, loss mask, padding, token types, and the label of the sentence pair."""
+        ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
+        kinds = {"token_types": replace(ids, below=self.token_types)} if self.token_types else {}
+        order = {"is_random": Leaf("int32", below=2)} if self.next_sentence else {}
+        # segment_ids: 1 for tokens, 0 for the padding after them, which is not attended to.
+        return {
+            "tokens": ids,
+            "labels": ids,
+            "loss_mask": Leaf("float32", ids.shape, ids.axes),
+            "segment_ids": Leaf("int32", ids.shape, ids.axes),
+            **kinds,
+            **order,
+        }
+
+    def pads_rows(self) -> bool:
+        """True: pairs of sentences are padded."""
+        return True
+
+    def allows_context(self) -> bool:
+        """Rows are cut into plain chunks; the next-sentence head runs on the device with the first position."""
+        return not self.mixers_of_whole_rows()
+
+    def sampler(self) -> str | None:
+        """Samples fill in masked tokens."""
+        return "blanks"
+
+    def masked_norm(self) -> NormConfig | LayerBuilder:
+        """Normalisation in the masked-token head."""
+        return self.norm if self.head_norm is None else self.head_norm
+
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """The section of a decoder, with a table of token types and a norm of the embeddings."""
+        (section,) = DecoderConfig.section_facts(self)
+        types = Weight("types", (self.token_types, self.hidden), (None, "embed"))
+        norm = norm_weights("embedding_norm", self.embedding_norm, self.hidden)
+        return (replace(section, weights=(*section.weights, *[types] * (self.token_types > 0), *norm)),)
+
+    def head_facts(self) -> HeadFacts:
+        """The masked-token head has one more matrix than a decoder's; the next-sentence head reads one position."""
+        head, hidden, hidden_side = DecoderConfig.head_facts(self), self.hidden, Elements(replicated=self.hidden)
+        weights = [
+            *head.weights,
+            *dense("masked", hidden, hidden),
+            *norm_weights("masked_norm", self.masked_norm(), hidden),
+            Weight("masked_bias", (self.padded_vocabulary(),), ("vocab",)),
+        ]
+        if self.next_sentence:
+            order = Weight("order", (hidden, 2), ("embed", None)), Weight("order_bias", (2,), (None,))
+            weights += [*dense("pooler", hidden, hidden), *order]
+        return replace(head, weights=tuple(weights), matmuls=(Matmul(inputs=hidden_side, outputs=hidden_side),))

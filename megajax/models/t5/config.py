@@ -1,0 +1,139 @@
+"""The config of T5; importing this imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from megajax.batch import Leaf
+from megajax.config.errors import Problem
+from megajax.kernels.attention.capability import Request
+from megajax.layers.block.cross_config import CrossBlockConfig
+from megajax.layers.configs import AnyBlockConfig, LayerNormConfig, NormConfig, StackConfig
+from megajax.layers.facts import LayerBuilder, Weight
+from megajax.layers.stack.segments import SegmentsConfig
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.facts import HeadFacts, SectionFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5Config(DecoderConfig):
+    """T5 (Raffel et al. 2020), as in Megatron-LM: an encoder, and a decoder whose blocks read its output."""
+
+    target: ClassVar[str] = "megajax.models.t5.module:T5"
+    encoder: StackConfig
+    """The blocks of the encoder; the decoder's are `stack`."""
+    encoder_length: int
+    """Tokens in a row of the encoder; sequence_length is the decoder's."""
+    norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
+    """Normalisation after the encoder, and before the head."""
+    tied: bool = True
+    """The head uses the token embedding's table."""
+    head_bias: bool = True
+    """The head has a bias for each token."""
+
+    def problems(self) -> list[Problem]:
+        problems = DecoderConfig.problems(self)
+        if self.encoder_length < 1:
+            problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
+        if self.prediction is not None:
+            problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
+        for setting, block in self.stack.named_blocks().items():
+            if not isinstance(block, CrossBlockConfig):
+                message = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
+                problems.append(Problem(f"stack.{setting}", message))
+        for setting, mixer in self.own_mixers("encoder").items():
+            if getattr(mixer, "causal", False):
+                problems.append(Problem(f"{setting}.causal", "hides later tokens from the encoder", "set it to false"))
+        return problems + self._relative_problems()
+
+    def _relative_problems(self) -> list[Problem]:
+        """Relative biases must have buckets for later keys in the encoder, and none in the decoder."""
+        problems = []
+        for setting, mixer in self.own_mixers("encoder", "stack").items():
+            relative, reads = getattr(mixer, "relative", None), setting.startswith("encoder")
+            if relative is not None and relative.both_ways != reads:
+                message = "is needed in an encoder" if reads else "has buckets for later tokens, which are masked"
+                problems.append(Problem(f"{setting}.relative.both_ways", message, f"set it to {str(reads).lower()}"))
+        return problems
+
+    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
+        """The encoder's blocks, and the decoder's."""
+        return {"encoder": self.encoder, "": self.stack}
+
+    def named_blocks(self) -> dict[str, AnyBlockConfig]:
+        """Blocks of the decoder and of the encoder, by setting."""
+        encoder = {f"encoder.{setting}": block for setting, block in self.encoder.named_blocks().items()}
+        return DecoderConfig.named_blocks(self) | encoder
+
+    def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
+        """The layers of the encoder and of the decoder, by setting."""
+        return {"encoder": self.encoder, "stack": self.stack}
+
+    def length_of(self, setting: str) -> int:
+        """Tokens in a row of the encoder or of the decoder."""
+        return self.encoder_length if setting.startswith("encoder") else self.sequence_length
+
+    def known_rows(self, stack: str, request: Request) -> Request:
+        """Adds that keys of another sequence are the encoder's."""
+        return replace(DecoderConfig.known_rows(self, stack, request), key_length=self.encoder_length)
+
+    def attention_name(self, stack: str, part: str) -> str:
+        """Encoder self-attention, decoder self-attention or decoder cross-attention."""
+        section = "decoder" if stack == "stack" else stack
+        return f"{section} {'cross' if part == 'cross' else 'self'}-attention"
+
+    def pads_rows(self) -> bool:
+        """True: rows of the encoder and of the decoder are padded."""
+        return True
+
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return DecoderConfig.has_dropout(self) or any(block.has_dropout() for block in self.encoder.pattern)
+
+    def schema(self) -> dict[str, Leaf]:
+        """Tokens and padding of the encoder and of the decoder, and the decoder's labels."""
+        ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
+        encoder_ids = replace(ids, shape=(self.encoder_length,))
+        # segment_ids: 1 for tokens, 0 for the padding after them, which is not attended to.
+        return {
+            "encoder_tokens": encoder_ids,
+            "encoder_segment_ids": replace(encoder_ids, below=None),
+            "tokens": ids,
+            "labels": ids,
+            "loss_mask": Leaf("float32", ids.shape, ids.axes),
+            "segment_ids": replace(ids, below=None),
+        }
+
+    def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
+        """Problems of both sections on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        yield from DecoderConfig.mesh_problems(self, sizes, sequence=sequence)
+        if sequence and self.encoder_length % sizes["tensor"]:
+            message = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
+            yield Problem("encoder_length", message, "needed with parallel.sequence=true")
+
+    def head_facts(self) -> HeadFacts:
+        """The head of a decoder, with a bias for each token."""
+        head, bias = DecoderConfig.head_facts(self), Weight("head_bias", (self.padded_vocabulary(),), ("vocab",))
+        return replace(head, weights=(*head.weights, *[bias] * self.head_bias))
+
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """The encoder, and the decoder that reads its output. They share tables, which are counted for the encoder."""
+        (decoder,) = DecoderConfig.section_facts(self)
+        encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
+        return encoder, replace(decoder, memory_length=self.encoder_length, weights=())
+
+    def allows_context(self) -> bool:
+        """Rows of both sections are cut into plain chunks."""
+        return not self.mixers_of_whole_rows()
+
+    def memory_length(self) -> int:
+        """Tokens in a row of the encoder."""
+        return self.encoder_length
+
+    def position_count(self) -> int:
+        """Rows of the table of positions, which both sections share."""
+        return max(self.sequence_length, self.encoder_length)
+
+    def sampler(self) -> str | None:
+        """Samples fill in the masked spans of a text."""
+        return "spans"

@@ -1,0 +1,1 @@
+"""How files are written whole, named and read again after transient errors."""

@@ -1,0 +1,216 @@
+"""Finds another layout for a config on more or fewer devices, with the same rows in each step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from typing import Any
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.layers.facts import ComparesRows
+from megajax.mesh.config import MESH_AXES
+from megajax.training.elastic.layouts import MODEL_AXES, Candidate, candidates, fixed_micro_size, has_experts
+from megajax.training.row_balance import written_blocks
+from megajax.training.run_config import RunConfig
+
+SETTING = "parallel.elastic"
+REASONS = 2
+"""Limit of the reasons per axis in an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replan:
+    """A config for the devices that are present."""
+
+    cfg: RunConfig
+    requested: int | None
+    """Devices of the config's layout; None: all devices."""
+    present: int
+    used: int
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Setting or fact of the layout -> (before, after), before is None if unknown; empty if the config fits."""
+    notes: tuple[str, ...] = ()
+    """Other differences from the config's layout: losses, and memory per device."""
+
+    def text(self) -> str:
+        """8 devices wanted, 6 present: data 8 -> 6, micro_size 2 -> 1, microbatches 2 -> 4."""
+        wanted = "" if self.requested is None else f"{self.requested} device{'s' * (self.requested != 1)} wanted, "
+        idle = f", {self.present - self.used} idle" if self.used < self.present else ""
+        return f"{wanted}{self.present} present{idle}: {self.described()}"
+
+    def described(self) -> str:
+        """data 8 -> 6, micro_size 2 -> 1."""
+        return ", ".join(
+            f"{name.rpartition('.')[2]} {' -> '.join(map(setting_text, pair if pair[0] is not None else pair[1:]))}"
+            for name, pair in self.changes.items()
+        )
+
+    def event(self) -> dict[str, Any]:
+        """Fields of the event in events.jsonl."""
+        changes = {name: list(pair) for name, pair in self.changes.items()}
+        sizes = {"wanted": self.requested, "devices": self.present, "used": self.used}
+        return {**sizes, "changes": changes, "notes": list(self.notes), "text": self.text()}
+
+
+def setting_text(value: Any) -> str:
+    """A value of a setting in the syntax of the command line."""
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def replanned(cfg: RunConfig, per_process: Sequence[int]) -> Replan:
+    """The config with the best of the `candidates` that fit these devices.
+
+    per_process: devices of each process. A layout that fits and uses all devices does not change. Raises ConfigError
+    for a config that is wrong on any number of devices, and if no layout keeps the rows per step.
+    """
+    devices, original = sum(per_process), cfg
+    requested = None if cfg.parallel.data is None else cfg.parallel.without_data() * cfg.parallel.data
+    cfg = _with_elastic(cfg, value=False)
+    if problems := cfg.problems():
+        raise ConfigError(problems)
+    if requested in (None, devices) and not cfg.problems(devices):
+        return Replan(cfg=original, requested=requested, present=devices, used=devices)
+    for candidate in candidates(cfg, per_process):
+        if not candidate.problems():
+            return Replan(
+                cfg=_with_elastic(candidate.cfg, value=original.parallel.elastic),
+                requested=requested,
+                present=devices,
+                used=candidate.used,
+                changes=_changes(cfg, candidate),
+                notes=tuple(_notes(cfg, candidate)),
+            )
+    raise ConfigError(_refusal(cfg, per_process, requested))
+
+
+def _with_elastic(cfg: RunConfig, *, value: bool) -> RunConfig:
+    """The config with parallel.elastic=value; true skips the checks against the number of devices."""
+    return cfg.but(parallel=replace(cfg.parallel, elastic=value))
+
+
+def elastic_hint(error: ConfigError, cfg: RunConfig, per_process: Sequence[int]) -> ConfigError:
+    """The error; an error about the number of devices gets a hint to parallel.elastic if it would help."""
+    if (
+        cfg.parallel.elastic
+        or cfg.parallel.problems()
+        or cfg.problems()
+        or not (about := [problem for problem in error.problems if _of_layout(problem)])
+    ):
+        return error
+    try:
+        plan = replanned(cfg, per_process)
+    except ConfigError:
+        return error
+    if not plan.changes:
+        return error
+    line = f"--{SETTING} trains on {plan.used} of {plan.present} with the same rows per step: {plan.described()}"
+    first = replace(about[0], hint="\n".join(filter(None, [about[0].hint, line])))
+    problems = [first if problem is about[0] else problem for problem in error.problems]
+    return ConfigError(problems, error.place)
+
+
+def _of_layout(problem: Problem) -> bool:
+    return problem.setting.partition(".")[0] == "parallel" or problem.setting in ("batch.global_size", "model.hidden")
+
+
+def _changes(cfg: RunConfig, candidate: Candidate) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, and the number of microbatches."""
+    before_parallel, new = cfg.parallel, candidate.cfg.parallel
+    data = candidate.used // new.without_data()
+    pairs = {
+        f"parallel.{setting.name}": (getattr(before_parallel, setting.name), getattr(new, setting.name))
+        for setting in fields(new)
+    }
+    # Without a size in the config, the size of `data` before is unknown.
+    pairs["parallel.data"] = (before_parallel.data, data)
+    pairs["batch.micro_size"] = (cfg.batch.micro_size, candidate.cfg.batch.micro_size)
+    before = None
+    if before_parallel.data is not None:
+        before = max(1, cfg.batch.global_size // (cfg.batch.micro_size * before_parallel.data * before_parallel.expert))
+    pairs["microbatches"] = (before, candidate.microbatches)
+    axes = {name: pair for name, pair in pairs.items() if name.rpartition(".")[2] in MESH_AXES}
+    return {name: (before, after) for name, (before, after) in (axes | pairs).items() if before != after}
+
+
+def _notes(cfg: RunConfig, candidate: Candidate) -> list[str]:
+    """Effects of the new layout besides the order of sums."""
+    before_parallel, new = cfg.parallel, candidate.cfg.parallel
+    notes = []
+    for part, axes in (("the layers' weights", ("pipeline", "tensor")), ("the experts", ("expert", "tensor"))):
+        if part == "the experts" and not has_experts(cfg):
+            continue
+        before, after = (_product(parallel, axes) for parallel in (before_parallel, new))
+        if after < before:
+            notes.append(f"each device holds 1/{after} of {part}, before 1/{before}")
+    if new.data_sharding != before_parallel.data_sharding:
+        notes.append(f"data_sharding={new.data_sharding} needs more memory than {before_parallel.data_sharding}")
+    rows = (
+        None if before_parallel.data is None else cfg.batch.micro_size * before_parallel.data * before_parallel.expert
+    )
+    now = candidate.cfg.batch.micro_size * (candidate.used // new.without_data()) * new.expert
+    for setting, kind in _comparing(cfg):
+        if kind == "order" or rows != now:
+            before = "" if rows is None else f", before {rows}"
+            notes.append(f"{setting} depends on the rows of a microbatch, which has {now}{before}: other losses")
+    if cfg.precision.fp8 is not None:
+        notes.append("8-bit scales are computed from other parts of a batch: losses differ by rounding to 8 bits")
+    return notes
+
+
+def _product(parallel: Any, axes: tuple[str, ...]) -> int:
+    first, second = (getattr(parallel, axis) for axis in axes)
+    return first * second
+
+
+def _comparing(cfg: RunConfig) -> list[tuple[str, str]]:
+    """(setting, kind) of layers whose losses depend on the rows of a microbatch, or also on their order."""
+    return [
+        (f"{place}.{name}.{setting}", kind)
+        for place, block in written_blocks(cfg.model)
+        for name, part in block.parts().items()
+        for setting, kind in (part.compares_rows() if isinstance(part, ComparesRows) else {}).items()
+    ]
+
+
+def _refusal(cfg: RunConfig, per_process: Sequence[int], requested: int | None) -> list[Problem]:
+    """Why no layout fits: for each axis, the problems of using it alone for all devices."""
+    devices, least, rows = sum(per_process), len(per_process), cfg.batch.global_size
+    several = f" in {least} processes" if least > 1 else ""
+    request = "" if requested is None else f", and the layout of the config takes {requested}"
+    message = f"there are {devices} devices{several}{request}; no layout has steps of {rows} rows on them"
+    hint = "use another number of devices, or another batch.global_size for a new run"
+    if least > 1:
+        message += f", with at least one device of each process: {least} to {devices} devices"
+        hint = f"start fewer processes, {hint.removeprefix('use ')}"
+    problems = [Problem(SETTING, message, hint)]
+    if fixed := fixed_micro_size(cfg):
+        message = f"stays {cfg.batch.micro_size}, because losses depend on it ({fixed})"
+        problems.append(Problem("batch.micro_size", message))
+    for axis in ("data", *MODEL_AXES[::-1]):
+        if axis == "expert" and not has_experts(cfg):
+            continue
+        problems += _refused_axis(cfg, axis, devices)
+    return problems
+
+
+def _refused_axis(cfg: RunConfig, axis: str, devices: int) -> list[Problem]:
+    """Why one axis can't use all devices."""
+    sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1) | {axis: devices}
+    parallel = replace(
+        cfg.parallel,
+        **sizes,
+        virtual_stages=1,
+        schedule="1f1b",
+        layers=None,
+        context_rounds=1,
+        context_heads=1,
+        sequence=cfg.parallel.sequence and axis == "tensor",
+    )
+    micro_size = cfg.batch.micro_size if fixed_micro_size(cfg) else 1
+    batch = replace(cfg.batch, micro_size=micro_size)
+    problems = Candidate(cfg.but(parallel=parallel, batch=batch), devices, 1).problems()
+    return [
+        Problem(f"parallel.{axis}={devices}", f"{problem.setting}: {problem.message}")
+        for problem in islice(problems, REASONS)
+    ]

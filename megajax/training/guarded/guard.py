@@ -1,0 +1,64 @@
+"""The host's part of guarded steps: computes the limits of each step and explains suspicious steps."""
+
+from math import inf, isfinite
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from megajax.faults.config import ResilienceConfig
+from megajax.faults.drills import factors, for_this_attempt
+from megajax.faults.spikes import SpikeRule
+from megajax.mesh.shardings import replicated
+from megajax.training.guarded.step import GuardLimits
+
+
+class Guard:
+    """Computes the limits of each step from the losses of the steps before."""
+
+    def __init__(self, cfg: ResilienceConfig, floor: float | None, mesh: Mesh):
+        """floor: see PrecisionConfig.floor."""
+        self.cfg, self._floor = cfg, inf if floor is None else floor
+        self._drills, self._mesh = for_this_attempt(cfg.drills()), mesh
+        self.spikes = SpikeRule(cfg.spike_factor, cfg.spike_reference, cfg.spike_window)
+        self.no_rerun = self._everywhere(np.asarray(False))
+        self._device_limits: tuple[GuardLimits, Array] | None = None
+
+    def limits(self, step: int) -> GuardLimits:
+        """Limits of the first run of a step."""
+        skip = step in self.cfg.skip_steps
+        return GuardLimits(
+            -inf if skip else self.spikes.limit(step),
+            inf if self.cfg.largest_norm is None else self.cfg.largest_norm,
+            float(skip or not self.cfg.rerun),
+            self._floor,
+            *factors(self._drills, step, repeated=False),
+        )
+
+    def rerun_limits(self, step: int, first: GuardLimits) -> GuardLimits:
+        """Limits of the second run. first: those of the first run."""
+        loss = inf if self.cfg.spike_action == "accept" else first.loss
+        rerun_factors = factors(self._drills, step, repeated=True)
+        return first._replace(loss=loss, final=1.0, loss_factor=rerun_factors[0], gradient_factor=rerun_factors[1])
+
+    def on_devices(self, limits: GuardLimits) -> Array:
+        """The limits as float32 [6] on the devices; cached, because they rarely change between steps."""
+        if self._device_limits is None or self._device_limits[0] != limits:
+            self._device_limits = limits, self._everywhere(np.asarray(limits, np.float32))
+        return self._device_limits[1]
+
+    def suspicion(self, limits: GuardLimits, loss: float, norm: float) -> str | None:
+        """Why a step with these numbers is suspicious; None if it is not."""
+        numbers = {"loss": loss, "gradient norm": norm}
+        nonfinite = [f"{name} ({value})" for name, value in numbers.items() if not isfinite(value)]
+        if nonfinite:
+            return " and ".join(nonfinite) + (" are" if len(nonfinite) > 1 else " is") + " not finite"
+        if loss > np.float32(limits.loss) > -inf:
+            median = f"median of the last {self.cfg.spike_window} losses"
+            reference = {"largest": "largest loss so far", "median": median}[self.cfg.spike_reference]
+            return f"loss {loss:g} is above {self.cfg.spike_factor:g} x the {reference}"
+        return None
+
+    def _everywhere(self, value: np.ndarray) -> Array:
+        return jax.make_array_from_callback(value.shape, replicated(self._mesh), lambda index: value[index])
