@@ -46,14 +46,9 @@ def main(argv: list[str]) -> int:
     if output.exists():
         raise UserError(f"{output} already exists: remove it, or give another --output")
     # By name, so that the front door can report a package that is not installed.
-    find, train, atomic_write = (
-        resolve(f"megajax.{name}")
-        for name in (
-            "data.text_files:find_files",
-            "tokenizers.wordpiece:train_vocabulary",
-            "data.cache:atomic_write",
-        )
-    )
+    find = resolve("megajax.data.preprocessing.text_files:find_files")
+    train = resolve("megajax.tokenizers.wordpiece:train_vocabulary")
+    atomic_write = resolve("megajax.storage.index_cache:atomic_write")
     files = find(flags["input"])
     tokens = train(lambda: texts(files, flags["json_key"]), size=flags["size"], lower=not flags["cased"])
     try:
@@ -68,10 +63,8 @@ def main(argv: list[str]) -> int:
 
 def texts(files: Sequence[Any], key: str) -> Iterator[str]:
     """The lines of text files, and the texts of JSON lines and Parquet. UserErrors name the file and line."""
-    format_of, lines = (
-        resolve("megajax.data.preprocessing.text_formats:format_of"),
-        resolve("megajax.data.preprocessing.document_rules:EachLine"),
-    )
+    format_of = resolve("megajax.data.preprocessing.text_formats:format_of")
+    lines = resolve("megajax.data.preprocessing.document_rules:EachLine")
     for file in files:
         kind = format_of(file.format, lines(), (key,))
         for chunk in kind.chunks(file, CHUNK_BYTES, len):

@@ -93,7 +93,7 @@ def test_arrays_are_compared_with_their_checksum_on_request(tmp_path: Path) -> N
 KILLED = """
 import os, pathlib, sys
 import numpy as np
-from megajax.data import cache
+from megajax.storage import index_cache as cache
 
 def killed(*_):
     os.kill(os.getpid(), 9)
@@ -146,7 +146,7 @@ def test_one_job_builds_while_others_wait(tmp_path: Path, monkeypatch: pytest.Mo
 DIES = """
 import os, pathlib, sys
 import numpy as np
-from megajax.data import cache
+from megajax.storage import index_cache as cache
 
 def build(new):
     new((1000, 3), np.int64)[:] = 7
@@ -242,7 +242,7 @@ def test_a_folder_that_is_deleted_while_one_waits(tmp_path: Path) -> None:
 LOCAL = """
 import fcntl, pathlib, sys
 import numpy as np
-from megajax.data import cache
+from megajax.storage import index_cache as cache
 
 fcntl.flock = lambda *_: None  # the locks of another host are not seen here
 
