@@ -80,7 +80,7 @@ def test_code_is_compared_by_folder_and_not_by_place(tmp_path):
             copy(PACKAGE / name, tmp_path / place / name)
     first, second = (code_digests(tmp_path / place) for place in ("a", "b"))
     assert first == second and first.keys() == {"optim", "mesh", "*.py"}
-    (tmp_path / "b/mesh/rules.py").rename(tmp_path / "b/mesh/rulers.py")
+    (tmp_path / "b/mesh/processes/world.py").rename(tmp_path / "b/mesh/processes/worlds.py")
     (tmp_path / "b/configs").mkdir()
     (tmp_path / "b/configs/own.py").write_text("1")
     (tmp_path / "b/optim/__pycache__").mkdir(exist_ok=True)
