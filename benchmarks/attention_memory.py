@@ -30,8 +30,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import DEVICELESS, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, MIB, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, MIB, Cluster
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16
 TARGETS = re.compile(r'custom_call_target="(__cudnn\$fmha\w+|__gpu\$xla.gpu.triton)"')

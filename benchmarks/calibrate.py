@@ -12,7 +12,7 @@ Measures:
 
 Inputs are random numbers, because a GPU runs up to 13 % faster on zeros or ones, which need less power. The host waits
 once per group of calls. Each call computes several products of different inputs, so that launch overhead does not count
-as the time of a small matmul. Shares are relative to data sheets (planning/program/devices.py). For a device that is
+as the time of a small matmul. Shares are relative to data sheets (planning/virtual_devices.py). For a device that is
 not listed there, the measured rates replace its peaks; add `network` to plan with it by --device-file.
 --seconds: duration of the timed calls for each figure. --tiny: sizes for a CPU, for a quick test. The default of --out
 is benchmarks/results/calibration.json; it is written after each kind of measurement.
@@ -31,7 +31,7 @@ from stopwatch import readings_in
 
 from megajax.command_line.parser import use_devices
 from megajax.mesh.xla import FP8, GPU, compiler_options
-from megajax.planning.program.devices import GPUS, Device
+from megajax.planning.virtual_devices import GPUS, Device
 
 SIZES = (
     *((rows, contracted, columns) for rows in (1024, 8192) for contracted in (1024, 8192) for columns in (1024, 8192)),

@@ -119,10 +119,10 @@ type Figures = Mapping[str, Mapping[str, Any]]
 def compiled(plan: Plan) -> dict[str, Any]:
     """GiB of one device, and of a pipeline its schedule."""
     cfg: Any = load(CONFIGS[plan.config], *plan.settings)
-    cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{plan.gpus}")
+    cluster, _ = resolve("megajax.planning.virtual_devices:read_cluster")(f"h100:{plan.gpus}")
     compiled = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
     resolve("jax:clear_caches")()
-    device = resolve("megajax.planning.program.devices:GPUS")["h100"]
+    device = resolve("megajax.planning.virtual_devices:GPUS")["h100"]
     description = resolve("megajax.planning.cost.description:describe")(cfg, device, plan.gpus)
     formula = resolve("megajax.planning.cost.estimate:estimate")(description)
     memory = compiled.memory
@@ -233,7 +233,7 @@ def main(argv: list[str]) -> int:
     options = [word for word in argv if not word.startswith("--")]
     figures, mismatches = stored_figures(), 0
     if "--pages" not in argv:
-        resolve("megajax.planning.program.devices:prepare")()
+        resolve("megajax.planning.virtual_devices:prepare")()
         for plan in PLANS:
             if options and not any(word in plan.key for word in options):
                 continue

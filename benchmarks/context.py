@@ -32,8 +32,8 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import sent_by_attention
-from megajax.planning.program.devices import GIB, GPUS, MIB
 from megajax.planning.program.hlo import Collective
+from megajax.planning.virtual_devices import GIB, GPUS, MIB
 from megajax.training.row_work import row_work
 
 FIGURES = outcome.RESULTS / "context.json"
@@ -72,7 +72,7 @@ CASES = [
 def compiled(case: Case) -> dict[str, Any]:
     """Figures of the train step of a case."""
     cfg = case.config()
-    cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{case.gpus}")
+    cluster, _ = resolve("megajax.planning.virtual_devices:read_cluster")(f"h100:{case.gpus}")
     train_step = "megajax.planning.program.train_step"
     plan = resolve(f"{train_step}:compile_train_step")(cfg, cluster)
     rows = resolve(f"{train_step}:timed")(plan)

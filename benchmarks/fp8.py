@@ -49,11 +49,11 @@ def main() -> None:
 
 def virtual_device(name: str) -> Any:
     """A GPU to compile for."""
-    resolve("megajax.planning.program.devices:prepare")()
-    cluster, problems = resolve("megajax.planning.program.devices:read_cluster")(f"{name}:1")
+    resolve("megajax.planning.virtual_devices:prepare")()
+    cluster, problems = resolve("megajax.planning.virtual_devices:read_cluster")(f"{name}:1")
     if problems:
         raise SystemExit("\n".join(map(str, problems)))
-    return resolve("megajax.planning.program.devices:virtual_devices")(cluster)[0]
+    return resolve("megajax.planning.virtual_devices:virtual_devices")(cluster)[0]
 
 
 def first_gpu() -> Any:

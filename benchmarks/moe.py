@@ -44,8 +44,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import DEVICELESS, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, MIB, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, MIB, Cluster
 
 ROUNDS = 15
 

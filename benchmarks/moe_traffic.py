@@ -24,10 +24,10 @@ from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig,
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, SharedExpertConfig
 from megajax.layers.moe.facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
+from megajax.planning import virtual_devices as devices
 from megajax.planning.cost.estimate import Case, bytes_per_step
-from megajax.planning.program import devices
 from megajax.planning.program.audit import audit
-from megajax.planning.program.devices import MIB
+from megajax.planning.virtual_devices import MIB
 
 DEVICES, TOKENS, LAYERS, PASSES = 8, 4096, 2, 5
 MODELS = {

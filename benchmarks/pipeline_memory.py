@@ -25,8 +25,8 @@ from megajax.config import UserError, load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.presets.llama import llama3
-from megajax.planning.program.devices import GIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import GIB, prepare, read_cluster
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 

@@ -20,8 +20,8 @@ from megajax.command_line.parser import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.hlo import arrays
+from megajax.planning.virtual_devices import prepare, read_cluster
 from megajax.training.run_config import RunConfig
 
 GIB, MIB = 2**30, 2**20

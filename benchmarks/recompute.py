@@ -19,8 +19,8 @@ import outcome
 
 from megajax.config import UserError, load
 from megajax.job.banner import saved_by_layers
-from megajax.planning.program.devices import GIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import GIB, prepare, read_cluster
 from megajax.training import setup
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run

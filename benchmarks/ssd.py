@@ -25,8 +25,8 @@ from stopwatch import timed
 from megajax.command_line.parser import front_door
 from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, MIB, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, MIB, Cluster
 
 HERE = {"length": 2048, "heads": 4, "size": 64, "groups": 1, "states": 128}
 LAYER = {"length": 8192, "heads": 80, "size": 64, "groups": 1, "states": 128}

@@ -17,7 +17,7 @@ from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.program.devices import GPUS, prepare, read_cluster
+from megajax.planning.virtual_devices import GPUS, prepare, read_cluster
 
 TIB = 2**40
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {

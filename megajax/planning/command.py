@@ -23,9 +23,9 @@ from megajax.config.tree import assemble, override, read_value
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
+from megajax.planning import virtual_devices as devices
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import servings
-from megajax.planning.program import devices
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
 from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report

@@ -23,7 +23,7 @@ from megajax.layers.stack.remat import Recompute, Recomputing, format_recompute
 from megajax.models.facts import demand_facts
 from megajax.planning.cost.estimate import Case
 from megajax.planning.cost.work import footprint
-from megajax.planning.program.devices import GIB
+from megajax.planning.virtual_devices import GIB
 from megajax.training.run_config import RunConfig
 
 HEADROOM = 0.05

@@ -4,7 +4,7 @@ import pytest
 from attention_memory import HEADS, ROWS, compiled, layers
 
 from megajax.config.errors import UserError
-from megajax.planning.program import devices
+from megajax.planning import virtual_devices as devices
 
 LENGTH = 512
 SCORES = ROWS * HEADS * LENGTH**2 * 4

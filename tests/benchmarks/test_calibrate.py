@@ -8,7 +8,7 @@ import calibrate
 import pytest
 import yaml
 
-from megajax.planning.program.devices import read_device
+from megajax.planning.virtual_devices import read_device
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import planner_accuracy
 import pytest
 
-from megajax.planning.program.devices import GPUS
+from megajax.planning.virtual_devices import GPUS
 
 
 def test_published_speeds_are_predicted() -> None:

@@ -23,12 +23,12 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
+from megajax.planning import virtual_devices as devices
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import servings
-from megajax.planning.program import devices
 from megajax.planning.program.audit import audit
-from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.program.hlo import read
+from megajax.planning.virtual_devices import GPUS, Cluster
 from megajax.training.compiler_options import inference_options
 
 MIB = 2**20

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import Mask, attend, reference_attention
 from megajax.mesh.xla import DEVICELESS, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, Cluster
 
 LENGTH, HEADS, GROUPS = 2048, 4, 2
 SCORES = LENGTH * LENGTH * 2

@@ -22,8 +22,9 @@ from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.strategy import over_context
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
-from megajax.planning.program import devices, hlo
-from megajax.planning.program.devices import GPUS, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.program import hlo
+from megajax.planning.virtual_devices import GPUS, Cluster
 
 LENGTH, HEADS, SIZE, LAYERS = 8192, 4, 64, 3
 CONTEXT, TENSOR = 4, 2

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.config.errors import UserError
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.mesh.xla import DEVICELESS, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, Cluster
 
 TARGETS = {"mosaic": "mosaic_gpu_v2", "triton": "__gpu$xla.gpu.triton"}
 

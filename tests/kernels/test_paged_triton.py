@@ -20,8 +20,8 @@ from megajax.kernels.paged.paged import KERNELS, reference
 from megajax.kernels.paged.pools import Pools
 from megajax.kernels.paged.triton import paged_attention
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, Cluster
 
 BLOCK, TABLE = 16, 36
 """A table of 576 positions: three splits."""

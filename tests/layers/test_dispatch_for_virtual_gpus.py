@@ -13,8 +13,8 @@ from megajax.config.errors import UserError
 from megajax.layers.moe.dispatch import Dispatch, dispatched
 from megajax.layers.moe.router import Routing
 from megajax.mesh.xla import DEVICELESS, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import GPUS, Cluster
+from megajax.planning import virtual_devices as devices
+from megajax.planning.virtual_devices import GPUS, Cluster
 
 TOKENS, WIDTH, EXPERTS, K = 64, 128, 8, 2
 

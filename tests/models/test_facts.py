@@ -29,7 +29,7 @@ from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.program.devices import GPUS
+from megajax.planning.virtual_devices import GPUS
 
 SHARED = BlockConfig(
     mixer=replace(BIASED, relative=RelativeBiasConfig(buckets=8, shared=True)), mlp=DenseMLPConfig(ffn=20)

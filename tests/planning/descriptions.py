@@ -5,7 +5,7 @@ from typing import Any
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
-from megajax.planning.program.devices import GPUS
+from megajax.planning.virtual_devices import GPUS
 
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.planning.cost.traffic import Span, ring_rate, seconds
-from megajax.planning.program.devices import GPUS, REQUIRED, read_device
+from megajax.planning.virtual_devices import GPUS, REQUIRED, read_device
 
 PLAIN = replace(
     GPUS["h100"],

@@ -17,9 +17,9 @@ from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.cost.traffic import Span, seconds
 from megajax.planning.cost.work import footprint
-from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.search import Task
 from megajax.planning.show import plan_report
+from megajax.planning.virtual_devices import GPUS, Cluster
 
 EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 256, 512, 1024
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tiny_runs import ONE, build_program, llama
 
-from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import prepare, read_cluster
 
 
 def installed(name: str) -> bool:

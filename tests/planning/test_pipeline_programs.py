@@ -20,9 +20,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEFAULTS, XlaConfig
 from megajax.planning.program.audit import Kernel, audit
-from megajax.planning.program.devices import MIB, prepare, read_cluster
 from megajax.planning.program.hlo import Collective, Contents, Place, read
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import MIB, prepare, read_cluster
 from megajax.training import compiler_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.program.devices import missing_packages
+from megajax.planning.virtual_devices import missing_packages
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3.py:debug"

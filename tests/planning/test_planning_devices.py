@@ -10,7 +10,7 @@ import pytest
 from megajax.config import load
 from megajax.mesh.xla import XlaConfig, set_process
 from megajax.planning.cost.estimate import Case
-from megajax.planning.program.devices import GPUS, Cluster, read_cluster
+from megajax.planning.virtual_devices import GPUS, Cluster, read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.stack.segments import SegmentsConfig
 from megajax.plan import main
-from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.program.hlo import Contents
 from megajax.planning.program.train_step import Memory, TrainPlan, report, with_kernels
+from megajax.planning.virtual_devices import GPUS, Cluster
 from tests.docs.blocks import ROOT, blocks
 
 

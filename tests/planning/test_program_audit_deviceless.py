@@ -13,9 +13,9 @@ from megajax.config import load
 from megajax.layers.configs import GatedMLPConfig
 from megajax.models.configs import DecoderConfig
 from megajax.planning.program.audit import Audit, Kernel, audit
-from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
+from megajax.planning.virtual_devices import prepare, read_cluster
 
 MIB = 2**20
 COUNTERS = 28

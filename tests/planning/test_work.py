@@ -25,7 +25,7 @@ from megajax.planning.cost.work import (
     table_work,
     tick_work,
 )
-from megajax.planning.program.devices import GPUS
+from megajax.planning.virtual_devices import GPUS
 
 H100 = GPUS["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")

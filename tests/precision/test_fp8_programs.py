@@ -15,9 +15,9 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.hlo import Contents, Program
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
+from megajax.planning.virtual_devices import prepare, read_cluster
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig
 

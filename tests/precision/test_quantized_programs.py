@@ -14,7 +14,7 @@ from megajax.layers.quantization.layers import demand_device
 from megajax.layers.quantization.weights import Quantized, form_of
 from megajax.mesh.xla import GPU, INFERENCE
 from megajax.models.presets.llama import llama3
-from megajax.planning.program.devices import prepare, read_cluster, virtual_devices
+from megajax.planning.virtual_devices import prepare, read_cluster, virtual_devices
 
 LAYERS, SIDE, MIB = 8, 4096, 2**20
 LAYER = SIDE * SIDE * 2

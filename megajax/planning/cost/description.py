@@ -21,7 +21,7 @@ from megajax.mesh.xla import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
-from megajax.planning.program.devices import Device
+from megajax.planning.virtual_devices import Device
 from megajax.training.run_config import RunConfig
 
 type Compute = Literal["bfloat16", "float16", "float32", "fp8"]

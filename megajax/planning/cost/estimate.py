@@ -11,7 +11,7 @@ from megajax.models.facts import Flops, count_flops
 from megajax.planning.cost import work
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
-from megajax.planning.program.devices import GIB, Cluster
+from megajax.planning.virtual_devices import GIB, Cluster
 from megajax.training.run_config import RunConfig
 
 DAY = 86_400

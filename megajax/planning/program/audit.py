@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from megajax.display.banner import Table
 from megajax.planning.program import hlo
-from megajax.planning.program.devices import GIB
+from megajax.planning.virtual_devices import GIB
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,
