@@ -8,7 +8,7 @@ from megajax.command_line.parser import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.paths import PathText
-from megajax.interop.conversion.flags import flag_problems
+from megajax.interop.conversion.flags import flag_problems, reading_of
 from megajax.interop.conversion.progress import Progress
 from megajax.interop.opening.origin import IGNORE_FLAG, TRUST_FLAG
 
@@ -63,27 +63,23 @@ def main(argv: list[str]) -> int:
         raise ConfigError(problems, "command line")
     use_devices("cpu:1")
     # By name: jax is imported only now, and the front door can report a missing package.
-    open_source, write, verify = (
-        resolve(f"megajax.interop.peft.conversion:{name}") for name in ("open_source", "write", "verify")
+    open_source, options, write, verify = (
+        resolve(f"megajax.interop.conversion.conversion:{name}")
+        for name in ("open_source", "options", "write", "verify")
     )
-    options, elements = (resolve(f"megajax.interop.conversion.conversion:{name}") for name in ("options", "elements"))
-    reads_base = not flags["to"].startswith("peft:") or (flags["from"] or "").startswith("peft:")
-    base = flags["base"] if reads_base else None
-    arguments = (flags["from"], flags["average"], flags["average_last"], base)
-    choices = {"merge": flags["merge"], "vocabulary": flags["vocabulary"], "trusted": flags["trust_code"]}
-    choices["ignore"] = flags["ignore"]
-    stored = open_source(*arguments, **choices)
+    source = flags["from"], flags["average"], flags["average_last"]
+    stored = open_source(*source, reading_of(flags), merge=flags["merge"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"], flags["base"] or "")
     before, calibration, text = stored, None, None
     if flags["quantize"]:
         if flags["compare"] is not None:  # before anything is written
             text = flags["compare"], resolve("megajax.tools.quantization:read_rows")(stored, flags["compare"])
         stored, calibration = resolve("megajax.tools.quantization:quantize")(stored, flags)
-    with Progress(sys.stderr, elements(stored), "converting") as progress:
+    with Progress(sys.stderr, stored.elements(), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)
     print(*lines, progress.total(), sep="\n")
     if flags["verify"]:
-        with Progress(sys.stderr, elements(stored), "verifying") as progress:
+        with Progress(sys.stderr, stored.elements(), "verifying") as progress:
             line = verify(stored, flags["to"], settings, progress)
         print(line, progress.total(), sep="\n")
     if flags["quantize"]:

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.weights.formats import read_foreign
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem
@@ -85,7 +84,7 @@ def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
 
     Raises UserError for a folder without a model, unsupported settings, or a model that is not a causal language model.
     """
-    model = read_foreign(f"hf:{folder}", ignore).model
+    model = resolve("megajax.interop.huggingface.folder:read_model")(folder, ignore).model
     demand_causal(model, f"--hf={folder}: ")
     read_config = resolve("megajax.interop.tokenizers.files:tokenizer_config")
     tokenizer = read_config([path.name for path in folder.iterdir()], folder, None, folder)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megajax.checkpoint.local.config import LocalConfig
-from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.paths import format_prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class CheckpointConfig(Builds):
 
     def sources(self) -> tuple[WeightsConfig, ...]:
         """The sources of weights of a fresh run."""
-        if self.load is not None and (self.parts == "weights" or foreign_format(self.load) is not None):
+        if self.load is not None and (self.parts == "weights" or format_prefix(self.load)):
             return (WeightsConfig(run=self.load),)
         return self.weights
 

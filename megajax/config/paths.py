@@ -10,12 +10,19 @@ from typing import Any, get_args, get_origin
 type PathText = str
 """The annotation of text settings and flags that are paths, as `Path` is of others."""
 
+FORMAT = re.compile(r"([a-z]\w*):")
 URL = re.compile(
-    r"(?:(?:hf|megatron|peft):)?"  # formats of other libraries, before a path
+    r"(?:[a-z]\w*:)?"  # the format of another library, before a path
     # Path("s3://bucket") has lost a slash. Other schemes need both, because a folder may be called a:.
     r"(?P<scheme>[A-Za-z][\w+.-]+(?=://)|(?:s3a?|gc?s|az|abfss?|wasbs?|hdfs|https?|ftp|file)(?=:/)):/+(?P<rest>.*)",
     re.DOTALL | re.IGNORECASE,
 )
+
+
+def format_prefix(name: str | Path) -> str:
+    """FORMAT of FORMAT:DIR, a path in another library's format; "" for other paths."""
+    match = FORMAT.match(str(name))
+    return "" if match is None or Path(name).exists() else match[1]
 
 
 def holds_path(annotation: Any) -> bool:

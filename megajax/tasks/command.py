@@ -18,13 +18,13 @@ from rich.table import Table
 from megajax.batch import Params
 from megajax.checkpoint.folder import locate, step_name, steps_in
 from megajax.checkpoint.integrity import MANIFEST
-from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.config.patch import patch_of, setting
 from megajax.config.tree import assemble, check
 from megajax.display.text import duration
+from megajax.interop.formats import split_name
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
@@ -156,8 +156,9 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
 
 def cache_key(cfg: RunConfig, source: Path, origin: str, tokenizer: str) -> str:
     """A text of everything that answers depend on: the weights, the model, the dtypes and the tokenizer."""
-    if foreign_format(source) is not None:
-        files = sorted(Path(str(source).partition(":")[2]).iterdir())
+    format_name, folder = split_name(source)
+    if format_name:
+        files = sorted(folder.iterdir())
         content = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
     else:
         folder, step = locate(source)

@@ -15,7 +15,10 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import Calibration, calibrate
 from megajax.inference.comparison import Difference, compare, text_rows
 from megajax.inference.layerwise import LayerByLayer
-from megajax.interop.conversion.conversion import FILES, StoredModel, open_source
+from megajax.interop.conversion.conversion import open_source
+from megajax.interop.conversion.provenance import FILES
+from megajax.interop.formats import Reading
+from megajax.interop.stored_model import StoredModel
 from megajax.interop.tokenizers.files import copy_files
 from megajax.layers.configs import QuantizationConfig
 from megajax.metrics.record import to_json
@@ -65,7 +68,7 @@ def report(
 
     text: file and rows to compare outputs on.
     """
-    run, quantized = Path(target), open_source(target, trusted=before.trusted)
+    run, quantized = Path(target), open_source(target, reading=Reading(trusted=before.trusted))
     sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(quantized.weights)}
     content: dict[str, Any] = {"quantization": asdict(quantized.model.quantization), **sizes}
     small, large = sizes["bytes_after"] / 1e6, sizes["bytes_before"] / 1e6

@@ -38,7 +38,6 @@ UPWARD = {
         "megajax.config.files",
         "megajax.command_line.foreign_flags",
     ): "`load` answers other trainers' names as the commands do",
-    ("megajax.checkpoint.weights.formats", "megajax.interop.huggingface.folder"): "who reads a format",
 }
 """Reviewed names of something higher up; by statement there are none."""
 

@@ -21,14 +21,14 @@ from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
 from megajax.interop.conversion import conversion
-from megajax.interop.conversion.conversion import StoredModel, options
+from megajax.interop.conversion.conversion import open_source, options, write
 from megajax.interop.conversion.provenance import Provenance
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
-from megajax.interop.peft.conversion import open_source, write
 from megajax.interop.peft.folder import TENSORS, PeftAdapter, adapter_files, read_adapter
 from megajax.interop.peft.settings import CONFIG, read_settings
 from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
+from megajax.interop.stored_model import StoredModel
 from megajax.layers.configs import LoRAConfig
 from megajax.optim.config import AdamWConfig
 from megajax.storage.new_folder import new_folder
@@ -407,7 +407,7 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
         main([f"--from=peft:{adapter}", f"--to={tmp_path / 'other'}"])
     with pytest.raises(UserError, match=rf"only an adapter has a base model, and --from={run} is not peft:DIR"):
         main([f"--from={run}", f"--base={run}", f"--to={tmp_path / 'other'}"])
-    stored = open_source(str(run), (), None, None, merge=False)
+    stored = open_source(str(run))
     cfg = stored.config(run, []).but(optimizer=AdamWConfig(trainable=("*norm*",)))
     stored = replace(stored, config=lambda run, files: cfg)
     with pytest.raises(UserError, match=r"trained other weights.*=\*norm\*.*: .*norm\.gain\n.*--merge --to=hf:DIR"):

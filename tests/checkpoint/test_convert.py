@@ -30,10 +30,11 @@ from megajax.interop.conversion.weights_config import DATA, special_tokens, weig
 from megajax.interop.huggingface.export import config_for, family_for
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.registry import families
-from megajax.interop.peft import conversion as adapter_conversion
+from megajax.interop.runs import format as run_format
 from megajax.interop.runs.array_writer import ArrayWriter
 from megajax.interop.runs.reader import StepWeights, open_step
 from megajax.interop.runs.writer import write_step
+from megajax.interop.stored_model import Options, StoredModel
 from megajax.layers.configs import Mamba1Config
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     path = folder.parent / "run"
-    conversion.write(conversion.open_source(f"hf:{folder}"), str(path), conversion.Options(), lambda elements: None)
+    conversion.write(conversion.open_source(f"hf:{folder}"), str(path), Options(), lambda elements: None)
     return path
 
 
@@ -266,13 +267,13 @@ def test_too_little_space_is_noticed_before(folder, tmp_path, monkeypatch) -> No
 
 def test_verifying_notices_a_changed_byte(folder, run, tmp_path) -> None:
     source = conversion.open_source(str(run))
-    conversion.write(source, f"hf:{tmp_path}/back", conversion.Options(), lambda elements: None)
+    conversion.write(source, f"hf:{tmp_path}/back", Options(), lambda elements: None)
     path = tmp_path / "back/model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match="1 of 12 arrays differ: "):
-        conversion.verify(source, f"hf:{tmp_path}/back", lambda elements: None)
+        conversion.verify(source, f"hf:{tmp_path}/back", Options(), lambda elements: None)
 
 
 class Drawn:
@@ -306,12 +307,12 @@ def test_observations_that_a_format_has_no_tensors_for_are_not_compared(tmp_path
     config = load("mixtral.py:debug")
     declared = declared_by(config.model)
     assert "stack.blocks.0.mlp.load.sum" in declared
-    stored = conversion.StoredModel(
+    stored = StoredModel(
         model=config.model, weights=Drawn(declared), files=tmp_path, config=lambda folder, files: config
     )
     target = f"{form}:{tmp_path}/back"
-    conversion.write(stored, target, conversion.Options(), lambda elements: None)
-    assert "all equal" in conversion.verify(stored, target, lambda elements: None)
+    conversion.write(stored, target, Options(), lambda elements: None)
+    assert "all equal" in conversion.verify(stored, target, Options(), lambda elements: None)
 
 
 def test_a_folder_that_differs_loses_its_name(run, tmp_path, monkeypatch) -> None:
@@ -321,8 +322,8 @@ def test_a_folder_that_differs_loses_its_name(run, tmp_path, monkeypatch) -> Non
         path.write_bytes(path.read_bytes()[:-1] + b"!")
         return lines
 
-    write = adapter_conversion.write
-    monkeypatch.setattr(adapter_conversion, "write", changed)
+    write = conversion.write
+    monkeypatch.setattr(conversion, "write", changed)
     with pytest.raises(UserError, match=r"1 of 12 arrays differ: (.|\n)*renamed to .*/back\.unverified"):
         convert.main([f"--from={run}", f"--to=hf:{tmp_path}/back", "--verify"])
     assert nothing_but(tmp_path, "back.unverified")
@@ -348,9 +349,9 @@ def test_advice_on_dtypes_is_about_values_that_fit(largest) -> None:
 def test_the_next_command_names_the_data_of_the_model(folder, tmp_path, capsys) -> None:
     convert.main([f"--from=hf:{folder}", f"--to={tmp_path}/run"])
     assert "--data.paths=PREFIX" in capsys.readouterr().out
-    setting = {type(data): conversion._data_setting(data) for data in DATA}
+    setting = {type(data): run_format._data_setting(data) for data in DATA}
     assert setting[MaskedSpansConfig] == setting[MaskedSentencesConfig] == " --data.paths=SENTENCES_PREFIX"
-    assert setting[ClassFoldersConfig] == " --data.path=FOLDER" and conversion._data_setting(object()) == ""
+    assert setting[ClassFoldersConfig] == " --data.path=FOLDER" and run_format._data_setting(object()) == ""
 
 
 def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:

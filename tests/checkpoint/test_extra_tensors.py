@@ -10,11 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.interop.conversion import conversion
 from megajax.interop.huggingface.families.llava import TOWER
-from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.folder import open_model, read_model
 from megajax.interop.huggingface.names import EXTRA
+from megajax.interop.stored_model import Options, StoredModel
 from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.stored_weights import ForeignFolder, open_weights
 from megajax.tokenizers.config import NullTokenizerConfig
@@ -41,9 +43,9 @@ NORM = [f"post_layernorm.{name}" for name in ("weight", "bias")]
 POST = [f"vision_tower.{name}" for name in NORM]
 
 
-def written(source: conversion.StoredModel, target: str, dtype: str | None = None) -> str:
+def written(source: StoredModel, target: str, dtype: str | None = None) -> str:
     lines = conversion.write(source, target, conversion.options(dtype), lambda elements: None)
-    conversion.verify(source, target, lambda elements: None)
+    conversion.verify(source, target, Options(), lambda elements: None)
     return "\n".join(lines)
 
 
@@ -55,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({}, folder / "model.safetensors")
     with pytest.raises(UserError, match="missing"):
         open_model(folder)
-    foreign = conversion.read_foreign(f"hf:{folder}")
-    table = conversion.resolved(foreign.rows, declared_by(foreign.model))
+    foreign = read_model(folder)
+    table = resolved(foreign.rows, declared_by(foreign.model))
     shapes = {tensor.name: tensor.shape() for tensor in table} | dict.fromkeys(
         [f"{TOWER}.{name}" for name in NORM], (8,)
     )
@@ -100,7 +102,7 @@ def test_damaged_extra_tensors_fail_the_verification(folder: Path, tmp_path: Pat
     tensors[POST[0]][0] += 1
     save_file(tensors, path)
     with pytest.raises(UserError, match=r"1 of 18 arrays differ: .*post_layernorm.weight"):
-        conversion.verify(source, f"hf:{tmp_path / 'back'}", lambda elements: None)
+        conversion.verify(source, f"hf:{tmp_path / 'back'}", Options(), lambda elements: None)
 
 
 def test_another_tower_has_no_extra_tensors(folder: Path, tmp_path: Path) -> None:

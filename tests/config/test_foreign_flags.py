@@ -9,7 +9,6 @@ import pytest
 import megajax.config.schema as schema
 from megajax import evaluate, launch
 from megajax.checkpoint.folder import locate
-from megajax.checkpoint.weights.formats import read_foreign
 from megajax.command_line.foreign_flags import corrections, similar_name
 from megajax.command_line.foreign_names import ROWS, TABLE
 from megajax.command_line.parser import parse
@@ -23,6 +22,7 @@ from megajax.config.patch import patch_of, plain_name, setting
 from megajax.config.tree import assemble
 from megajax.data.preprocessing.options import parse as preprocess
 from megajax.inference.server.config import ServingConfig
+from megajax.interop.formats import open_stored
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tools.config_reference import NAMES_PAGE, foreign_names
 from megajax.train import FLAGS
@@ -373,7 +373,7 @@ def test_models_of_the_hub_are_downloaded_first(tmp_path, monkeypatch):
     download = "nothing is downloaded here: run hf download org/a-1.5B --local-dir models/a-1.5B, then"
     hint = f"{download} give models/a-1.5B instead"
     for call, text in (
-        (partial(read_foreign, "hf:org/a-1.5B"), hint),
+        (partial(open_stored, "hf:org/a-1.5B"), hint),
         (partial(locate, "org/a-1.5B"), f"{download} give hf:models/a-1.5B instead"),
         (partial(load, "org/a-1.5B"), f"{download} python -m megajax.convert --from=hf:models/a-1.5B --to=runs/NAME"),
         (partial(tokenizer_of, "org/a-1.5B"), f"{download} give models/a-1.5B/tokenizer.json instead"),

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of, shape_of
@@ -11,7 +12,9 @@ from megajax.checkpoint.weights.copying import converted
 from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
+from megajax.interop.formats import Reading, open_stored
 from megajax.interop.runs.writer import Advance
+from megajax.interop.stored_model import Options, StoredModel
 from megajax.layers.param import ParamSpec
 
 LISTED_NAMES = 10
@@ -25,6 +28,30 @@ class Verified(NamedTuple):
     elements: int
     sha256: str
     """Hash of the bytes of all arrays, in order."""
+
+
+def verify_all(stored: StoredModel, name: str, options: Options, advance: Advance) -> str:
+    """Compares all weights of a model with those of its copy. Returns a summary; raises UserError if they differ.
+
+    Other libraries' tensors are rebuilt from the copy, unless its dtype can't hold their values.
+    """
+    copy = open_stored(name, Reading(trusted=stored.trusted, ignore=["*"]))
+    copy.demand_fit()
+    if stored.foreign is not None and stored.table is not None and _holds_all(stored, copy):
+        result = verify_tensors(stored.foreign.tensors, stored.table, copy.weights, advance)
+    else:
+        result = verify_weights(stored.weights, copy.weights, stored.declared, advance, copy.table)
+    if stored.extra is not None and copy.extra is not None:
+        verify_copies(stored.extra, copy.extra)
+    return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
+
+
+def _holds_all(stored: StoredModel, copy: StoredModel) -> bool:
+    """Whether the dtype of the copy can hold the values of another library's tensors."""
+    path, shape = next(iter(stored.weights.shapes().items()))
+    dtype = copy.weights.read(path, tuple(slice(0, 0) for _ in shape)).dtype
+    dtypes = {stored.origin.dtype, *stored.origin.dtypes.values()}
+    return all(jnp.promote_types(source_dtype, dtype) == dtype for source_dtype in dtypes)
 
 
 def verify_tensors(tensors: Tensors, table: Sequence[Mapped], weights: WeightSource, advance: Advance) -> Verified:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.config.errors import Problem
+from megajax.config.errors import Problem, UserError
+from megajax.interop.formats import FORMATS, Reading, format_of
 
-FORMATS = ("hf", "megatron", "peft")
 LARGEST_SHARD = 1e6
 """GB."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,10 +39,26 @@ def flag_problems(flags: Mapping[str, Any]) -> list[Problem]:
         problems.append(Problem("--dtype", f"is {flags['dtype']}", f"use {', '.join(DTYPES)}"))
     if not 0 < flags["shard_size"] < LARGEST_SHARD:
         problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
-    names = [name or "" for name in (flags["from"], flags["base"])]
-    if flags["ignore"] and not any(name.startswith(("hf:", "peft:")) for name in names):
+    sources = [name for name in (flags["from"], flags["base"]) if name]
+    if flags["ignore"] and not any(format_of(name).unknown_settings for name in sources):
         problems.append(Problem("--ignore", "names settings of config.json, but hf:DIR is not read", "leave it out"))
     return [*problems, *_quantization_problems(flags)]
+
+
+def reading_of(flags: Mapping[str, Any]) -> Reading:
+    """How the source is read. Raises UserError for --base of a source without adapters.
+
+    If only adapters are written, from a model that has them, --base is a name to record.
+    """
+    adapters_read, adapters_written = (
+        name is not None and format_of(name).adapters == "only" for name in (flags["from"], flags["to"])
+    )
+    if flags["base"] is not None and not adapters_read and not adapters_written:
+        apart = next(prefix for prefix, form in FORMATS.items() if form.adapters == "only")
+        problem = f"only an adapter has a base model, and --from={flags['from']} is not {apart}:DIR"
+        raise UserError(f"--base={flags['base']}: {problem}")
+    base = flags["base"] if adapters_read else None
+    return Reading(base=base, vocabulary=flags["vocabulary"], trusted=flags["trust_code"], ignore=flags["ignore"])
 
 
 def _quantization_problems(flags: Mapping[str, Any]) -> Iterator[Problem]:
@@ -53,7 +69,7 @@ def _quantization_problems(flags: Mapping[str, Any]) -> Iterator[Problem]:
         return
     if flags["quantize"] not in QUANTIZED:
         yield Problem("--quantize", f"is {flags['quantize']}", f"use {', '.join(QUANTIZED)}")
-    if flags["to"].partition(":")[0] in FORMATS and ":" in flags["to"]:
+    if not format_of(flags["to"]).quantized:
         message = f"writes a run, and --to={flags['to']} is not one"
         yield Problem("--quantize", message, "give a new run's folder, such as --to=runs/quantized")
     if flags["group"] is not None and flags["quantize"] != "int4":
@@ -68,19 +84,18 @@ def _quantization_problems(flags: Mapping[str, Any]) -> Iterator[Problem]:
 def _name_problem(flag: str, name: str) -> Problem | None:
     """A problem if the name is neither a run nor FORMAT:DIR."""
     prefix, colon, folder = name.partition(":")
-    prefix_format = prefix if colon else ""
-    if not name or (prefix_format in FORMATS and not folder):
+    known = bool(colon) and prefix in FORMATS
+    if not name or (known and not folder):
         return Problem(flag, f"is {name!r}, which names no folder", "give a run's folder or hf:DIR")
-    if prefix_format in FORMATS:
-        return Problem(flag, f"{name} has no steps to average", "give steps of runs") if flag == "--average" else None
-    if prefix_format and prefix_format.isalnum() and not Path(name).exists():
-        forms = ", ".join(f"{format_name}:DIR" for format_name in FORMATS)
-        hint = (
-            f"did you mean {prefix_format.lower()}:{folder}?"
-            if prefix_format.lower() in FORMATS
-            else f"did you mean hf:{folder}?"
-        )
-        return Problem(flag, f"is {name}, but {prefix_format} is not a known format", f"{hint} Formats: {forms}")
-    if flag != "--to" and ((Path(name) / "config.json").is_file() or any(Path(name).glob("*.safetensors"))):
-        return Problem(flag, f"{name} is a Hugging Face folder, not a run", f"did you mean hf:{name}?")
+    if known:
+        refused = flag == "--average" and not FORMATS[prefix].steps
+        return Problem(flag, f"{name} has no steps to average", "give steps of runs") if refused else None
+    if colon and prefix.isalnum() and not Path(name).exists():
+        nearest = prefix.lower() if prefix.lower() in FORMATS else next(filter(None, FORMATS))
+        forms = ", ".join(f"{format_name}:DIR" for format_name in filter(None, FORMATS))
+        hint = f"did you mean {nearest}:{folder}? Formats: {forms}"
+        return Problem(flag, f"is {name}, but {prefix} is not a known format", hint)
+    foreign = (item for item in reversed(FORMATS.items()) if item[0] and flag != "--to" and item[1].detect(Path(name)))
+    for prefix, form in foreign:
+        return Problem(flag, f"{name} is {form.title}, not a run", f"did you mean {prefix}:{name}?")
     return None

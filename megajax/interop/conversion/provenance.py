@@ -39,7 +39,7 @@ class Provenance:
     def of(cls, format_name: str, foreign: ForeignModel, table: Sequence[Mapped]) -> Self:
         """Of a folder in another library's format. table: its tensors."""
         dtypes = tensor_dtypes(foreign.tensors, table)
-        usual = Counter(dtypes.values()).most_common(1)[0][0]
+        usual = max(Counter(dtypes.values()).items(), key=lambda item: item[1], default=("", 0))[0]
         return cls(
             format=format_name,
             folder=foreign.tensors.where,

@@ -8,6 +8,7 @@ from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, Ten
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.budget import read_json
 from megajax.config.errors import ConfigError, UserError
+from megajax.config.nearest import download_hint
 from megajax.config.tree import check
 from megajax.interop.huggingface.family import Family, Settings
 from megajax.interop.huggingface.names import rename_tensors
@@ -66,9 +67,12 @@ def _pixels(folder: Path) -> dict[str, Any]:
 def read_model(folder: Path, ignore: Collection[str] = ()) -> ForeignModel:
     """The model of a folder. ignore: patterns of unknown settings in config.json that are accepted.
 
-    Raises UserError for unsupported settings and damaged files.
+    Raises UserError for a missing folder, unsupported settings and damaged files.
     """
-    _, _, model = _open(folder, ignore)
+    if not folder.is_dir():
+        lines = f"hf:{folder}: there is no folder {folder}", download_hint(str(folder))
+        raise UserError("\n    ".join(filter(None, lines)))
+    _, _, model = _open(folder.absolute(), ignore)
     return model
 
 

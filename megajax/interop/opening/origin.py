@@ -142,7 +142,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
 
 def folder_config[C: GenerationConfig](folder: Path, root: type[C], ignore: Sequence[str]) -> C:
     """The settings of a Hugging Face folder. Raises UserError if it is no model, or has unsupported settings."""
-    model = resolve("megajax.checkpoint.weights.formats:read_foreign")(f"hf:{folder}", ignore).model
+    model = resolve("megajax.interop.huggingface.folder:read_model")(folder, ignore).model
     if not hasattr(model, "schema"):
         raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
     names = [path.name for path in folder.iterdir()]

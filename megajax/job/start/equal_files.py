@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
-from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.data.checksum import FileSum, Group, sample_checksums
+from megajax.interop.formats import split_name
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.processes.rendezvous_server import name_processes
 from megajax.training.run_config import RunConfig
@@ -33,8 +33,8 @@ def input_groups(cfg: RunConfig, *, fresh: bool) -> list[Group]:
     texts = [value for name, value in flatten(cfg).items() if name.startswith("tokenizer.") and isinstance(value, str)]
     paths = [Path(text).expanduser() for text in texts if "." in text or os.sep in text]
     if fresh:
-        runs = [source.run for source in cfg.checkpoint.sources()]
-        paths += [Path(str(run).partition(":")[2]) for run in runs if foreign_format(run) is not None]
+        names = [split_name(source.run) for source in cfg.checkpoint.sources()]
+        paths += [folder for format_name, folder in names if format_name]
     return [_group(path) for path in paths]
 
 

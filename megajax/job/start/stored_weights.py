@@ -13,13 +13,12 @@ from jax import Array
 from megajax.checkpoint.reader import DamagedStep, open_checkpoints
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.formats import foreign_format, read_foreign
 from megajax.checkpoint.weights.placement import placed
-from megajax.checkpoint.weights.tensor_table import resolved, tensors_of
+from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
-from megajax.interop.conversion.provenance import Ancestor, Provenance
-from megajax.interop.huggingface.names import extra_tensors
+from megajax.interop.conversion.provenance import Ancestor
+from megajax.interop.formats import Reading, open_stored, split_name
 from megajax.job.start.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks
 from megajax.layers.param import ParamSpec, RowOrder
 from megajax.models.protocol import ids_below
@@ -95,7 +94,7 @@ def open_weights(
 
     Raises UserError for a folder without checkpoints, and if another library's tensors do not fit.
     """
-    if foreign_format(name) is None:
+    if not split_name(name)[0]:
         return RunWeights(name, replicated)
     return ForeignFolder(name, declared, paths, ignore)
 
@@ -230,8 +229,10 @@ class ForeignFolder:
     """The weights of another library's checkpoint: each process reads its devices' parts, one layer at a time."""
 
     def __init__(self, name: Path, declared: Mapping[str, ParamSpec], paths: set[str], ignore: Sequence[str]):
-        self.where, self._foreign = str(name), read_foreign(name, ignore)
-        self._weights = _fitting(self._foreign, declared, paths)
+        self.where, self._stored = str(name), open_stored(name, Reading(ignore=ignore))
+        if (foreign := self._stored.foreign) is None:
+            raise UserError(f"{name}: a run can't start from this format; convert it to a run first")
+        self._weights = _fitting(foreign, declared, paths)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._weights.shapes()
@@ -245,22 +246,20 @@ class ForeignFolder:
         return self._weights.read(path, box).astype(np.float32)
 
     def settings(self) -> Mapping[str, Any]:
-        return {f"model.{name}": value for name, value in flatten(self._foreign.model).items()}
+        return {f"model.{name}": value for name, value in flatten(self._stored.model).items()}
 
     def vocabulary(self) -> int | None:
-        return ids_below(self._foreign.model)
+        return ids_below(self._stored.model)
 
     def model(self) -> Any:
-        return self._foreign.model
+        return self._stored.model
 
     def note(self) -> str:
-        return f", {note}" if (note := self._foreign.note()) else ""
+        return f", {note}" if (note := self._stored.note) else ""
 
     def ancestor(self) -> Ancestor:
-        format_name, _, folder = self.where.partition(":")
-        table = resolved(self._foreign.rows, declared_by(self._foreign.model))
-        provenance, extra = Provenance.of(format_name, self._foreign, table), extra_tensors(self._foreign, table)
-        return Ancestor(provenance, Path(folder).absolute(), self.vocabulary(), extra)
+        stored = self._stored
+        return Ancestor(stored.origin, stored.files.absolute(), self.vocabulary(), stored.extra)
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], paths: set[str]) -> ForeignWeights:

@@ -1,7 +1,6 @@
-"""Adapters in `python -m megajax.convert`: PEFT's folders (peft:DIR), and adapters merged into the weights."""
+"""Adapter folders of the PEFT library as a format of stored models."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,24 +8,21 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.weights.foreign import Entry
-from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
-from megajax.interop.conversion import conversion
-from megajax.interop.conversion.conversion import Options, StoredModel
+from megajax.interop.formats import Reading, open_stored, split_name
 from megajax.interop.huggingface.export import family_for
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.safetensors import SafetensorsFolder
 from megajax.interop.huggingface.shards import TensorFile
 from megajax.interop.peft.folder import TENSORS, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
-from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights, MergedWeights
+from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights
 from megajax.interop.runs.writer import Advance, converted
+from megajax.interop.stored_model import Options, StoredModel
 from megajax.optim.groups import trainable
 from megajax.storage.new_folder import new_folder
 
-PEFT = "peft:"
-"""Prefix of a PEFT folder."""
 SAMPLE = 16
 """Elements of each dimension at both ends of a weight that are compared with the base model's."""
 BASE_ADVICE = (
@@ -35,51 +31,28 @@ BASE_ADVICE = (
 )
 
 
-def open_source(
-    name: str | None,
-    average: Sequence[str],
-    last: int | None,
-    base: str | None,
-    *,
-    merge: bool,
-    vocabulary: int | None = None,
-    trusted: bool = False,
-    ignore: Sequence[str] = (),
-) -> StoredModel:
-    """Like `conversion.open_source`; also opens peft:DIR with the weights of `base`, by default the base that it names.
-
-    merge: add adapters to the weights.
-    """
-    if name is not None and name.startswith(PEFT):
-        if last is not None:
-            raise UserError(f"--average-last: {name} has no steps to average")
-        stored = _with_adapter(Path(name.removeprefix(PEFT)), base, trusted, ignore)
-    elif base is not None:
-        raise UserError(f"--base={base}: only an adapter has a base model, and --from={name} is not peft:DIR")
-    else:
-        stored = conversion.open_source(name, average, last, vocabulary, trusted=trusted, ignore=ignore)
-    if not merge:
-        return stored
-    if (lora := getattr(stored.model, "lora", None)) is None:
-        raise UserError("--merge: the model has no adapters (model.lora)")
-    merged = MergedWeights(stored.weights, stored.declared, lora.scale())
-    return stored.derived(replace(stored.model, lora=None), merged)
+def read(name: str, reading: Reading) -> StoredModel:
+    """The model of peft:DIR: that of `reading.base`, by default of the folder that it names, with the adapters."""
+    folder, base = split_name(name)[1], reading.base
+    recorded_base = base_of(folder)
+    if base is None and (recorded_base is None or not Path(recorded_base).is_dir()):
+        problem = "names no base model" if recorded_base is None else f"names {recorded_base}, which is not a folder"
+        raise UserError(f"{folder} {problem}: give --base=hf:DIR or --base=RUN")
+    stored = open_stored(base or f"hf:{recorded_base}", replace(reading, base=None))
+    stored.demand_fit()
+    if getattr(stored.model, "lora", None) is not None:
+        raise UserError(f"--base={base} already has adapters; convert it with --merge first")
+    adapter = read_adapter(folder, stored.model, _family(stored).rows(stored.model))
+    return stored.derived(adapter.model, JoinedWeights(stored.weights, adapter))
 
 
-def write(stored: StoredModel, target: str, options: Options, advance: Advance) -> list[str]:
-    """Like `conversion.write`; also writes the adapters alone, to peft:DIR."""
-    adapted = getattr(stored.model, "lora", None) is not None
-    if not target.startswith(PEFT):
-        if adapted and foreign_format(target) is not None:
-            remedy = "--merge adds them to the weights, --to=peft:DIR writes only them"
-            raise UserError(f"--to={target}: the model has adapters, which this format can't hold; {remedy}")
-        return conversion.write(stored, target, options, advance)
-    if not adapted:
-        raise UserError(f"--to={target}: the model has no adapters (model.lora)")
-    _demand_adapters_alone(stored, target)
+def write(stored: StoredModel, folder: Path, options: Options, advance: Advance) -> list[str]:
+    """Writes the adapters alone. Raises UserError for a model without any, or a run that trained other weights too."""
+    if getattr(stored.model, "lora", None) is None:
+        raise UserError(f"--to=peft:{folder}: the model has no adapters (model.lora)")
+    _demand_adapters_alone(stored, folder)
     base, lines = base_model(stored, options)
     config, tensors = _files(stored, options, base)
-    folder = Path(target.removeprefix(PEFT))
     with new_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as staging:
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -91,21 +64,9 @@ def write(stored: StoredModel, target: str, options: Options, advance: Advance) 
     return [f"{folder}: {len(tensors) // 2} adapters of rank {rank} on {modules}, {options.dtype or 'float32'}", *lines]
 
 
-def verify(stored: StoredModel, target: str, options: Options, advance: Advance) -> str:
-    """Like `conversion.verify`; a folder that differs is renamed to NAME.unverified."""
-    try:
-        return _verify(stored, target, options, advance)
-    except UserError as error:
-        prefix, colon, path = target.partition(":")
-        has_format = colon and (prefix == PEFT.removesuffix(":") or conversion.format_of(target) is not None)
-        aside = conversion.set_aside(Path(path if has_format else target).absolute())
-        raise UserError(f"{error}\nThe folder was renamed to {aside}.") from error
-
-
-def _verify(stored: StoredModel, target: str, options: Options, advance: Advance) -> str:
-    if not target.startswith(PEFT):
-        return conversion.verify(stored, target, advance)
-    folder, (_, expected) = Path(target.removeprefix(PEFT)), _files(stored, options, None)
+def verify(stored: StoredModel, name: str, options: Options, advance: Advance) -> str:
+    """Compares the tensors of the adapters with the files. Returns a summary; raises UserError if they differ."""
+    folder, (_, expected) = split_name(name)[1], _files(stored, options, None)
     adapters = SafetensorsFolder(folder)
     differing = [name for name, tensor in expected.items() if adapters.read(name).tobytes() != tensor.tobytes()]
     advance(sum(tensor.size for tensor in expected.values()))
@@ -114,32 +75,20 @@ def _verify(stored: StoredModel, target: str, options: Options, advance: Advance
     return f"verified: {len(expected)} tensors, all equal"
 
 
-def _demand_adapters_alone(stored: StoredModel, target: str) -> None:
+def _demand_adapters_alone(stored: StoredModel, folder: Path) -> None:
     """Raises UserError for a run that trained other weights as well as adapters."""
     if not stored.trained:
         return
-    optimizer = stored.config(Path(target.removeprefix(PEFT)), []).optimizer
+    optimizer = stored.config(folder, []).optimizer
     weights = {path: spec for path, spec in stored.declared.items() if spec.updater is None}
     adapters = [path for path in weights if path.endswith((LORA_A, LORA_B))]
     other_weights = [path for path in trainable(optimizer, weights, adapters) if path not in adapters]
     if other_weights:
         raise UserError(
-            f"--to={target}: the run trained other weights as well as its adapters (optimizer.trainable="
+            f"--to=peft:{folder}: the run trained other weights as well as its adapters (optimizer.trainable="
             f"{','.join(optimizer.trainable)}), which would be lost: {', '.join(other_weights)}\n"
             "Write the whole model instead: --merge --to=hf:DIR"
         )
-
-
-def _with_adapter(folder: Path, base: str | None, trusted: bool, ignore: Sequence[str]) -> StoredModel:
-    recorded_base = base_of(folder)
-    if base is None and (recorded_base is None or not Path(recorded_base).is_dir()):
-        problem = "names no base model" if recorded_base is None else f"names {recorded_base}, which is not a folder"
-        raise UserError(f"{folder} {problem}: give --base=hf:DIR or --base=RUN")
-    stored = conversion.open_source(base or f"hf:{recorded_base}", trusted=trusted, ignore=ignore)
-    if getattr(stored.model, "lora", None) is not None:
-        raise UserError(f"--base={base} already has adapters; convert it with --merge first")
-    adapter = read_adapter(folder, stored.model, _family(stored).rows(stored.model))
-    return stored.derived(adapter.model, JoinedWeights(stored.weights, adapter))
 
 
 def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[str]]:
@@ -148,12 +97,14 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
     It is --base, or else the folder that the weights came from. Raises UserError if --base has other weights.
     """
     named_folder = options.base.removeprefix("hf:")
-    folder = named_folder or (stored.origin.folder if stored.origin.format == "hf" else "")
+    folder = named_folder or (stored.origin.folder if stored.origin.family else "")
     if not folder:
         return None, [f"base model: not known; {BASE_ADVICE}"]
     if not Path(folder).is_dir():
         return folder, [f"base model: {folder}, which is not a folder here, so its weights were not compared"]
-    if differing := _differing(stored, conversion.open_source(f"hf:{folder}", ignore=["*"])):
+    base = open_stored(f"hf:{folder}", Reading(ignore=["*"]))
+    base.demand_fit()
+    if differing := _differing(stored, base):
         problem = f"the weights below the adapters are not those of {folder}: {listed(differing)} differ"
         if named_folder:
             raise UserError(f"--base={options.base}: {problem}")
@@ -189,5 +140,4 @@ def _files(stored: StoredModel, options: Options, base: str | None) -> tuple[dic
 
 def _family(stored: StoredModel, name: str = "") -> Family:
     """The family of the model without adapters."""
-    recorded = stored.origin.family if stored.origin.format == "hf" else ""
-    return family_for(replace(stored.model, lora=None), name, recorded)
+    return family_for(replace(stored.model, lora=None), name, stored.origin.family)
