@@ -37,14 +37,14 @@ import numpy as np
 import outcome
 from safetensors.numpy import save_file
 
-from megajax.inference.cache import CacheSize, token_bytes
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loading import load_weights
-from megajax.inference.model_device import ModelDevice
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs
-from megajax.inference.request import Piece, Request, Sampling
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, token_bytes
+from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.step_arrays import Bucket
 from megajax.interop.huggingface.folder import open_model
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -127,7 +127,7 @@ class Listener:
         self.tokens, self.times, self.start = list[int](), list[float](), time.perf_counter()
         self.finish: str | None = None
 
-    def __call__(self, piece: Piece) -> None:
+    def __call__(self, piece: Output) -> None:
         self.tokens += piece.tokens
         self.times += [time.perf_counter()] * bool(piece.tokens)
         self.finish = piece.finish or self.finish

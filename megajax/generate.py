@@ -11,7 +11,7 @@ from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
-from megajax.inference.sampling_flags import sampling_flags, sampling_of
+from megajax.inference.sampling_settings import sampling_flags, sampling_of
 from megajax.interop.opening.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import set_process

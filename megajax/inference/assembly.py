@@ -12,11 +12,10 @@ import jax
 
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
-from megajax.inference.cache import CacheSize, like_cache
 from megajax.inference.config import InferenceConfig
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.model_device import ModelDevice
-from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, buckets_up_to, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.kernels.attention.attention import local_device
@@ -28,7 +27,7 @@ from megajax.tokenizers.base import Tokenizer
 CPU_SHARE = 0.25
 """Maximum share of the host's free memory for the cache, if devices do not report their memory."""
 LARGEST_POOL = 2**30
-"""Maximum number of tokens in a replica's pool; `megajax.inference.pack` uses larger numbers for invalid slots."""
+"""Maximum number of tokens in a replica's pool; `step_arrays` uses larger numbers for invalid slots."""
 HOST = Path("/proc/meminfo")
 
 

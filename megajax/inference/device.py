@@ -1,54 +1,68 @@
-"""The device protocol of the engine: steps that give the next token of every row."""
+"""A model as the device of an engine: steps of the scheduler in, sampled tokens out."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections import abc
+from typing import Any
 
-from megajax.inference.request import TokenScore
-from megajax.inference.scheduler import Step
+import jax
 
-
-class Sampled(NamedTuple):
-    """The result of a row of a step."""
-
-    token: int
-    """Chosen from the logits of the row's last token in the step; ignored if more of its tokens follow. -1 if the
-    logits were not finite, or no token was allowed."""
-    logprob: float
-    """Log-probability under the model, before temperature, penalties and filters."""
-    rank: int | None = None
-    """1 + the number of more likely tokens; None if not requested."""
-    top: tuple[tuple[int, float], ...] = ()
-    """The `Row.top` most likely tokens and their log-probabilities, in descending order."""
-    finite: bool = True
-    """Whether all logits of the row were finite."""
-    prompt: tuple[TokenScore, ...] = ()
-    """If `Row.unscored`: scores of the prompt tokens that follow those in the step, with the
-    `Sampling.prompt_logprobs` most likely tokens."""
+from megajax.inference.programs import Programs, StepResult
+from megajax.inference.request import Sampled, Sequence, Step, TokenScore
+from megajax.inference.sampling.chooser import TOP, PromptScores, RowChooser, StepChosen, place, program_of
 
 
-class Device(Protocol):
-    """Compiled steps of a model with its cache: `megajax.inference.model_device`, or a stand-in in tests."""
+class ModelDevice:
+    """A `megajax.inference.request.Device` that runs a model's compiled steps."""
 
-    rows: int
-    """Maximum number of rows that run at the same time in a replica."""
-    chunk: int
-    """Maximum number of prompt tokens in a step."""
-    block: int
-    """Tokens of a block."""
-    blocks: int
-    """Blocks of a replica."""
-    replicas: int
-    length: int
-    """Maximum number of tokens of a row, prompt and answer."""
-    top: int
-    """Maximum of `Row.top`."""
-    vocabulary: int
-    """Number of token ids."""
-    prefix_sharing: bool
-    """Whether rows may share blocks; false if layers keep a state per row."""
-    memory: int
-    """Maximum number of tokens of `Row.memory`; 0 for a model without an encoder."""
+    top = TOP
+    """Maximum of `Sequence.top`."""
 
-    def run(self, work: Sequence[Step | None]) -> Sequence[Sequence[Sampled]]:
+    def __init__(self, programs: Programs, vocabulary: int):
+        """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
+        self.programs, self.vocabulary = programs, vocabulary
+        self.choosers: abc.Sequence[RowChooser] = [
+            chooser for chooser in programs.choosers if isinstance(chooser, RowChooser)
+        ]
+        self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
+        self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
+        self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
+
+    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
         """Run a step of each replica -> results in the order of `Step.parts`."""
-        ...
+        rows = [row for step in work if step is not None for row, _ in step.parts()]
+        needed = max(map(program_of, rows))
+        chooser = next(chooser for chooser in self.choosers if chooser.program >= needed)
+        result = self.programs.run(work, chooser, lambda bucket: chooser.inputs(work, bucket))
+        chosen: StepChosen = jax.device_get(result.chosen)
+        return [_sampled(step, replica, result, chosen) if step else [] for replica, step in enumerate(work)]
+
+
+def _sampled(step: Step, replica: int, result: StepResult, chosen: StepChosen) -> list[Sampled]:
+    samples = [_row(row, chosen, result.row(replica, number)) for number, (row, _) in enumerate(step.decode)]
+    for row, start, count in step.prompts:
+        sample = _row(row, chosen, result.row(replica, 0, prompt=True))
+        if row.unscored and chosen.prompt is not None:
+            following = row.tokens[start + 1 : min(start + count + 1, row.prompt)]
+            places = [place(number, replica, result.bucket.chunk) for number in range(len(following))]
+            top = row.sampling.prompt_logprobs or 0
+            scores = [_score(token, at, top, chosen.prompt) for token, at in zip(following, places, strict=True)]
+            sample = sample._replace(prompt=tuple(scores))
+        samples.append(sample)
+    return samples
+
+
+def _row(row: Sequence, chosen: StepChosen, place: int) -> Sampled:
+    rows = chosen.rows
+    sample = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
+    if row.top is None or rows.scores is None:
+        return sample
+    top = _pairs(rows.scores.top[place], rows.scores.logprobs[place], row.top)
+    return sample._replace(rank=int(rows.scores.rank[place]), top=top)
+
+
+def _score(token: int, at: tuple[int, int], count: int, scores: PromptScores) -> TokenScore:
+    top = _pairs(scores.scores.top[at], scores.scores.logprobs[at], count)
+    return TokenScore(token, float(scores.logprob[at]), int(scores.scores.rank[at]), top)
+
+
+def _pairs(tokens: Any, logprobs: Any, count: int) -> tuple[tuple[int, float], ...]:
+    return tuple(zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True))

@@ -1,15 +1,17 @@
 """Continuous batching: requests join and leave the steps of a device at any time.
 
-A step runs on the caller's thread: the scheduler selects rows, the device computes, and results become pieces of text.
+A step runs on the caller's thread: the scheduler selects rows, the device computes, and results become outputs.
 `megajax.inference.worker` runs the steps on a separate thread.
 """
 
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -17,11 +19,10 @@ from typing import Any
 from megajax.config.errors import Problem, UserError
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, seed_of
 from megajax.inference.detokenizer import Detokenizer
-from megajax.inference.device import Device, Sampled
-from megajax.inference.pool import Pool
-from megajax.inference.request import Finish, Refused, Request, Sampling
+from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, Step
 from megajax.inference.sampling.beams import candidates_of
-from megajax.inference.scheduler import Row, Scheduler, Step
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.scheduler import Pool, Scheduler
 from megajax.tokenizers.base import Tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Statistics:
 
 
 class Engine:
-    """Runs requests and delivers pieces of text. Not thread-safe, except `check`."""
+    """Runs requests and delivers outputs. Not thread-safe, except `check`."""
 
     def __init__(
         self,
@@ -86,12 +87,7 @@ class Engine:
         self.length = min(device.length, device.blocks * device.block)
         """Maximum number of tokens of a row, prompt and answer."""
         self.schedulers = [
-            Scheduler(
-                Pool(device.blocks, device.block),
-                rows=device.rows,
-                chunk=device.chunk,
-                prefix_sharing=device.prefix_sharing,
-            )
+            Scheduler(Pool(device.blocks, device.block), device.rows, device.chunk, device.prefix_sharing)
             for _ in range(device.replicas)
         ]
         default = end_tokens_of(tokenizer) if tokenizer else frozenset()
@@ -138,13 +134,10 @@ class Engine:
         number, sampling = next(self._numbers), request.sampling
         seed = self._draw.getrandbits(63) if sampling.seed is None else sampling.seed
         scheduler = min(self.schedulers, key=lambda scheduler: len(scheduler.running) + len(scheduler.waiting))
-        rows = [self._row(request, (number, choice), seed_of(seed, choice)) for choice in range(sampling.choices())]
-        streams = [self._detokenizer.stream(request.prompt) for _ in range(max(sampling.n, len(rows)))]
-        if sampling.beams > 1:
-            self._active[number] = BeamAnswers(request, rows[0], streams[: sampling.n], scheduler)
-        else:
-            kind = Answers if sampling.best_of is None else BestAnswers
-            self._active[number] = kind(request, rows, streams, scheduler)
+        orders = [(number, choice) for choice in range(sampling.choices() if sampling.beams == 1 else 1)]
+        sequences = [self._sequence(request, order, seed_of(seed, order[1])) for order in orders]
+        kind = BeamAnswers if sampling.beams > 1 else Answers if sampling.best_of is None else BestAnswers
+        self._active[number] = kind(request, sequences, self._detokenizer, scheduler)
         self._open[request.identifier] = number
 
     def cancel(self, identifier: str) -> None:
@@ -246,9 +239,9 @@ class Engine:
         with self._guiding:
             return self._guide(sampling.guide)
 
-    def _row(self, request: Request, order: tuple[int, int], seed: int) -> Row:
+    def _sequence(self, request: Request, order: tuple[int, int], seed: int) -> Sequence:
         sampling, prompt = request.sampling, request.prompt
-        return Row(
+        return Sequence(
             order=order,
             tokens=list(prompt),
             limit=min(self.length, len(prompt) + sampling.max_tokens),
@@ -261,15 +254,15 @@ class Engine:
             guide=self._start_of(sampling),
         )
 
-    def _receive(self, work: Sequence[Step | None], results: Sequence[Sequence[Sampled]]) -> None:
+    def _receive(self, work: abc.Sequence[Step | None], results: abc.Sequence[abc.Sequence[Sampled]]) -> None:
         finite = False
         for step, replica in zip(work, results, strict=True):
-            for (row, computed), result in zip(step.parts() if step else [], replica, strict=True):
+            for (sequence, computed), result in zip(step.parts() if step else [], replica, strict=True):
                 finite = finite or result.finite
-                active = self._active.get(row.order[0])
-                # A fault of one row may have ended its request.
-                if active is not None and row in active.rows():
-                    self._guarded(active, ActiveRequest.receive, row, computed, result)
+                active = self._active.get(sequence.order[0])
+                # A fault of one sequence may have ended its request.
+                if active is not None and sequence in active.sequences:
+                    self._guarded(active, ActiveRequest.receive, sequence, computed, result)
         self.finite = finite
 
     def _guarded(self, active: ActiveRequest, method: Callable[..., None], *arguments: Any) -> None:
@@ -284,10 +277,46 @@ class Engine:
                 active.fail()
         self._tokens += active.tokens - tokens
         self._errors += active.faults - faults
-        if failed or not active.rows():
+        if failed or not active.sequences:
             del self._active[self._open.pop(active.request.identifier)]
 
 
 def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a tokenizer's texts."""
     return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})
+
+
+def complete(
+    engine: Engine,
+    requests: Iterable[tuple[tuple[int, ...], Sampling]],
+    show: Callable[[Output], None] = lambda output: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[list[Output]]:
+    """Yield the answers to prompts in order, as soon as they and all earlier ones are complete.
+
+    The engine runs on the caller's thread. requests: prompts and their settings, consumed as the engine has capacity.
+    show: called with each output; interrupted: called before each step, True ends all answers at once. Raises Refused.
+    """
+    waiting, running, number, more = iter(requests), deque[tuple[str, list[Output]]](), 0, True
+
+    def deliver(answers: list[Output], output: Output) -> None:
+        answers[output.choice] = answers[output.choice].merge(output)
+        show(output)
+
+    while more or running:
+        while more and engine.requests < engine.capacity:
+            following = next(waiting, None)
+            more = following is not None
+            if following is not None:
+                prompt, sampling = following
+                name, answers = f"complete {number}", [Output(choice) for choice in range(sampling.n)]
+                collect = partial(deliver, answers)
+                engine.submit(Request(identifier=name, prompt=prompt, sampling=sampling, deliver=collect))
+                running.append((name, answers))
+                number += 1
+        if interrupted():
+            for name, _ in running:
+                engine.cancel(name)
+        engine.step()
+        while running and all(answer.finish for answer in running[0][1]):
+            yield running.popleft()[1]

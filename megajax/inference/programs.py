@@ -2,9 +2,14 @@
 
 There is a program for each bucket of shapes and each chooser of tokens. All of them can be compiled before the first
 request.
+
+The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mixers declare
+(`megajax.layers.cache_facts`) is one array for all layers that have it: of tokens [layers, blocks, block, ...], of rows
+[layers, slots, ...]. Data-parallel replicas each have a part of the blocks and slots, and number them from 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -16,15 +21,53 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
-from megajax.inference.cache import CacheSize, empty_cache, like_cache
-from megajax.inference.memory import EncoderRow, Texts, lengths_up_to, starting_rows, texts_of
-from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined, pack
+from megajax.inference.request import Sequence, Step
+from megajax.inference.step_arrays import (
+    Bucket,
+    StepArrays,
+    Texts,
+    bucket_for,
+    joined,
+    lengths_up_to,
+    pack,
+    starting_rows,
+    texts_of,
+)  # fmt: skip
 from megajax.kernels.paged.capability import PagedKernel
-from megajax.layers.cache_facts import CacheLeaf
+from megajax.layers.cache_facts import CacheLeaf, stored_leaves
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, write
 from megajax.layers.param import bind
 from megajax.mesh.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """Size of a replica's cache."""
+
+    blocks: int
+    block: int
+    """Tokens of a block."""
+    slots: int
+    """Maximum number of rows that run at the same time."""
+
+    def tokens(self) -> int:
+        """Tokens in all blocks."""
+        return self.blocks * self.block
+
+
+def like_cache(
+    leaves: abc.Sequence[CacheLeaf], size: CacheSize, dtype: str, mesh: Mesh, layout: Layout, replicas: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the cache, by name of the leaf; dtype as in `stored_leaves`."""
+    cache = {}
+    for leaf in stored_leaves(leaves, dtype):
+        first = (size.blocks, size.block) if leaf.per == "token" else (size.slots,)
+        shape = (leaf.layers, replicas * first[0], *first[1:], *leaf.shape)
+        axes = (None, "batch", *[None] * (len(first) - 1), *leaf.axes)
+        sharding = NamedSharding(mesh, layout.plan.compute.spec(axes))
+        cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +153,8 @@ class Programs:
         loaded: LoadedModel,
         size: CacheSize,
         *,
-        buckets: Sequence[Bucket],
-        choosers: Sequence[Chooser],
+        buckets: abc.Sequence[Bucket],
+        choosers: abc.Sequence[Chooser],
         length: int,
         dtype: str,
         kernel: PagedKernel,
@@ -131,7 +174,8 @@ class Programs:
     @cached_property
     def cache(self) -> Cache:
         """The arrays of the cache; created when first used, so that steps can be compiled without devices."""
-        return empty_cache(self.cache_like)
+        like = self.cache_like
+        return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}
 
     @property
     def rows(self) -> int:
@@ -181,7 +225,7 @@ class Programs:
             inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
             return jax.jit(step, donate_argnums=1).lower(weights, self.cache_like, self.like(bucket), inputs)
 
-    def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
+    def run(self, work: abc.Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
         """Run a step of each replica.
 
         inputs: bucket -> the chooser's arrays: `bucket.sampled` rows or `bucket.chunk` tokens of each replica,
@@ -195,7 +239,7 @@ class Programs:
         chosen, self.cache = self._program((bucket, chooser))(self.loaded.weights, self.cache, arrays, inputs(bucket))
         return StepResult(bucket, chosen)
 
-    def encode_texts(self, rows: Sequence[EncoderRow | None]) -> None:
+    def encode_texts(self, rows: abc.Sequence[Sequence | None]) -> None:
         """Run the encoder on the texts of rows, one of each replica, and write its output into their slots."""
         texts = texts_of(rows, self.text_lengths)
         self.cache = self._program(texts.tokens.shape[1])(self.loaded.weights, self.cache, texts)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.inference.request import Answer, TokenScore
+from megajax.inference.request import Output, TokenScore
 from megajax.storage.write_errors import write_fault
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
@@ -98,7 +98,7 @@ def demand_conversation(conversation: Conversation | None, where: str) -> Conver
     return conversation
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def as_json(answer: Output) -> dict[str, Any]:
     """text, tokens, finish; with scores also `logprobs` and `top_logprobs`, and those of the prompt."""
     fields: dict[str, Any] = {"text": answer.text, "tokens": answer.tokens, "finish": answer.finish}
     fields |= _scores("", answer.scores) if answer.scores else {}
@@ -154,7 +154,7 @@ class AnswerFile:
         key = self._keys[self.completed] if self.completed < len(self._keys) else None
         return isinstance(value, dict) and (value.get("choice"), value.get("key")) == (choice, key)
 
-    def write(self, answers: Sequence[Answer]) -> None:
+    def write(self, answers: Sequence[Output]) -> None:
         """Write the answers to the next prompt."""
         for choice, answer in enumerate(answers):
             line = {"index": self.completed, "choice": choice, **as_json(answer), "key": self._keys[self.completed]}

@@ -1,198 +1,20 @@
-"""Requests to the engine: a prompt, its sampling settings, and the pieces in which answers are delivered.
+"""The engine's types: a Request is asked, each answer is a Sequence, a Step computes sequences, an Output comes back.
 
-Plain Python: a server or a script can build and check requests without a device.
+Plain Python: a server or a script can build requests, and a scheduler can run, without a device.
 """
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-from megajax.config.errors import Problem, UserError
+from megajax.config.errors import UserError
+from megajax.inference.sampling_settings import Sampling
 
 type Finish = Literal["stop", "length", "cancelled", "error"]
 """Why an answer ended: a stop string, a stop token or the end of the text; `max_tokens` or the maximum row length;
 `cancel`; a fault of this request alone, for example non-finite logits."""
-
-
-class Limit(NamedTuple):
-    """The valid values of a setting."""
-
-    kind: type
-    """int, or float, which allows integers too; neither allows booleans."""
-    least: float
-    most: float
-    above: bool = False
-    """Whether `least` itself is excluded."""
-    optional: bool = False
-    """Whether None is allowed."""
-
-    def error(self, value: Any) -> str:
-        """Why the value is invalid; "" if it is valid."""
-        if value is None and self.optional:
-            return ""
-        expected = "an integer" if self.kind is int else "a number"
-        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
-            return f"must be {expected}, got {abbreviated(value)}"
-        # Comparisons with NaN are false.
-        inside = (self.least < value if self.above else self.least <= value) and value <= self.most
-        interval = f"above {self.least:,} and at most" if self.above else f"between {self.least:,} and"
-        return "" if inside else f"must be {interval} {self.most:,}, got {abbreviated(value)}"
-
-
-TOKEN = Limit(int, 0, 2**31 - 1)
-"""A token id. The engine rejects ids outside the vocabulary."""
-
-LIMITS: Mapping[str, Limit] = {
-    "max_tokens": Limit(int, 0, 2**20),
-    "min_tokens": Limit(int, 0, 2**20),
-    "temperature": Limit(float, 0, 100),
-    "top_k": Limit(int, 0, 2**20),
-    "top_p": Limit(float, 0, 1, above=True),
-    "min_p": Limit(float, 0, 1),
-    "repetition_penalty": Limit(float, 0, 10, above=True),
-    "presence_penalty": Limit(float, -2, 2),
-    "frequency_penalty": Limit(float, -2, 2),
-    "seed": Limit(int, 0, 2**63 - 1, optional=True),
-    "logprobs": Limit(int, 0, 20, optional=True),
-    "prompt_logprobs": Limit(int, 0, 20, optional=True),
-    "n": Limit(int, 1, 16),
-    "best_of": Limit(int, 1, 16, optional=True),
-    "beams": Limit(int, 1, 16),
-    "length_penalty": Limit(float, -10, 10),
-}
-"""Limits of the numeric settings. The server's documentation and schema are generated from this table."""
-
-BIASES, BIAS = 512, Limit(float, -100, 100)
-"""Maximum number of entries of `logit_bias`, and limits of their values."""
-BEAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (0, 1),
-    "top_k": (0,),
-    "top_p": (1,),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "guide": (None,),
-}
-"""Settings that a beam search does not support -> their neutral values."""
-STOPS, STOP_CHARACTERS, STOP_TOKENS = 16, 256, 64
-"""Maximum number of stop strings, of characters of each, and of stop tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How the tokens of an answer are chosen, and where it ends."""
-
-    max_tokens: int = 16
-    """Maximum number of tokens, further limited by the maximum row length. 0: only the scores of the prompt."""
-    min_tokens: int = 0
-    """Minimum number of tokens."""
-    temperature: float = 1.0
-    """0: greedy."""
-    top_k: int = 0
-    """0: all tokens."""
-    top_p: float = 1.0
-    """Keep the most likely tokens whose probabilities add up to this; 1: all."""
-    min_p: float = 0.0
-    """Keep tokens with at least this share of the largest probability; 0: all."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1: no penalty."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens of the answer."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens of the answer for each of their occurrences."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token -> number added to its logit."""
-    seed: int | None = None
-    """Random seed. None: a random one."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; it ends before the first one."""
-    stop_tokens: tuple[int, ...] = ()
-    """Token ids that end the answer."""
-    ignore_eos: bool = False
-    """Continue after the end of a text."""
-    logprobs: int | None = None
-    """Number of most likely tokens to report in addition to the chosen one. None: no scores."""
-    prompt_logprobs: int | None = None
-    """Number of most likely tokens to report for each token of the prompt. None: no scores."""
-    n: int = 1
-    """Number of answers."""
-    best_of: int | None = None
-    """Number of answers to generate. The n with the highest mean log-probability are delivered at the end."""
-    beams: int = 1
-    """Width of a beam search, which replaces sampling; 1: sampling."""
-    length_penalty: float = 1.0
-    """Beam search divides the log-probability of a text by its length to this power."""
-    guide: Any | None = None
-    """A JSON schema that the text has to match."""
-
-    def choices(self) -> int:
-        """Number of generated answers."""
-        return self.n if self.best_of is None else self.best_of
-
-    def problems(self) -> list[Problem]:
-        """Invalid settings, by the names of the fields."""
-        problems = [
-            Problem(name, error) for name, limit in LIMITS.items() if (error := limit.error(getattr(self, name)))
-        ]
-        problems += [
-            *self._stop_problems(),
-            *self._token_problems(),
-        ]
-        if not isinstance(self.ignore_eos, bool):
-            problems.append(Problem("ignore_eos", f"must be true or false, got {abbreviated(self.ignore_eos)}"))
-        return problems or self._contradictions()
-
-    def _stop_problems(self) -> list[Problem]:
-        if not isinstance(self.stop, tuple) or not all(isinstance(stop, str) for stop in self.stop):
-            return [Problem("stop", f"must be strings, got {abbreviated(self.stop)}")]
-        if len(self.stop) > STOPS:
-            return [Problem("stop", f"must be at most {STOPS} strings, got {len(self.stop):,}")]
-        lengths = [len(stop) for stop in self.stop if not 1 <= len(stop) <= STOP_CHARACTERS]
-        expected = f"each string must have between 1 and {STOP_CHARACTERS} characters"
-        return [Problem("stop", f"{expected}, got one of {lengths[0]:,}")] if lengths else []
-
-    def _token_problems(self) -> list[Problem]:
-        problems = []
-        if not isinstance(self.stop_tokens, tuple) or any(TOKEN.error(token) for token in self.stop_tokens):
-            problems.append(Problem("stop_tokens", f"must be token ids, got {abbreviated(self.stop_tokens)}"))
-        elif len(self.stop_tokens) > STOP_TOKENS:
-            problems.append(Problem("stop_tokens", f"must be at most {STOP_TOKENS}, got {len(self.stop_tokens):,}"))
-        if not isinstance(self.logit_bias, Mapping):
-            return [
-                *problems,
-                Problem("logit_bias", f"must map token ids to numbers, got {abbreviated(self.logit_bias)}"),
-            ]
-        if len(self.logit_bias) > BIASES:
-            return [
-                *problems,
-                Problem("logit_bias", f"must have at most {BIASES} entries, got {len(self.logit_bias):,}"),
-            ]
-        errors = [f"the token {error}" for token in self.logit_bias if (error := TOKEN.error(token))]
-        errors += [f"the value {error}" for value in self.logit_bias.values() if (error := BIAS.error(value))]
-        return [*problems, *(Problem("logit_bias", error) for error in errors[:1])]
-
-    def _contradictions(self) -> list[Problem]:
-        """Contradictions between valid settings."""
-        problems = []
-        if self.min_tokens > self.max_tokens:
-            problems.append(Problem("min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}"))
-        if self.best_of is not None and self.best_of < self.n:
-            problems.append(Problem("best_of", f"{self.best_of} is below n, {self.n}"))
-        if self.beams > 1 and self.best_of is not None:
-            problems.append(Problem("best_of", "has no effect on a beam search: remove it, and set n"))
-        if self.beams == 1 and self.length_penalty != 1:
-            problems.append(Problem("length_penalty", "has an effect only on a beam search: set beams as well"))
-        for name, neutral in BEAM_NEUTRAL.items() if self.beams > 1 else ():
-            if getattr(self, name) not in neutral:
-                problems.append(Problem(name, "cannot be combined with a beam search: remove one of them"))
-        for name in ("min_tokens", "ignore_eos") if self.guide is not None else ():
-            if getattr(self, name):
-                problems.append(Problem(name, "cannot be combined with a guide, which determines the end of a text"))
-        if 1 < self.beams < self.n:
-            problems.append(Problem("n", f"{self.n} answers are more than the {self.beams} beams"))
-        return problems
 
 
 class TokenScore(NamedTuple):
@@ -207,25 +29,25 @@ class TokenScore(NamedTuple):
     """The most likely tokens and their log-probabilities, in descending order."""
 
 
-class Piece(NamedTuple):
-    """New text and tokens of an answer."""
+class Output(NamedTuple):
+    """New text and tokens of an answer; merged, the whole answer."""
 
     choice: int
     """Index among the n answers."""
-    text: str
+    text: str = ""
     """Whole characters. Text that may become a stop string is delivered later or never."""
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     """Includes the token that ended the answer, which has no text."""
-    scores: tuple[TokenScore, ...]
+    scores: tuple[TokenScore, ...] = ()
     """Scores of the tokens, if requested."""
-    finish: Finish | None
-    """None if more pieces follow."""
+    finish: Finish | None = None
+    """None if more outputs follow."""
     prompt_scores: tuple[TokenScore | None, ...] = ()
-    """Scores of the prompt, in the first piece of choice 0, if requested; None for the first token."""
+    """Scores of the prompt, in the first output of choice 0, if requested; None for the first token."""
 
-    def merge(self, following: "Piece") -> "Piece":
-        """This piece and the following one of the same answer as one piece."""
-        return Piece(
+    def merge(self, following: "Output") -> "Output":
+        """This output and the following one of the same answer as one output."""
+        return Output(
             self.choice,
             self.text + following.text,
             self.tokens + following.tokens,
@@ -236,32 +58,13 @@ class Piece(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Answer:
-    """An answer, collected from pieces."""
-
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    scores: tuple[TokenScore, ...] = ()
-    finish: Finish | None = None
-    prompt_scores: tuple[TokenScore | None, ...] = ()
-
-    def add(self, piece: Piece) -> None:
-        """Append a piece."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.scores += piece.scores
-        self.finish = piece.finish
-        self.prompt_scores += piece.prompt_scores
-
-
-@dataclass(kw_only=True)
 class Request:
     """A prompt with its settings and the receiver of its answers."""
 
     identifier: str
     prompt: tuple[int, ...]
     sampling: Sampling
-    deliver: Callable[[Piece], None]
+    deliver: Callable[[Output], None]
     """Called on the engine's thread; it must not block."""
     memory: tuple[int, ...] = ()
     """Tokens for the model's encoder, if it has one; the prompt is then the start of the answer."""
@@ -281,7 +84,121 @@ class Refused(UserError):
         self.reason, self.message, self.field = reason, message, field
 
 
-def abbreviated(value: Any) -> str:
-    """A value in at most 60 characters; only its type for lists, objects and the like."""
-    text = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
+@dataclass(eq=False, kw_only=True)
+class Sequence:
+    """An unfinished answer: its prompt, its tokens so far, and its place on the device."""
+
+    order: tuple[int, int]
+    """(arrival of the request, choice): the sequence with the smallest is never preempted for another."""
+    tokens: list[int]
+    """Prompt and answer. Grows only at its end; the last token has no keys yet."""
+    limit: int
+    """Maximum number of tokens, including the prompt."""
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    """Seed of this answer. Sampling depends on it and on the number of tokens, not on the step."""
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
+    memory: tuple[int, ...] = ()
+    """Tokens for the encoder, which reads them when the sequence starts."""
+    unscored: bool = False
+    """Scores of the prompt are requested and incomplete: the whole prompt is computed, without sharing blocks."""
+    top: int | None = None
+    """Number of most likely tokens to report with each token; None for neither these nor ranks."""
+    guide: Any = None
+    """State of the constraint of the text."""
+    paused: bool = False
+    """Whether it waits for other sequences of its request: it is neither computed nor admitted."""
+    prompt: int = 0
+    """Tokens of the prompt."""
+    logprob: float = 0.0
+    """Sum of the log-probabilities of the answer's tokens."""
+    computed: int = 0
+    """Number of tokens whose keys are in the sequence's blocks after the last scheduled step."""
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    slot: int = -1
+    """Index into the cache leaves per row; -1 if the sequence does not run."""
+    published: int = 0
+    """Number of blocks that other sequences may share."""
+    digests: list[bytes] = field(default_factory=list)
+    """Hashes of the full blocks of `tokens`, computed when needed."""
+    preempted: int = 0
+    """Number of preemptions."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.prompt or len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """Tokens that may not be chosen next."""
+        return self.end_tokens if self.generated < self.sampling.min_tokens else frozenset()
+
+
+class Step(NamedTuple):
+    """The work of a replica in a step of the device."""
+
+    decode: list[tuple[Sequence, int]]
+    """Sequences, and the position of the single token of each."""
+    prompts: list[tuple[Sequence, int, int]]
+    """At most one: a sequence, its first position, and the number of tokens."""
+
+    def parts(self) -> list[tuple[Sequence, int]]:
+        """Sequences in the order of the device's results, and the number of computed tokens of each after the step."""
+        decoded = [(sequence, at + 1) for sequence, at in self.decode]
+        return decoded + [(sequence, at + count) for sequence, at, count in self.prompts]
+
+
+class Sampled(NamedTuple):
+    """The device's result for a sequence of a step."""
+
+    token: int
+    """Chosen from the logits of the sequence's last token in the step; ignored if more of its tokens follow. -1 if the
+    logits were not finite, or no token was allowed."""
+    logprob: float
+    """Log-probability under the model, before temperature, penalties and filters."""
+    rank: int | None = None
+    """1 + the number of more likely tokens; None if not requested."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The `Sequence.top` most likely tokens and their log-probabilities, in descending order."""
+    finite: bool = True
+    """Whether all logits of the sequence were finite."""
+    prompt: tuple[TokenScore, ...] = ()
+    """If `Sequence.unscored`: scores of the prompt tokens that follow those in the step, with the
+    `Sampling.prompt_logprobs` most likely tokens."""
+
+    def score(self, count: int) -> TokenScore:
+        """The score of the chosen token, with the `count` most likely tokens."""
+        return TokenScore(self.token, self.logprob, self.rank, self.top[:count])
+
+
+class Device(Protocol):
+    """Compiled steps of a model with its cache: `megajax.inference.device.ModelDevice`, or a stand-in in tests."""
+
+    rows: int
+    """Maximum number of sequences that run at the same time in a replica."""
+    chunk: int
+    """Maximum number of prompt tokens in a step."""
+    block: int
+    """Tokens of a block."""
+    blocks: int
+    """Blocks of a replica."""
+    replicas: int
+    length: int
+    """Maximum number of tokens of a sequence, prompt and answer."""
+    top: int
+    """Maximum of `Sequence.top`."""
+    vocabulary: int
+    """Number of token ids."""
+    prefix_sharing: bool
+    """Whether sequences may share blocks; false if layers keep a state per row."""
+    memory: int
+    """Maximum number of tokens of `Sequence.memory`; 0 for a model without an encoder."""
+
+    def run(self, work: abc.Sequence[Step | None]) -> abc.Sequence[abc.Sequence[Sampled]]:
+        """Run a step of each replica -> results in the order of `Step.parts`."""
+        ...

@@ -1,249 +1,248 @@
-"""Scheduling of rows: the work of a replica's next step, and the blocks of the pool that rows own. Plain Python.
+"""Scheduling: which sequences the next step of a replica computes, and which blocks of the cache they own.
 
-A row is an unfinished answer: its prompt and the tokens so far. A step computes a token of each decoding row, and a
-chunk of one prompt. Rows are admitted in order of arrival. If no block is left, the youngest running row is preempted:
-it releases its blocks, waits ahead of later arrivals, and is recomputed.
+A step computes a token of each decoding sequence, and a chunk of one prompt. Sequences are admitted in order of
+arrival. If no block is left, the youngest running sequence is preempted: it releases its blocks, waits ahead of later
+arrivals, and is recomputed.
+
+Blocks know their tokens, so that equal prefixes of prompts are computed once: a full block is identified by a hash of
+all tokens up to its end. Only full blocks are shared. A shared block is never written, so copy-on-write is not needed.
+All of it is plain Python.
 """
 
+import os
 from array import array
 from bisect import insort
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import OrderedDict, abc, deque
+from dataclasses import replace
+from hashlib import blake2b
+from operator import attrgetter
 
-from megajax.inference.pool import Pool
-from megajax.inference.request import Sampling
+from megajax.inference.request import Sequence, Step
+
+ORDER = attrgetter("order")
+DIGEST = 16
+"""Bytes of a hash."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Row:
-    """An unfinished answer, for scheduler and device."""
+class Pool:
+    """The blocks of a replica, with reference counts.
 
-    order: tuple[int, int]
-    """(arrival of the request, choice): the row with the smallest is never preempted for another."""
-    tokens: list[int]
-    """Prompt and answer. Grows only at its end; the last token has no keys yet."""
-    limit: int
-    """Maximum number of tokens, including the prompt."""
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    """Seed of this answer. Sampling depends on it and on the number of tokens, not on the step."""
-    end_tokens: frozenset[int] = frozenset()
-    """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
-    memory: tuple[int, ...] = ()
-    """Tokens for the encoder, which reads them when the row starts."""
-    unscored: bool = False
-    """Scores of the prompt are requested and incomplete: the whole prompt is computed, without sharing blocks."""
-    top: int | None = None
-    """Number of most likely tokens to report with each token; None for neither these nor ranks."""
-    guide: Any = None
-    """State of the constraint of the text."""
-    paused: bool = False
-    """Whether it waits for other rows of its request: it is neither computed nor admitted."""
-    prompt: int = 0
-    """Tokens of the prompt."""
-    computed: int = 0
-    """Number of tokens whose keys are in the row's blocks after the last scheduled step."""
-    blocks: array[int] = field(default_factory=lambda: array("i"))
-    slot: int = -1
-    """Index into the cache leaves per row; -1 if the row does not run."""
-    published: int = 0
-    """Number of blocks that other rows may share."""
-    digests: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks of `tokens`, computed when needed."""
-    preempted: int = 0
-    """Number of preemptions."""
+    A block without owners but with known tokens is idle: it can be shared again. When no empty block is left, idle
+    blocks are overwritten, the least recently used first.
+    """
 
-    def __post_init__(self) -> None:
-        self.prompt = self.prompt or len(self.tokens)
+    def __init__(self, blocks: int, size: int):
+        """size: tokens of a block."""
+        self.blocks, self.size = blocks, size
+        self.owners = [0] * blocks
+        self._empty = deque(range(blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        # A secret key: clients cannot construct a prompt with the hashes of another prompt's blocks.
+        self._key = os.urandom(32)
 
     @property
-    def generated(self) -> int:
-        """Tokens of the answer."""
-        return len(self.tokens) - self.prompt
+    def available(self) -> int:
+        """Number of blocks that can be allocated."""
+        return len(self._empty) + len(self._idle)
 
     @property
-    def forbidden(self) -> frozenset[int]:
-        """Tokens that may not be chosen next."""
-        return self.end_tokens if self.generated < self.sampling.min_tokens else frozenset()
+    def used(self) -> int:
+        """Number of blocks with owners."""
+        return self.blocks - self.available
 
+    def digest(self, before: bytes, tokens: abc.Sequence[int]) -> bytes:
+        """The hash of a full block, from the hash of the previous block (empty for the first) and its tokens."""
+        return blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST, key=self._key).digest()
 
-class Step(NamedTuple):
-    """The work of a replica in a step."""
+    def allocate(self) -> int:
+        """Allocate a block with one owner, to be written. Raises IndexError if none is available."""
+        if self._empty:
+            block = self._empty.popleft()
+        elif self._idle:
+            block = self._idle.popitem(last=False)[0]
+            del self._block_of[self._digest_of.pop(block)]
+        else:
+            raise IndexError("no block is available: check `available` first")
+        self.owners[block] = 1
+        return block
 
-    decode: list[tuple[Row, int]]
-    """Rows, and the position of the single token of each."""
-    prompts: list[tuple[Row, int, int]]
-    """At most one: a row, its first position, and the number of tokens."""
+    def share(self, digest: bytes) -> int | None:
+        """Add an owner to the block with these tokens -> the block, or None if there is none."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self._idle.pop(block, None)
+            self.owners[block] += 1
+        return block
 
-    def parts(self) -> list[tuple[Row, int]]:
-        """Rows in the order of the device's results, and the number of computed tokens of each after the step."""
-        return [(row, at + 1) for row, at in self.decode] + [(row, at + count) for row, at, count in self.prompts]
+    def publish(self, block: int, digest: bytes) -> None:
+        """Allow sharing of a block. The step that fills it must run before any step that reads it."""
+        if digest not in self._block_of:
+            self._block_of[digest], self._digest_of[block] = block, digest
+
+    def release(self, block: int) -> None:
+        """Remove an owner."""
+        if self.owners[block] < 1:
+            raise ValueError(f"block {block} has no owner")
+        self.owners[block] -= 1
+        if not self.owners[block] and block in self._digest_of:
+            self._idle[block] = None
+        elif not self.owners[block]:
+            self._empty.append(block)
 
 
 class Scheduler:
-    """The rows of a replica."""
+    """The sequences of a replica."""
 
-    def __init__(self, pool: Pool, *, rows: int, chunk: int, prefix_sharing: bool = True):
-        """rows: maximum number of running rows; chunk: maximum number of prompt tokens in a step."""
+    def __init__(self, pool: Pool, rows: int, chunk: int, prefix_sharing: bool = True):
+        """rows: maximum number of running sequences; chunk: maximum number of prompt tokens in a step."""
         self.pool, self.rows, self.chunk, self.prefix_sharing = pool, rows, chunk, prefix_sharing
-        self.waiting: list[Row] = []
-        self.running: list[Row] = []
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
         self._slots = list(range(rows))
         self.preemptions = self.prompt_tokens = self.shared_tokens = 0
 
     def fits(self, tokens: int) -> bool:
-        """Whether all blocks together are enough for a row of this many tokens."""
+        """Whether all blocks together are enough for a sequence of this many tokens."""
         return self._blocks(tokens) <= self.pool.blocks
 
-    def add(self, row: Row) -> None:
-        """Queue a row. Raises ValueError if it could wait forever."""
-        if not self.fits(row.limit):
-            blocks = f"{self._blocks(row.limit)} blocks for {row.limit} tokens"
-            raise ValueError(f"a row needs {blocks}, the pool has {self.pool.blocks}")
-        insort(self.waiting, row, key=_order)
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises ValueError if it could wait forever."""
+        if not self.fits(sequence.limit):
+            blocks = f"{self._blocks(sequence.limit)} blocks for {sequence.limit} tokens"
+            raise ValueError(f"a sequence needs {blocks}, the pool has {self.pool.blocks}")
+        insort(self.waiting, sequence, key=ORDER)
 
-    def remove(self, row: Row) -> None:
-        """Remove a finished or cancelled row; allowed at any time between two calls of `next`."""
-        if row in self.running:
-            self.running.remove(row)
-            self._drop(row)
-        elif row in self.waiting:
-            self.waiting.remove(row)
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a finished or cancelled sequence; allowed at any time between two calls of `next`."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._drop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
 
-    def fork(self, row: Row, order: tuple[int, int]) -> Row:
-        """Queue a copy of a row; it will share the row's full blocks."""
-        copy = Row(order=order, tokens=list(row.tokens), limit=row.limit, sampling=row.sampling, seed=row.seed)
-        copy.end_tokens, copy.prompt, copy.top = row.end_tokens, row.prompt, row.top
-        copy.digests, copy.memory = list(row.digests), row.memory
+    def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:
+        """Queue a copy of a sequence; it will share the sequence's full blocks."""
+        copy = replace(
+            sequence,
+            order=order,
+            tokens=list(sequence.tokens),
+            digests=list(sequence.digests),
+            **{"blocks": array("i"), "slot": -1, "computed": 0, "published": 0, "preempted": 0},
+            **{"unscored": False, "paused": False, "guide": None},
+        )
         self.add(copy)
         return copy
 
     def next(self) -> Step | None:
-        """Schedule a step: reserve blocks and advance the rows. None if no row can run."""
+        """Schedule a step: reserve blocks and advance the sequences. None if no sequence can run."""
         while True:
             self._admit()
             step = self._step()
-            if step is not None or not self.running or all(row.paused for row in self.waiting):
+            if step is not None or not self.running or all(sequence.paused for sequence in self.waiting):
                 return step
-            # All running rows are paused, and no other row fits.
+            # All running sequences are paused, and no other sequence fits.
             self._preempt()
 
     def _step(self) -> Step | None:
         step = Step([], [])
-        # Rows are preempted only for older rows, so never after they are part of this step.
-        for row in list(self.running):
-            remaining = len(row.tokens) - row.computed
-            single = remaining == 1 and row.computed > 0
+        # Sequences are preempted only for older sequences, so never after they are part of this step.
+        for sequence in list(self.running):
+            remaining = len(sequence.tokens) - sequence.computed
+            single = remaining == 1 and sequence.computed > 0
             count = remaining if single else 0 if step.prompts else min(remaining, self.chunk)
-            if row.paused or row.slot < 0 or count < 1 or not self._reserve(row, row.computed + count):
+            if sequence.paused or sequence.slot < 0 or count < 1:
+                continue
+            if not self._reserve(sequence, sequence.computed + count):
                 continue
             if single:
-                step.decode.append((row, row.computed))
+                step.decode.append((sequence, sequence.computed))
             else:
-                step.prompts.append((row, row.computed, count))
-            self.prompt_tokens += max(0, min(row.computed + count, row.prompt) - row.computed)
-            row.computed += count
-            self._publish(row)
+                step.prompts.append((sequence, sequence.computed, count))
+            self.prompt_tokens += max(0, min(sequence.computed + count, sequence.prompt) - sequence.computed)
+            sequence.computed += count
+            self._publish(sequence)
         return step if step.decode or step.prompts else None
 
     def _admit(self) -> None:
-        """Admit rows, oldest first, one prompt at a time, while the next chunk fits beside the running rows."""
-        while self._slots and not any(_in_prompt(row) for row in self.running):
-            row = next((row for row in self.waiting if not row.paused), None)
-            if row is None:
+        """Admit sequences, oldest first, one prompt at a time, while the next chunk fits beside the running ones."""
+        while self._slots and not any(_in_prompt(sequence) for sequence in self.running):
+            sequence = next((sequence for sequence in self.waiting if not sequence.paused), None)
+            if sequence is None:
                 return
-            self._share(row)
-            need = self._blocks(min(len(row.tokens), row.computed + self.chunk)) - len(row.blocks)
-            # Keep a block for each running row, or the next steps would preempt the admitted row.
+            self._share(sequence)
+            need = self._blocks(min(len(sequence.tokens), sequence.computed + self.chunk)) - len(sequence.blocks)
+            # Keep a block for each running sequence, or the next steps would preempt the admitted sequence.
             if self.running and need + len(self.running) > self.pool.available:
-                self._release(row)
+                self._release(sequence)
                 return
-            self.shared_tokens += min(row.computed, row.prompt)
-            row.slot = self._slots.pop()
-            self.waiting.remove(row)
-            insort(self.running, row, key=_order)
+            self.shared_tokens += min(sequence.computed, sequence.prompt)
+            sequence.slot = self._slots.pop()
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=ORDER)
 
-    def _share(self, row: Row) -> None:
-        """Share existing blocks with a prefix of the row. At least one token remains to be computed."""
-        if not self.prefix_sharing or row.unscored:
+    def _share(self, sequence: Sequence) -> None:
+        """Share existing blocks with a prefix of the sequence. At least one token remains to be computed."""
+        if not self.prefix_sharing or sequence.unscored:
             return
-        for number in range((len(row.tokens) - 1) // self.pool.size):
-            block = self.pool.share(self._digest(row, number))
+        for number in range((len(sequence.tokens) - 1) // self.pool.size):
+            block = self.pool.share(self._digest(sequence, number))
             if block is None:
                 break
-            row.blocks.append(block)
-        row.published = len(row.blocks)
-        row.computed = row.published * self.pool.size
+            sequence.blocks.append(block)
+        sequence.published = len(sequence.blocks)
+        sequence.computed = sequence.published * self.pool.size
 
-    def _publish(self, row: Row) -> None:
-        """Allow sharing of the row's full blocks."""
+    def _publish(self, sequence: Sequence) -> None:
+        """Allow sharing of the sequence's full blocks."""
         if self.prefix_sharing:
-            for number in range(row.published, row.computed // self.pool.size):
-                self.pool.publish(row.blocks[number], self._digest(row, number))
-                row.published = number + 1
+            for number in range(sequence.published, sequence.computed // self.pool.size):
+                self.pool.publish(sequence.blocks[number], self._digest(sequence, number))
+                sequence.published = number + 1
 
-    def _digest(self, row: Row, number: int) -> bytes:
+    def _digest(self, sequence: Sequence, number: int) -> bytes:
         size = self.pool.size
-        while len(row.digests) <= number:
-            first = len(row.digests) * size
-            before = row.digests[-1] if row.digests else b""
-            row.digests.append(self.pool.digest(before, row.tokens[first : first + size]))
-        return row.digests[number]
+        while len(sequence.digests) <= number:
+            first = len(sequence.digests) * size
+            before = sequence.digests[-1] if sequence.digests else b""
+            sequence.digests.append(self.pool.digest(before, sequence.tokens[first : first + size]))
+        return sequence.digests[number]
 
-    def _reserve(self, row: Row, until: int) -> bool:
-        """Allocate blocks for the tokens before `until` -> False if the row itself was preempted."""
-        while len(row.blocks) < self._blocks(until):
+    def _reserve(self, sequence: Sequence, until: int) -> bool:
+        """Allocate blocks for the tokens before `until` -> False if the sequence itself was preempted."""
+        while len(sequence.blocks) < self._blocks(until):
             if self.pool.available:
-                row.blocks.append(self.pool.allocate())
-            elif self._preempt() is row:
+                sequence.blocks.append(self.pool.allocate())
+            elif self._preempt() is sequence:
                 return False
         return True
 
-    def _preempt(self) -> Row:
-        """Preempt the youngest running row -> that row."""
-        row = self.running.pop()
-        self._drop(row)
-        row.preempted += 1
+    def _preempt(self) -> Sequence:
+        """Preempt the youngest running sequence -> that sequence."""
+        sequence = self.running.pop()
+        self._drop(sequence)
+        sequence.preempted += 1
         self.preemptions += 1
-        insort(self.waiting, row, key=_order)
-        return row
+        insort(self.waiting, sequence, key=ORDER)
+        return sequence
 
-    def _drop(self, row: Row) -> None:
-        self._release(row)
-        self._slots.append(row.slot)
-        row.slot = -1
+    def _drop(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
 
-    def _release(self, row: Row) -> None:
+    def _release(self, sequence: Sequence) -> None:
         # So that blocks at the ends of prompts are overwritten before those at their starts.
-        for block in reversed(row.blocks):
+        for block in reversed(sequence.blocks):
             self.pool.release(block)
-        row.blocks, row.computed, row.published = array("i"), 0, 0
+        sequence.blocks, sequence.computed, sequence.published = array("i"), 0, 0
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)
 
-    def check(self) -> None:
-        """Raises AssertionError if an invariant is broken: for tests."""
-        owners = [0] * self.pool.blocks
-        for row in self.running:
-            for block in row.blocks:
-                owners[block] += 1
-        self.pool.check(owners)
-        slots = [row.slot for row in self.running]
-        assert sorted([*slots, *self._slots]) == list(range(self.rows)), "a slot was lost, or has two rows"
-        assert all(not row.blocks and row.slot < 0 and not row.computed for row in self.waiting)
-        for rows in (self.running, self.waiting):
-            assert sorted(rows, key=_order) == rows
-        assert all(
-            row.computed <= len(row.tokens) and len(row.blocks) >= self._blocks(row.computed) for row in self.running
-        )
 
-
-def _order(row: Row) -> tuple[int, int]:
-    return row.order
-
-
-def _in_prompt(row: Row) -> bool:
-    """Whether the row needs a chunk of prompt tokens."""
-    remaining = len(row.tokens) - row.computed
-    return not row.paused and (remaining > 1 or (remaining == 1 and row.computed == 0))
+def _in_prompt(sequence: Sequence) -> bool:
+    """Whether the sequence needs a chunk of prompt tokens."""
+    remaining = len(sequence.tokens) - sequence.computed
+    return not sequence.paused and (remaining > 1 or (remaining == 1 and sequence.computed == 0))

@@ -13,10 +13,10 @@ from typing import TextIO
 from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
 from megajax.display.text import visible
-from megajax.inference.completions import complete
-from megajax.inference.engine import Engine
+from megajax.inference.engine import Engine, complete
 from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
-from megajax.inference.request import Answer, Piece, Refused, Request, Sampling
+from megajax.inference.request import Output, Refused, Request
+from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
@@ -121,10 +121,10 @@ class Session:
             read_line
         )
 
-    def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Piece], None]) -> list[Answer]:
+    def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Output], None]) -> list[Output]:
         """All answers to a prompt; Ctrl-C stops them. show: called with each piece. Raises Refused."""
 
-        def show_piece(piece: Piece) -> None:
+        def show_piece(piece: Output) -> None:
             self._timed(piece)
             show(piece)
 
@@ -150,7 +150,7 @@ class Session:
             f"{counts.scheduler_seconds_total:.2f} s of scheduling and text"
         )
 
-    def _timed(self, piece: Piece) -> None:
+    def _timed(self, piece: Output) -> None:
         """Measure the time to the first piece."""
         del piece
         if self._first_seconds is None:
@@ -166,7 +166,7 @@ class Chat:
 
     def __init__(
         self,
-        answer: Callable[[tuple[int, ...], Callable[[Piece], None]], Answer],
+        answer: Callable[[tuple[int, ...], Callable[[Output], None]], Output],
         conversation: Conversation,
         screen: Screen,
         live: bool,
@@ -207,7 +207,7 @@ class Chat:
         return f"(there is no {name}: {HELP})\n"
 
     def _turn(self, line: str) -> None:
-        """Answer a question, and add both to the conversation, unless the template or the engine rejects it."""
+        """Output a question, and add both to the conversation, unless the template or the engine rejects it."""
         messages = [*self.messages, {"role": "user", "content": line}]
         try:
             prompt = tuple(self._conversation.encode(messages))

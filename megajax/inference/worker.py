@@ -11,13 +11,13 @@ from collections import deque
 from contextlib import suppress
 
 from megajax.inference.engine import Engine, Statistics
-from megajax.inference.request import Piece, Refused, Request
+from megajax.inference.request import Output, Refused, Request
 
 LOG = logging.getLogger(__name__)
 
 
 class Worker:
-    """A thread-safe engine. Pieces are delivered on the engine's thread."""
+    """A thread-safe engine. Outputs are delivered on the engine's thread."""
 
     def __init__(self, engine: Engine, *, patience: float = 60.0):
         """patience: seconds without a step, while there are requests, after which `healthy` is false."""
@@ -122,4 +122,4 @@ def _end(request: Request) -> None:
     """Deliver an error for each answer of a request that never ran."""
     with suppress(Exception):
         for number in range(request.sampling.n):
-            request.deliver(Piece(number, "", (), (), "error"))
+            request.deliver(Output(number, finish="error"))

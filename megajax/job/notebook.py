@@ -6,11 +6,10 @@ from typing import Any
 import jax
 
 from megajax.config.errors import UserError
-from megajax.inference.completions import complete
-from megajax.inference.engine import end_tokens_of
+from megajax.inference.engine import complete, end_tokens_of
 from megajax.inference.from_run import engine_of_run, engine_refusal
 from megajax.inference.prompts import Prompt, encode
-from megajax.inference.request import Sampling
+from megajax.inference.sampling_settings import Sampling
 from megajax.training import session
 from megajax.training.compiler_options import inference_options
 from megajax.training.run_config import RunConfig
@@ -35,7 +34,8 @@ class NotebookRun(session.Run):
     ) -> str:
         """The continuation of a prompt by the current weights, without the prompt.
 
-        The settings are those of `megajax.inference.request.Sampling`; temperature=0 always takes the likeliest token.
+        The settings are those of `megajax.inference.sampling_settings.Sampling`; temperature=0 always takes the
+        likeliest token.
         Prompt and answer together have at most as many tokens as a row of the run.
 
         Raises UserError for an invalid setting, a prompt that is too long, and a model or mesh without an engine:

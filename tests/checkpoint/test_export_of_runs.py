@@ -24,7 +24,7 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.data.configs import ChatConfig, MockConfig
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.request import Sampling
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.terminal import Session
 from megajax.interop.conversion.provenance import Ancestor, Provenance
 from megajax.interop.huggingface.export import config_for, write_model

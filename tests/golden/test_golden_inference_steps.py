@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding
 
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.inference.cache import CacheSize
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs, StepOutput
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput
+from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

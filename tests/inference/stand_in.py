@@ -1,14 +1,13 @@
 """A device without a model: the next token is a hash of the row's tokens, read back from the blocks of its cache."""
 
-from collections.abc import Sequence
+from collections import abc
 from hashlib import blake2b
 
-from megajax.inference.device import Sampled
-from megajax.inference.request import TokenScore
-from megajax.inference.scheduler import Row, Step
+from megajax.inference.request import Sampled, Sequence, Step, TokenScore
+from megajax.inference.scheduler import Pool, Scheduler
 
 
-def hashed(tokens: Sequence[int], vocabulary: int, seed: int = 0) -> int:
+def hashed(tokens: abc.Sequence[int], vocabulary: int, seed: int = 0) -> int:
     """The token that follows."""
     digest = blake2b(repr((list(tokens), seed)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % vocabulary
@@ -32,16 +31,16 @@ class StandIn:
         vocabulary: int = 50,
         prefix_sharing: bool = True,
         memory: int = 0,
-        bad: Sequence[int] = (),
+        bad: abc.Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
         self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
         self.top = vocabulary
         self.bad, self.steps = frozenset(bad), 0
-        self.computed: list[tuple[Row, int, int]] = []
+        self.computed: list[tuple[Sequence, int, int]] = []
         self._cells: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(replicas)]
 
-    def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
+    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
         assert len(work) == self.replicas and any(work)
         self.steps += 1
         return [
@@ -61,7 +60,7 @@ class StandIn:
                 cells[place] = at, row.tokens[at]
         return [self._result(row, first, count, cells) for row, first, count in parts]
 
-    def _result(self, row: Row, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
+    def _result(self, row: Sequence, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
         self.computed.append((row, first, count))
         cached_tokens = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
         assert cached_tokens == [(at, row.tokens[at]) for at in range(first + count)], f"{row.order}: other keys"
@@ -73,7 +72,7 @@ class StandIn:
         top = tuple((token, -0.5 - place / 8) for place, token in enumerate(tokens[: row.top or 0]))
         return Sampled(tokens[0], -0.5, None if row.top is None else 1, top, prompt=scores)
 
-    def candidates(self, row: Row, tokens: Sequence[int]) -> list[int]:
+    def candidates(self, row: Sequence, tokens: abc.Sequence[int]) -> list[int]:
         """Different tokens that may follow, the most likely first."""
         seed = row.seed if row.sampling.temperature > 0 else 0
         first = hashed(tokens, self.vocabulary, seed)
@@ -81,9 +80,35 @@ class StandIn:
         return [token for token in order if token not in row.forbidden]
 
 
-def expected(prompt: Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:
+def expected(prompt: abc.Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:
     """The answer of a row alone."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(hashed(tokens, vocabulary, seed))
     return tokens[len(prompt) :]
+
+
+def check_pool(pool: Pool, owners: abc.Sequence[int]) -> None:
+    """Raises AssertionError unless every block is in exactly one state. owners: counts according to the sequences."""
+    assert list(owners) == pool.owners, "a block was lost, or has an owner too many"
+    free = [*pool._empty, *pool._idle]
+    assert len(set(free)) == len(free), "a block is free twice"
+    assert {block for block, count in enumerate(owners) if not count} == set(free), "a block is neither free nor owned"
+    assert {block: digest for digest, block in pool._block_of.items()} == pool._digest_of
+    assert set(pool._idle) == {block for block in pool._digest_of if not owners[block]}
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises AssertionError if an invariant of a scheduler or its pool is broken."""
+    owners = [0] * scheduler.pool.blocks
+    for sequence in scheduler.running:
+        for block in sequence.blocks:
+            owners[block] += 1
+    check_pool(scheduler.pool, owners)
+    slots = [sequence.slot for sequence in scheduler.running]
+    assert sorted([*slots, *scheduler._slots]) == list(range(scheduler.rows)), "a slot was lost, or has two sequences"
+    assert all(not waiting.blocks and waiting.slot < 0 and not waiting.computed for waiting in scheduler.waiting)
+    for sequences in (scheduler.running, scheduler.waiting):
+        assert sorted(sequences, key=lambda sequence: sequence.order) == sequences
+    for running in scheduler.running:
+        assert running.computed <= len(running.tokens) and len(running.blocks) >= scheduler._blocks(running.computed)

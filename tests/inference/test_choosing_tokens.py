@@ -7,10 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.sampling.choose import choose
-from megajax.inference.sampling.edits import mask_disallowed
-from megajax.inference.sampling.filters import keep_mask
-from megajax.inference.sampling.rows import Chosen, Drawing, Edits, Program, RowSampling
+from megajax.inference.sampling.choose import (
+    Chosen,
+    Drawing,
+    Edits,
+    Program,
+    RowSampling,
+    choose,
+    keep_mask,
+    mask_disallowed,
+)
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -6,12 +6,13 @@ from itertools import count
 from typing import Any
 
 import pytest
-from stand_in import StandIn, expected, hashed
+from stand_in import StandIn, check, expected, hashed
 
 from megajax.config.errors import UserError
 from megajax.inference.answers import seed_of
 from megajax.inference.engine import Engine
-from megajax.inference.request import Answer, Piece, Refused, Request, Sampling
+from megajax.inference.request import Output, Refused, Request
+from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 NAMES = count()
@@ -22,20 +23,20 @@ class Client:
 
     def __init__(self, prompt: Sequence[int], **settings: Any):
         settings = {"temperature": 0, "ignore_eos": True, **settings}
-        self.pieces: list[Piece] = []
+        self.pieces: list[Output] = []
         name = f"client {next(NAMES)}"
         sampling = Sampling(**settings)
         self.request = Request(identifier=name, prompt=tuple(prompt), sampling=sampling, deliver=self.pieces.append)
 
-    def answers(self) -> list[Answer]:
-        answers = [Answer() for _ in range(self.request.sampling.n)]
+    def answers(self) -> list[Output]:
+        answers = [Output(choice) for choice in range(self.request.sampling.n)]
         for piece in self.pieces:
             assert answers[piece.choice].finish is None, "a piece after the end"
-            answers[piece.choice].add(piece)
+            answers[piece.choice] = answers[piece.choice].merge(piece)
         return answers
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> Output:
         (answer,) = self.answers()
         return answer
 
@@ -47,7 +48,7 @@ def serve(engine: Engine, *clients: Client, steps: int = 5000) -> None:
         if not engine.step():
             break
         for scheduler in engine.schedulers:
-            scheduler.check()
+            check(scheduler)
     idle(engine)
 
 
@@ -365,7 +366,7 @@ def test_a_fault_of_one_request_ends_no_other() -> None:
             self.request.deliver = self.deliver
             self.after = after
 
-        def deliver(self, piece: Piece) -> None:
+        def deliver(self, piece: Output) -> None:
             self.pieces.append(piece)
             if len(self.pieces) > self.after:
                 raise OSError("gone")

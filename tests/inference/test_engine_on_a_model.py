@@ -10,13 +10,12 @@ import pytest
 from test_engine import Client, serve
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder, loaded, whole_logits
 
-from megajax.inference.cache import CacheSize
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.model_device import ModelDevice
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import choosers
-from megajax.inference.sampling.rows import Program
+from megajax.inference.step_arrays import Bucket
 from megajax.models.configs import DecoderConfig
 
 ROWS, CHUNK, BLOCK = 3, 8, 4

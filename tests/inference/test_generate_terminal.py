@@ -12,11 +12,9 @@ from stand_in import StandIn, expected
 from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, UserError
 from megajax.generate import main
-from megajax.inference.completions import complete
-from megajax.inference.engine import Engine
+from megajax.inference.engine import Engine, complete
 from megajax.inference.prompts import Prompt, encode, read_prompts
-from megajax.inference.request import Sampling
-from megajax.inference.sampling_flags import sampling_flags, sampling_of
+from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
 from megajax.inference.terminal import Screen, Session
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import ByteTokenizerConfig

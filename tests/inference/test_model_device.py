@@ -1,7 +1,7 @@
 """Rows of a scheduler on a tiny model: penalties, scores of prompts, seeds and constraints."""
 
 import json
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,16 @@ import pytest
 from test_engine import Client, serve
 from test_programs import HEADS, ROPE, decoder, loaded
 
-from megajax.inference.cache import CacheSize
-from megajax.inference.device import Sampled
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.model_device import ModelDevice
-from megajax.inference.pack import Bucket
-from megajax.inference.pool import Pool
-from megajax.inference.programs import LoadedModel, Programs
-from megajax.inference.request import Sampling
+from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.request import Sampled, Sequence
+from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import RowChooser, choosers, program_of
 from megajax.inference.sampling.guide import Guides
-from megajax.inference.sampling.rows import Program
-from megajax.inference.scheduler import Row, Scheduler
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.scheduler import Pool, Scheduler
+from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import bind
 
 VOCABULARY, LENGTH, BLOCK, CHUNK, ROWS = 250, 32, 4, 8, 3
@@ -41,7 +39,7 @@ def forward(model: LoadedModel) -> Any:
 
     run = jax.jit(lambda weights, tokens: bind(model.model, weights)(tokens))
 
-    def logits(tokens: Sequence[int]) -> np.ndarray:
+    def logits(tokens: abc.Sequence[int]) -> np.ndarray:
         padded = np.zeros((1, LENGTH), np.int32)
         padded[0, : len(tokens)] = tokens
         return np.asarray(run(model.weights, padded))[0, : len(tokens)].astype(np.float64)
@@ -63,9 +61,9 @@ def programs(model: LoadedModel) -> Programs:
     )
 
 
-def row(order: int, tokens: Sequence[int], answer_tokens: int, seed: int = 0, **settings: Any) -> Row:
+def row(order: int, tokens: abc.Sequence[int], answer_tokens: int, seed: int = 0, **settings: Any) -> Sequence:
     item = Sampling(max_tokens=answer_tokens, **settings)
-    return Row(
+    return Sequence(
         order=(order, 0),
         tokens=list(tokens),
         limit=len(tokens) + answer_tokens,
@@ -77,7 +75,7 @@ def row(order: int, tokens: Sequence[int], answer_tokens: int, seed: int = 0, **
     )
 
 
-def generate(programs: Programs, rows: Sequence[Row], blocks: int = 18) -> dict[int, list[Sampled]]:
+def generate(programs: Programs, rows: abc.Sequence[Sequence], blocks: int = 18) -> dict[int, list[Sampled]]:
     """Runs the rows to their limits; results of each answer's tokens, by the row's order."""
     device = ModelDevice(programs, VOCABULARY)
     scheduler = Scheduler(Pool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, prefix_sharing=True)
@@ -101,7 +99,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
 
 
-def penalised(x: np.ndarray, tokens: Sequence[int], prompt: int, item: Sampling) -> np.ndarray:
+def penalised(x: np.ndarray, tokens: abc.Sequence[int], prompt: int, item: Sampling) -> np.ndarray:
     x = x.copy()
     for token in set(tokens):
         x[token] = x[token] / item.repetition_penalty if x[token] > 0 else x[token] * item.repetition_penalty

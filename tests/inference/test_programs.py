@@ -11,9 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from megajax.inference.cache import CacheSize
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs, StepOutput, buckets_up_to
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput, buckets_up_to
+from megajax.inference.step_arrays import Bucket
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from test_programs import HEADS, LATENT, LENGTH, ROPE, VOCABULARY, Logits, Row, Step, decoder, loaded, whole_logits
 
-from megajax.inference.cache import CacheSize, like_cache, token_bytes
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, like_cache
+from megajax.inference.step_arrays import Bucket
 from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.decoding import in_cache
 
@@ -32,9 +31,10 @@ def test_a_head_is_off_by_half_a_step_of_its_largest_number(dtype: str, bound: f
 
 
 def test_bytes_of_a_cache() -> None:
-    assert token_bytes(LEAVES, "bfloat16") == 3 * 2 * 64 * 2
-    assert token_bytes(LEAVES, "int8") == token_bytes(LEAVES, "fp8") == 3 * 2 * (64 + 4)
     model = loaded(decoder(HEADS), {})
+    for dtype, token_bytes in (("bfloat16", 3 * 2 * 64 * 2), ("int8", 3 * 2 * (64 + 4)), ("fp8", 3 * 2 * (64 + 4))):
+        arrays = like_cache(LEAVES[:1], SIZE, dtype, model.mesh, model.layout, 1).values()
+        assert sum(array.size * array.dtype.itemsize for array in arrays) == token_bytes * SIZE.tokens()
     like = like_cache(LEAVES, SIZE, "fp8", model.mesh, model.layout, 1)
     assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in like.items()} == {
         "0.mixer.key": ((3, 8, 4, 2, 64), "float8_e4m3fn"),

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from test_programs import CHUNK, HEADS, LENGTH, VOCABULARY, Logits, Step, loaded
 
-from megajax.inference.cache import CacheSize
-from megajax.inference.memory import lengths_up_to
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.step_arrays import Bucket, lengths_up_to
 from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     BlockConfig,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megajax.inference.request import BIASES, LIMITS, STOP_CHARACTERS, STOP_TOKENS, STOPS, Sampling
+from megajax.inference.sampling_settings import BIASES, LIMITS, STOP_CHARACTERS, STOP_TOKENS, STOPS, Sampling
 
 
 def wrong(**settings: Any) -> list[str]:

@@ -1,30 +1,30 @@
 """Random loads: every invariant after every step, the tokens of a row alone, and an end to all waiting."""
 
 import random
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 
 import pytest
-from stand_in import StandIn, expected
+from stand_in import StandIn, check, check_pool, expected
 
-from megajax.inference.pool import Pool
-from megajax.inference.request import Sampling
-from megajax.inference.scheduler import Row, Scheduler
+from megajax.inference.request import Sequence
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.scheduler import Pool, Scheduler
 
 GREEDY = Sampling(temperature=0)
 
 
-def row(order: int, tokens: Sequence[int], limit: int, **more: object) -> Row:
-    return replace(Row(order=(order, 0), tokens=list(tokens), limit=limit, sampling=GREEDY), **more)
+def row(order: int, tokens: abc.Sequence[int], limit: int, **more: object) -> Sequence:
+    return replace(Sequence(order=(order, 0), tokens=list(tokens), limit=limit, sampling=GREEDY), **more)
 
 
-def made(scheduler: Scheduler, device: StandIn, rows: Sequence[Row], steps: int = 10_000) -> None:
+def made(scheduler: Scheduler, device: StandIn, rows: abc.Sequence[Sequence], steps: int = 10_000) -> None:
     """Runs until all rows have reached their limits."""
     for row in rows:
         scheduler.add(row)
     for _ in range(steps):
         step = scheduler.next()
-        scheduler.check()
+        check(scheduler)
         if step is None:
             break
         for (row, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
@@ -32,7 +32,7 @@ def made(scheduler: Scheduler, device: StandIn, rows: Sequence[Row], steps: int 
                 row.tokens.append(result.token)
             if len(row.tokens) == row.limit:
                 scheduler.remove(row)
-                scheduler.check()
+                check(scheduler)
     assert not scheduler.running and not scheduler.waiting, "no progress"
 
 
@@ -47,7 +47,7 @@ class Load:
         self.device = StandIn(rows=rows, chunk=self.chunk, block=self.size, blocks=blocks, vocabulary=50)
         self.scheduler = Scheduler(Pool(blocks, self.size), rows=rows, chunk=self.chunk, prefix_sharing=self.sharing)
         self.heads = [[self.draw.randrange(50) for _ in range(self.draw.randint(0, 30))] for _ in range(3)]
-        self.live: list[Row] = []
+        self.live: list[Sequence] = []
         self.asked = self.finished = self.number = 0
 
     def arrive(self) -> None:
@@ -64,7 +64,7 @@ class Load:
         if self.live and self.draw.random() < 0.03:
             self.scheduler.remove(self.live.pop(self.draw.randrange(len(self.live))))
         step = self.scheduler.next()
-        self.scheduler.check()
+        check(self.scheduler)
         if step is None:
             assert all(row.paused for row in self.live)
             return
@@ -148,7 +148,7 @@ def test_the_least_recently_used_contents_are_overwritten() -> None:
     pool.release(used)
     pool.allocate()
     assert pool.share(second) is None and pool.share(first) == used
-    pool.check([1, 1])
+    check_pool(pool, [1, 1])
 
 
 def test_a_block_has_no_more_owners_than_it_was_given() -> None:
@@ -176,7 +176,7 @@ def test_paused_rows_give_way_and_are_not_admitted_for_nothing() -> None:
         scheduler.add(item)
     for _ in range(1000):
         step = scheduler.next()
-        scheduler.check()
+        check(scheduler)
         assert step is not None
         for (item, computed), _ in zip(step.parts(), device.run([step])[0], strict=True):
             item.paused = computed == len(item.tokens)
@@ -204,4 +204,4 @@ def test_a_copy_shares_the_full_blocks() -> None:
     assert step is not None and step.prompts == [(copy, 8, 3)]
     assert copy.blocks[:2] == first.blocks[:2] and copy.blocks[2] != first.blocks[2]
     device.run([step])
-    scheduler.check()
+    check(scheduler)

@@ -8,7 +8,8 @@ from stand_in import StandIn, expected
 from waiting import wait_until
 
 from megajax.inference.engine import Engine
-from megajax.inference.request import Piece, Refused, Request, Sampling
+from megajax.inference.request import Output, Refused, Request
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import Worker
 
 
@@ -16,12 +17,12 @@ class Waiting:
     """A request, and an event at its end."""
 
     def __init__(self, name: str, prompt: tuple[int, ...], max_tokens: int = 9):
-        self.pieces: list[Piece] = []
+        self.pieces: list[Output] = []
         self.ended, self.began = threading.Event(), threading.Event()
         sampling = Sampling(temperature=0, max_tokens=max_tokens)
         self.request = Request(identifier=name, prompt=prompt, sampling=sampling, deliver=self.deliver)
 
-    def deliver(self, piece: Piece) -> None:
+    def deliver(self, piece: Output) -> None:
         self.pieces.append(piece)
         self.began.set()
         if piece.finish is not None:
@@ -137,7 +138,7 @@ def test_a_fault_of_the_device_ends_everything(started: Any) -> None:
         except Refused as refusal:
             assert refusal.reason == "draining"
             client.ended.set()
-            client.pieces.append(Piece(0, "", (), (), "error"))
+            client.pieces.append(Output(0, "", (), (), "error"))
     assert [client.finish for client in clients] == ["error"] * 9
     assert wait_until(lambda: worker.failure is not None)
     assert not worker.healthy() and isinstance(worker.failure, RuntimeError)

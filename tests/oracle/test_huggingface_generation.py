@@ -8,9 +8,9 @@ from huggingface_cases import folders, stored
 from megatron_cases import cases, unsupported
 
 from megajax.config.errors import UserError
-from megajax.inference.completions import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.request import Sampling
+from megajax.inference.engine import complete
+from megajax.inference.sampling_settings import Sampling
 from megajax.interop.opening.engine import load, start_engine
 from megajax.interop.opening.origin import Origin, generation_config
 

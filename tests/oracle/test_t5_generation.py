@@ -11,13 +11,13 @@ from flax import nnx
 from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, cases
 
-from megajax.inference.cache import CacheSize
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.model_device import ModelDevice
-from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs, StepOutput
-from megajax.inference.request import Piece, Request, Sampling
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput
+from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -83,7 +83,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
         logits = np.stack([ran[0][2], *(each[0] for each in ran[1:])])[:, : cfg.vocabulary_size]
         compare.check(f"logits of row {number}", logits, io["logits"][number, CHUNK - 1 :], TOLERANCE)
 
-    pieces: list[Piece] = []
+    pieces: list[Output] = []
     engine = Engine(
         ModelDevice(programs_of(model, length, choosers(cfg.vocabulary_size)), cfg.vocabulary_size), end_tokens=()
     )

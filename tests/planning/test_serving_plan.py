@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.cache import CacheSize, like_cache
+from megajax.inference.programs import CacheSize, like_cache
 from megajax.layers.param import specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

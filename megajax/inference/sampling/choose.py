@@ -1,20 +1,117 @@
-"""The choice of the next token of each row, on the device, from logits whose vocabulary may be sharded."""
+"""The choice of the next token of each row, on the device, from logits whose vocabulary may be sharded.
 
+R rows, V ids of the vocabulary with padding or of a device's shard, B edited ids of a row, W = ceil(V / 32) words of a
+mask, L tokens of the longest row, k most likely tokens. Devices exchange sums and their few largest entries, never all
+logits. The order of changes is that of vLLM (vllm/v1/sample/sampler.py, `Sampler`): allowed tokens, forbidden tokens
+and biases, penalties; then temperature, min_p, top_k and top_p. All but those of sampling also act on greedy rows.
+`transformers` applies min_p last; the two differ only where min_p and top_p are combined.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.inference.sampling.edits import add_biases, apply_penalties, mask_disallowed
-from megajax.inference.sampling.filters import keep_mask
-from megajax.inference.sampling.rows import Chosen, Drawing, Program, RowSampling, Scores
-from megajax.inference.sampling.vocabulary import best, entries, ids_of
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.layout import Layout
 
 LOGITS, ROW, ROWS = ("batch", "vocab"), ("batch",), ("batch", None)
+BITS = 32
+WORD = 32
+"""Bits of a word of a mask."""
+
+
+class Program(IntEnum):
+    """The compiled programs that choose tokens. Each includes the previous ones: a step runs the largest of its rows'.
+
+    A row's token does not depend on the program.
+    """
+
+    GREEDY = 0
+    """The first most likely token and its log-probability, without random numbers or filters."""
+    SAMPLED = 1
+    """Temperature, min_p, top_k, top_p."""
+    FULL = 2
+    """Allowed and forbidden tokens, biases, penalties; ranks and the most likely tokens; scores of prompts."""
+
+
+type Values = Any
+"""An array; a numpy array while a step is packed."""
+
+
+class Drawing(NamedTuple):
+    """Sampling settings of rows."""
+
+    temperature: Values
+    """float32 [R]; 0: the first most likely token."""
+    top_k: Values
+    """int32 [R]; 0: all."""
+    top_p: Values
+    """float32 [R]; 1: all."""
+    min_p: Values
+    """float32 [R]; 0: all."""
+    seed: Values
+    """uint32 [R, 2]: upper and lower half of the seed."""
+    number: Values
+    """int32 [R]: number of generated tokens of the row."""
+
+
+class Edits(NamedTuple):
+    """Changes of rows' logits before a token is chosen."""
+
+    allowed: Values
+    """uint32 [R, W]: bit i % 32 of word i // 32 is set where id i is allowed."""
+    tokens: Values
+    """int32 [R, B]: ids with a bias; -1: unused."""
+    biases: Values
+    """float32 [R, B]: added to their logits; -inf forbids a token."""
+    repetition: Values
+    """float32 [R]; 1: no penalty."""
+    presence: Values
+    """float32 [R]; 0: no penalty."""
+    frequency: Values
+    """float32 [R]; 0: no penalty."""
+    prompt: Values
+    """int32 [R]: number of tokens of the prompt."""
+    length: Values
+    """int32 [R]: number of tokens of prompt and answer."""
+
+
+class RowSampling(NamedTuple):
+    """The settings of the rows of a step; None for those that the program does not read."""
+
+    drawing: Drawing | None = None
+    """Read by Program.SAMPLED and Program.FULL."""
+    edits: Edits | None = None
+    """Read by Program.FULL."""
+
+
+class Chosen(NamedTuple):
+    """The next tokens of rows."""
+
+    token: Array
+    """int32 [R]; -1 for a row with non-finite logits or without an allowed token."""
+    logprob: Array
+    """float32 [R]: its log-probability under the model, before any setting."""
+    finite: Array
+    """bool [R]: whether all logits of the row are finite."""
+    scores: "Scores | None" = None
+    """Read by Program.FULL."""
+
+
+class Scores(NamedTuple):
+    """Rank of a given token, and the most likely tokens, under the model, before any setting."""
+
+    rank: Array
+    """int32 [R]: 1 + number of more likely ids."""
+    top: Array
+    """int32 [R, k]: ids of the most likely tokens; equally likely ones by ascending id."""
+    logprobs: Array
+    """float32 [R, k]: their log-probabilities."""
 
 
 def choose(
@@ -126,3 +223,140 @@ def scores_of(x: Array, logit: Array, normaliser: Array, k: int, shard: Vocabula
     rank = 1 + shard.sum((x > logit[:, None]).sum(-1, dtype=jnp.int32))
     values, ids = best(x, k, shard)
     return Scores(rank, ids, values - normaliser[:, None])
+
+
+def mask_disallowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:
+    """x float32 [R, V], -inf for ids whose bit is not set in allowed, uint32 [R, W]."""
+    ids = ids_of(shard, x.shape[1])
+    mask_words = allowed[:, jnp.minimum(ids // WORD, allowed.shape[1] - 1)]
+    bits = (mask_words >> (ids % WORD).astype(jnp.uint32)[None]) & 1
+    return jnp.where((bits == 1) & (ids < allowed.shape[1] * WORD)[None], x, -jnp.inf)
+
+
+def add_biases(x: Array, edits: Edits, shard: VocabularyShard) -> Array:
+    """x float32 [R, V] with the biases added; -inf as a bias forbids a token."""
+    return x.at[_rows(x), _columns(edits.tokens, shard, x.shape[1])].add(edits.biases, mode="drop")
+
+
+def apply_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
+    """x float32 [R, V] less the penalties of tokens that the row already has.
+
+    tokens: int32 [R, L], prompt and answer; those at or past `edits.length` are ignored.
+
+    - repetition r (Keskar et al. 2019): the logit of a token of prompt or answer is divided by r if positive, else
+      multiplied by it; as RepetitionPenaltyLogitsProcessor of `transformers`.
+    - then frequency f and presence p: a logit is lowered by f times the number of times that the answer has the token,
+      and by p if it has it; as in the API of OpenAI. The prompt does not count.
+
+    Skipped if no row has a penalty.
+    """
+    penalized = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
+    return lax.cond(penalized.any(), lambda: _with_penalties(x, edits, tokens, shard), lambda: x)
+
+
+def _with_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
+    place = jnp.arange(tokens.shape[1])[None]
+    present = place < edits.length[:, None]
+    columns = _columns(jnp.where(present, tokens, -1), shard, x.shape[1])
+    answer = present & (place >= edits.prompt[:, None])
+    occurs = jnp.zeros(x.shape, bool).at[_rows(x), columns].set(True, mode="drop")
+    counts = jnp.zeros(x.shape, jnp.int32).at[_rows(x), columns].add(answer.astype(jnp.int32), mode="drop")
+    repetition = edits.repetition[:, None]
+    x = jnp.where(occurs, jnp.where(x > 0, x / repetition, x * repetition), x)
+    x = x - edits.frequency[:, None] * counts.astype(x.dtype)
+    return x - edits.presence[:, None] * (counts > 0).astype(x.dtype)
+
+
+def _rows(x: Array) -> Array:
+    return jnp.arange(x.shape[0])[:, None]
+
+
+def _columns(tokens: Array, shard: VocabularyShard, count: int) -> Array:
+    """Columns of ids on this device; `count`, which is dropped, for others and for -1."""
+    columns = tokens - shard.first
+    return jnp.where((tokens >= 0) & (columns >= 0) & (columns < count), columns, count)
+
+
+def keep_mask(x: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
+    """Which tokens may be drawn, bool [R, V].
+
+    x: float32 [R, V], logits divided by the temperature, less the largest of the row; -inf for forbidden tokens.
+
+    - min_p (Nguyen et al. 2024): tokens at least min_p times as likely as the most likely one.
+    - top_k: the k most likely of these; with more tokens equal to the k-th, those as well (as `transformers` does).
+    - top_p (Holtzman et al. 2019): the smallest set of the most likely of these whose probabilities, renormalized over
+      these, sum to at least p.
+
+    The thresholds of top_k and top_p are found by bisection over the 32 bits of a float: 32 passes over the row that
+    count or sum, instead of a sort. This is exact for any k and p, devices exchange one number per row and pass, and a
+    sharded vocabulary is never gathered. Of equal logits, either all are kept or none. A filter that no row needs is
+    skipped.
+    """
+    sampled = drawing.temperature > 0
+    keep = (x >= jnp.log(drawing.min_p)[:, None]) & (x > -jnp.inf)
+    top_k_rows = sampled & (drawing.top_k > 0) & (drawing.top_k < shard.size)
+    keep = lax.cond(top_k_rows.any(), lambda: _top_k(x, keep, top_k_rows, drawing.top_k, shard), lambda: keep)
+    nucleus = sampled & (drawing.top_p < 1)
+    return lax.cond(nucleus.any(), lambda: _top_p(x, keep, nucleus, drawing.top_p, shard), lambda: keep)
+
+
+def _top_k(x: Array, keep: Array, rows: Array, k: Array, shard: VocabularyShard) -> Array:
+    order = order_of(x)
+    lowest = threshold(order, lambda part: shard.sum((part & keep).sum(-1, dtype=jnp.int32)) >= k)
+    return keep & (order >= jnp.where(rows, lowest, 0)[:, None])
+
+
+def _top_p(x: Array, keep: Array, rows: Array, p: Array, shard: VocabularyShard) -> Array:
+    order, weights = order_of(x), jnp.where(keep, jnp.exp(x), 0)
+    enough = p * shard.sum(weights.sum(-1))
+    lowest = threshold(order, lambda part: shard.sum(jnp.where(part, weights, 0).sum(-1)) >= enough)
+    return keep & (order >= jnp.where(rows, lowest, 0)[:, None])
+
+
+def ids_of(shard: VocabularyShard, count: int) -> Array:
+    """Ids of the `count` columns of this device, int32 [V]."""
+    return shard.first + jnp.arange(count, dtype=jnp.int32)
+
+
+def best(x: Array, k: int, shard: VocabularyShard) -> tuple[Array, Array]:
+    """The k largest entries of each row of x [R, V] over all devices, and their ids, int32: both [R, k].
+
+    In descending order; equal entries by ascending id, like numpy.argmax.
+    """
+    if k == 1:
+        places = jnp.argmax(x, -1).astype(jnp.int32)[:, None]
+        values = jnp.take_along_axis(x, places, -1)
+    else:
+        values, places = lax.top_k(x, min(k, x.shape[1]))
+    ids = ids_of(shard, x.shape[1])[places]
+    if shard.axes:
+        values, ids = (lax.all_gather(part, shard.axes, axis=1, tiled=True) for part in (values, ids))
+        values, places = lax.top_k(values, min(k, values.shape[1]))
+        ids = jnp.take_along_axis(ids, places, -1)
+    return values, ids
+
+
+def entries(x: Array, ids: Array, shard: VocabularyShard) -> Array:
+    """x [R, V] at ids int32 [R], float32 [R]. 0 for ids of other devices, so the sum over devices is the entry."""
+    place = ids - shard.first
+    local = (place >= 0) & (place < x.shape[1])
+    return jnp.where(local, jnp.take_along_axis(x, jnp.where(local, place, 0)[:, None], -1)[:, 0], 0)
+
+
+def order_of(x: Array) -> Array:
+    """float32 -> uint32 with the same order; -0 and 0 are equal, NaN is not allowed."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
+    return jnp.where(bits >> (BITS - 1) == 1, ~bits, bits | jnp.uint32(1 << (BITS - 1)))
+
+
+def threshold(order: Array, enough: Callable[[Array], Array]) -> Array:
+    """The largest t with `enough(order >= t)`, uint32 [R]; 0 if there is none. A binary search, without a sort.
+
+    order: uint32 [R, V]; enough: kept entries bool [R, V] -> bool [R], monotonic in the kept entries.
+    """
+
+    def step(bit: Array, t: Array) -> Array:
+        higher = t | (jnp.uint32(1) << (BITS - 1 - bit).astype(jnp.uint32))
+        return jnp.where(enough(order >= higher[:, None]), higher, t)
+
+    return lax.fori_loop(0, BITS, step, jnp.zeros(order.shape[0], jnp.uint32))

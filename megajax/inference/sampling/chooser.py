@@ -1,25 +1,106 @@
-"""The choosers of tokens that an engine compiles, and their input arrays from the rows of a step."""
+"""The choosers of tokens that an engine compiles, their input arrays from the sequences of a step, and the scores of
+prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
-from megajax.inference.pack import Bucket
 from megajax.inference.programs import StepOutput
-from megajax.inference.request import BIASES, STOP_TOKENS
-from megajax.inference.sampling.choose import choose
-from megajax.inference.sampling.prompt import PromptScores, prompt_scores
-from megajax.inference.sampling.rows import Chosen, Drawing, Edits, Program, RowSampling
-from megajax.inference.scheduler import Row
+from megajax.inference.request import Sequence, Step
+from megajax.inference.sampling.choose import (
+    LOGITS,
+    ROW,
+    ROWS,
+    WORD,
+    Chosen,
+    Drawing,
+    Edits,
+    Program,
+    RowSampling,
+    Scores,
+    choose,
+    entries,
+    log_sum_exp,
+    scores_of,
+    shard_of,
+)  # fmt: skip
+from megajax.inference.sampling_settings import BIASES, STOP_TOKENS
+from megajax.inference.step_arrays import Bucket
 from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import devices_along
 
 TOP, PROMPT_TOP = 64, 20
 """Number of most likely tokens computed for a row, as beam searches need, and for a token of a prompt."""
 EDITED = BIASES + STOP_TOKENS + 8
 """Maximum number of tokens of a row with a bias or forbidden; 8 for the model's end tokens."""
-WORD = 32
+PIECE = 64
+"""Maximum number of tokens of each replica whose logits exist at the same time."""
+STATES = ("batch", None, None)
+
+
+class PromptScores(NamedTuple):
+    """Scores of C tokens of each replica, in pieces of P = min(C, PIECE); see `place`."""
+
+    logprob: Array
+    """float32 [pieces, replicas * P]: log-probability under the model, before any setting."""
+    scores: Scores
+    """Arrays [pieces, replicas * P, ...]."""
+
+
+def place(token: int, replica: int, count: int) -> tuple[int, int]:
+    """(piece, index in the piece) of a token of a replica in `PromptScores`. count: tokens of each replica.
+
+    The last piece ends with the last token, so it may overlap the previous one.
+    """
+    size = min(count, PIECE)
+    piece = token // size
+    return piece, replica * size + token - min(piece * size, count - size)
+
+
+def prompt_scores(
+    layout: Layout, size: int, k: int, logits_of: Callable[[Array], Array], states: Array, targets: Array
+) -> PromptScores:
+    """Scores of the next tokens, and the k most likely tokens at each position.
+
+    logits_of: states [T, 1, D] -> logits float32 [T, V], laid out (batch, vocab); states: [replicas * C, 1, D];
+    targets: int32 [replicas * C], the next tokens, -1 where no score is requested. Without any target, nothing is
+    computed, and the scores are 0. size: number of ids in use.
+    """
+    axes, replicas = layout.free_axes("vocab"), devices_along(layout.free_axes("batch"))
+    count = targets.shape[0] // replicas
+    length = min(count, PIECE)
+
+    def slice_piece(states: Array, targets: Array, first: Array) -> tuple[Array, Array]:
+        return lax.dynamic_slice_in_dim(states, first, length), lax.dynamic_slice_in_dim(targets, first, length)
+
+    def score(logits: Array, targets: Array) -> PromptScores:
+        shard = shard_of(logits, size, axes)
+        raw = jnp.where((shard.first + jnp.arange(logits.shape[1]) < size)[None], logits, -jnp.inf)
+        logit, normaliser = shard.sum(entries(raw, targets, shard)), log_sum_exp(raw, shard)
+        return PromptScores(logit - normaliser, scores_of(raw, logit, normaliser, k, shard))
+
+    def piece(first: Array) -> PromptScores:
+        piece_states, piece_targets = layout.island(slice_piece, (STATES, ROW, ()), (STATES, ROW))(
+            states, targets, first
+        )
+        row: Any = ROW
+        several: Any = ROWS
+        out: Any = PromptScores(row, Scores(row, several, several))
+        return layout.island(score, (LOGITS, ROW), out)(logits_of(piece_states), piece_targets)
+
+    def every() -> PromptScores:
+        firsts = [min(first, count - length) for first in range(0, count, length)]
+        return lax.map(piece, jnp.asarray(firsts, jnp.int32))
+
+    def nothing() -> PromptScores:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(every))
+
+    return lax.cond((targets >= 0).any(), every, nothing)
 
 
 class ChooserInputs(NamedTuple):
@@ -59,7 +140,7 @@ class RowChooser(NamedTuple):
         scores = prompt_scores(layout, self.size, PROMPT_TOP, out.logits_of, out.prompt, inputs.targets)
         return StepChosen(chosen, scores)
 
-    def inputs(self, work: Sequence[Any | None], bucket: Bucket) -> ChooserInputs:
+    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> ChooserInputs:
         """The arrays of one step of each replica. work: steps of the scheduler."""
         placed, targets = [], np.full((len(work), bucket.chunk), -1, np.int32)
         for replica, step in enumerate(work):
@@ -82,7 +163,7 @@ def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:
     return tuple(RowChooser(program, size) for program in Program if program == Program.FULL or not invariant)
 
 
-def program_of(row: Row) -> Program:
+def program_of(row: Sequence) -> Program:
     """The first program that serves a row."""
     settings = row.sampling
     penalties = settings.repetition_penalty != 1 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
@@ -92,20 +173,20 @@ def program_of(row: Row) -> Program:
     return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
 
 
-def row_sampling(placed: Sequence[tuple[int, Row]], program: Program, count: int, size: int) -> RowSampling:
+def row_sampling(placed: abc.Sequence[tuple[int, Sequence]], program: Program, count: int, size: int) -> RowSampling:
     """Numpy arrays with `count` rows. placed: pairs (index, row); other indices have neutral settings."""
     drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
     return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)
 
 
-def _column(placed: Sequence[tuple[int, Row]], count: int, neutral: float, name: str) -> np.ndarray:
+def _column(placed: abc.Sequence[tuple[int, Sequence]], count: int, neutral: float, name: str) -> np.ndarray:
     column = np.full(count, neutral, np.float32)
     for place, row in placed:
         column[place] = getattr(row.sampling, name)
     return column
 
 
-def _drawing(placed: Sequence[tuple[int, Row]], count: int) -> Drawing:
+def _drawing(placed: abc.Sequence[tuple[int, Sequence]], count: int) -> Drawing:
     seed, number = np.zeros((count, 2), np.uint32), np.zeros(count, np.int32)
     for place, row in placed:
         seed[place], number[place] = divmod(row.seed, 2**32), row.generated
@@ -119,7 +200,7 @@ def _drawing(placed: Sequence[tuple[int, Row]], count: int) -> Drawing:
     )
 
 
-def _edits(placed: Sequence[tuple[int, Row]], count: int, size: int) -> Edits:
+def _edits(placed: abc.Sequence[tuple[int, Sequence]], count: int, size: int) -> Edits:
     allowed = np.full((count, -(-size // WORD)), 2**WORD - 1, np.uint32)
     tokens, biases = np.full((count, EDITED), -1, np.int32), np.zeros((count, EDITED), np.float32)
     prompt, length = np.zeros(count, np.int32), np.zeros(count, np.int32)

@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from uuid import uuid4
 
-from megajax.inference.request import Piece, Refused, Request, Sampling
+from megajax.inference.request import Output, Refused, Request
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.errors import failed, refused, shutting_down
 from megajax.inference.server.metrics import ServerMetrics
 from megajax.inference.worker import Worker
@@ -23,7 +24,7 @@ class Call:
         """names: settings of `Sampling` -> fields of the request, for messages."""
         self._worker, self._metrics, self._names = worker, metrics, names
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Output] = asyncio.Queue()
         self._running: set[str] = set()
         self._unfinished = 0
         self._began = time.monotonic()
@@ -51,7 +52,7 @@ class Call:
             self._running.add(identifier)
             self._unfinished += sampling.n
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: Output) -> None:
         """Called on the engine's thread."""
         with contextlib.suppress(RuntimeError):  # The event loop is closed: nothing waits.
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -61,14 +62,14 @@ class Call:
         while self._running:
             self._worker.cancel(self._running.pop())
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncIterator[list[Output]]:
         """Yield the new text of answers, at most a piece of each, until all are finished.
 
         Raises RequestError: 500 if the engine failed, 503 if it was shut down.
         """
         try:
             while self._unfinished:
-                grown: dict[int, Piece] = {}
+                grown: dict[int, Output] = {}
                 pending = [await self._pieces.get()]
                 while not self._pieces.empty():  # A slow reader gets several tokens in one event.
                     pending.append(self._pieces.get_nowait())
@@ -81,7 +82,7 @@ class Call:
         finally:
             self.cancel()
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: Output) -> None:
         now = time.monotonic()
         self.generated += len(piece.tokens)
         if piece.tokens:
@@ -100,12 +101,12 @@ class Call:
             raise shutting_down()
 
 
-async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list[Piece] | None:
+async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list[Output] | None:
     """All answers of a call in order, each as one piece; None if the client disconnects, which cancels the call.
 
     disconnected: ends when the client closes the connection. Raises RequestError.
     """
-    answers: dict[int, Piece] = {}
+    answers: dict[int, Output] = {}
 
     async def collect() -> None:
         async for pieces in call.pieces():
@@ -125,6 +126,6 @@ async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list
     return [answers[number] for number in sorted(answers)]
 
 
-def _append(answers: dict[int, Piece], piece: Piece) -> None:
+def _append(answers: dict[int, Output], piece: Output) -> None:
     before = answers.get(piece.choice)
     answers[piece.choice] = piece if before is None else before.merge(piece)

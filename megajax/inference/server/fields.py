@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megajax.config.nearest import did_you_mean
-from megajax.inference.request import LIMITS, Sampling, abbreviated
+from megajax.inference.sampling_settings import LIMITS, Sampling, abbreviated
 from megajax.inference.server.errors import invalid
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.inference.request import TOKEN, Limit, Piece, Sampling
+from megajax.inference.request import Output
+from megajax.inference.sampling_settings import TOKEN, Limit, Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.errors import invalid
 from megajax.inference.server.fields import (
@@ -76,7 +77,7 @@ class MegatronForm:
         self._tokenizer, self._texts = model.tokenizer, TokenTexts(model.tokenizer)
         self._prompts, self._settings, self._scored = prompts, settings, scored
 
-    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
         prompts = [self._prompts[answer.choice // self._settings.n] for answer in answers]
         pairs = list(zip(prompts, answers, strict=True))
         tokens = [[*prompt, *answer.tokens] for prompt, answer in pairs]
@@ -93,7 +94,7 @@ class MegatronForm:
             body["logprobs"] = [[finite(score.logprob) for score in scores if score] for scores in scores_by_answer]
         return body
 
-    def _score(self, answer: Piece) -> float:
+    def _score(self, answer: Output) -> float:
         """Score of a beam: its log-probability divided by its length to the power of length_penalty."""
         length = max(len(answer.tokens), 1) ** self._settings.length_penalty
         return finite(math.fsum(score.logprob for score in answer.scores) / length)

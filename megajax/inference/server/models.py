@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
-from megajax.inference.request import abbreviated
+from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.errors import RequestError, invalid
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer

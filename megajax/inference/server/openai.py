@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from megajax.inference.request import Piece, Sampling
+from megajax.inference.request import Output
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.errors import invalid
 from megajax.inference.server.fields import CHAT, COMPLETIONS, Fields, check, demand, names_by_setting, one_of, sampling
@@ -18,7 +19,7 @@ from megajax.inference.server.scores import TokenTexts, chat_scores, completion_
 class Form(Protocol):
     """The format of a job's answers."""
 
-    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
         """The body of a response."""
         ...
 
@@ -52,11 +53,11 @@ class OpenAIForm:
         self._prompt_tokens, self._generated = sum(map(len, prompts)), 0
         self._head = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model.name}
 
-    def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
+    def choice(self, piece: Output, *, event: bool) -> dict[str, Any]:
         """An entry of `choices`."""
         raise NotImplementedError
 
-    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
         choices = [self.choice(answer, event=False) for answer in answers]
         self._generated = sum(len(answer.tokens) for answer in answers)
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
@@ -65,7 +66,7 @@ class OpenAIForm:
         """Events before the first token."""
         return []
 
-    def event(self, piece: Piece) -> dict[str, Any]:
+    def event(self, piece: Output) -> dict[str, Any]:
         """The event of a piece of an answer."""
         self._generated += len(piece.tokens)
         return self._event([self.choice(piece, event=True)])
@@ -103,13 +104,13 @@ class CompletionForm(OpenAIForm):
         self._lengths: dict[int, int] = {}
         self._prompt_scores: dict[int, tuple[Any, ...]] = {}
 
-    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
         # The first answer to a prompt has the scores of the prompt for all answers.
         n = self._settings.n
         self._prompt_scores = {answer.choice // n: answer.prompt_scores for answer in answers[::n]}
         return super().response(answers)
 
-    def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
+    def choice(self, piece: Output, *, event: bool) -> dict[str, Any]:
         number, echoes = piece.choice // self._settings.n, self._echo and piece.choice not in self._lengths
         start = self._lengths.setdefault(piece.choice, 0)
         text = self._tokenizer.decode(self._prompts[number]) + piece.text if echoes else piece.text
@@ -133,7 +134,7 @@ class ChatForm(OpenAIForm):
         super().__init__(model, [prompt], with_usage=with_usage)
         self._settings = settings
 
-    def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
+    def choice(self, piece: Output, *, event: bool) -> dict[str, Any]:
         logprobs = None if self._settings.logprobs is None else chat_scores(self.texts, piece.scores)
         if event:
             content = {"delta": {"content": piece.text} if piece.text else {}}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megajax.inference.request import abbreviated
+from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.errors import invalid
 from megajax.inference.server.models import ServedModel
 

@@ -7,8 +7,8 @@ from math import prod
 from megajax.config.errors import ConfigError
 from megajax.display.banner import Section, plain
 from megajax.display.text import count
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.model_device import ModelDevice
 from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig

@@ -2,11 +2,9 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import abc
 
-from megajax.inference.device import Sampled
-from megajax.inference.request import TokenScore
-from megajax.inference.scheduler import Row, Step
+from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 
 BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
 """Prompts at which logits are not finite, and at which the device is lost."""
@@ -22,9 +20,9 @@ class EchoDevice:
         self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds
         self.open = threading.Event()
         self.open.set()
-        self.seen: list[Row] = []
+        self.seen: list[Sequence] = []
 
-    def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
+    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
         time.sleep(self.seconds)
         self.open.wait()
         (step,) = work
@@ -32,7 +30,7 @@ class EchoDevice:
         self.seen = [row for row, _ in step.parts()]
         return [[self._next(row, computed) for row, computed in step.parts()]]
 
-    def _next(self, row: Row, computed: int) -> Sampled:
+    def _next(self, row: Sequence, computed: int) -> Sampled:
         prompt = tuple(row.tokens[: row.prompt])
         if prompt == DEATH:
             raise RuntimeError("the device is lost")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from served import Running
 
-from megajax.inference.request import LIMITS, Sampling
+from megajax.inference.sampling_settings import LIMITS, Sampling
 from megajax.inference.server.errors import RequestError
 from megajax.inference.server.fields import CHAT, COMPLETIONS, Field, check, sampling
 

@@ -1,10 +1,12 @@
-"""A step of the scheduler as arrays of fixed shapes."""
+"""A step of the scheduler, and the texts that an encoder reads, as arrays of fixed shapes."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import abc
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from megajax.inference.request import Sequence, Step
 
 
 class Bucket(NamedTuple):
@@ -32,26 +34,6 @@ class Bucket(NamedTuple):
         return f"{self.rows} rows" + (f" + prompt of {self.chunk}" if self.chunk else "")
 
 
-class Row(Protocol):
-    """A running request."""
-
-    tokens: Sequence[int]
-    """Prompt, then the answer so far."""
-    blocks: Sequence[int]
-    """Blocks of the pool, in order."""
-    slot: int
-    """Index into the cache leaves per row."""
-
-
-class Step(Protocol):
-    """The work of a replica in a step."""
-
-    decode: Sequence[tuple[Any, int]]
-    """Rows, and the position of the single token of each."""
-    prompts: Sequence[tuple[Any, int, int]]
-    """At most one: a row, its first position, and the number of tokens."""
-
-
 class StepArrays(NamedTuple):
     """The input of a compiled step; replicas are concatenated along the first dimension of each array."""
 
@@ -72,7 +54,7 @@ NOWHERE = 2**30
 """A slot past every pool: writes to it are dropped."""
 
 
-def bucket_for(work: Sequence[Step | None], buckets: Sequence[Bucket]) -> Bucket:
+def bucket_for(work: abc.Sequence[Step | None], buckets: abc.Sequence[Bucket]) -> Bucket:
     """The smallest bucket that fits the steps of all replicas. Raises ValueError if there is none."""
     rows = max((len(step.decode) for step in work if step is not None), default=0)
     chunk = max((count for step in work if step is not None for _, _, count in step.prompts), default=0)
@@ -114,6 +96,50 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
 
 
-def joined(replicas: Sequence[StepArrays]) -> StepArrays:
+def joined(replicas: abc.Sequence[StepArrays]) -> StepArrays:
     """The arrays of several replicas, concatenated."""
     return replicas[0] if len(replicas) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *replicas)
+
+
+SHORTEST = 64
+"""Encoder texts are padded to this length, its doubles, or the maximum length."""
+
+
+class Texts(NamedTuple):
+    """The input of the encoder: a text of each replica."""
+
+    tokens: Any
+    """int32 [replicas, L]."""
+    counts: Any
+    """int32 [replicas]: tokens of each text."""
+    states: Any
+    """int32 [replicas]: slots of the rows; past the last slot for replicas without a text."""
+
+
+def lengths_up_to(longest: int) -> tuple[int, ...]:
+    """The padded lengths of texts; empty for 0."""
+    lengths = [SHORTEST] if longest else []
+    while lengths and lengths[-1] < longest:
+        lengths.append(2 * lengths[-1])
+    return tuple(min(length, longest) for length in lengths)
+
+
+def starting_rows(work: abc.Sequence[Step | None]) -> list[Sequence | None] | None:
+    """For each replica the row that starts in this step, or None; None if no row starts."""
+    rows = [next((row for row, at, _ in step.prompts if at == 0), None) if step else None for step in work]
+    return rows if any(row is not None for row in rows) else None
+
+
+def texts_of(rows: abc.Sequence[Sequence | None], lengths: abc.Sequence[int]) -> Texts:
+    """The texts of these rows. Raises ValueError for a text that is longer than all lengths."""
+    longest = max(len(row.memory) for row in rows if row is not None)
+    length = next((padded for padded in lengths if padded >= longest), None)
+    if length is None:
+        raise ValueError(f"the encoder reads at most {lengths[-1]} tokens, the text has {longest}")
+    tokens, counts = np.zeros((len(rows), length), np.int32), np.zeros(len(rows), np.int32)
+    states = np.full(len(rows), NOWHERE, np.int32)
+    for number, row in enumerate(rows):
+        if row is not None:
+            tokens[number, : len(row.memory)] = row.memory
+            counts[number], states[number] = len(row.memory), row.slot
+    return Texts(tokens, counts, states)

@@ -1,0 +1,217 @@
+"""The settings of an answer, their limits, and their flags; imports neither jax nor flax."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.command_line.help import field_texts
+from megajax.command_line.parser import Flag
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.schema import hints
+
+MAX_TOKENS = 256
+"""Default of the flag --max-tokens."""
+
+
+class Limit(NamedTuple):
+    """The valid values of a setting."""
+
+    kind: type
+    """int, or float, which allows integers too; neither allows booleans."""
+    least: float
+    most: float
+    above: bool = False
+    """Whether `least` itself is excluded."""
+    optional: bool = False
+    """Whether None is allowed."""
+
+    def error(self, value: Any) -> str:
+        """Why the value is invalid; "" if it is valid."""
+        if value is None and self.optional:
+            return ""
+        expected = "an integer" if self.kind is int else "a number"
+        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
+            return f"must be {expected}, got {abbreviated(value)}"
+        # Comparisons with NaN are false.
+        inside = (self.least < value if self.above else self.least <= value) and value <= self.most
+        interval = f"above {self.least:,} and at most" if self.above else f"between {self.least:,} and"
+        return "" if inside else f"must be {interval} {self.most:,}, got {abbreviated(value)}"
+
+
+TOKEN = Limit(int, 0, 2**31 - 1)
+"""A token id. The engine rejects ids outside the vocabulary."""
+
+LIMITS: Mapping[str, Limit] = {
+    "max_tokens": Limit(int, 0, 2**20),
+    "min_tokens": Limit(int, 0, 2**20),
+    "temperature": Limit(float, 0, 100),
+    "top_k": Limit(int, 0, 2**20),
+    "top_p": Limit(float, 0, 1, above=True),
+    "min_p": Limit(float, 0, 1),
+    "repetition_penalty": Limit(float, 0, 10, above=True),
+    "presence_penalty": Limit(float, -2, 2),
+    "frequency_penalty": Limit(float, -2, 2),
+    "seed": Limit(int, 0, 2**63 - 1, optional=True),
+    "logprobs": Limit(int, 0, 20, optional=True),
+    "prompt_logprobs": Limit(int, 0, 20, optional=True),
+    "n": Limit(int, 1, 16),
+    "best_of": Limit(int, 1, 16, optional=True),
+    "beams": Limit(int, 1, 16),
+    "length_penalty": Limit(float, -10, 10),
+}
+"""Limits of the numeric settings. The server's documentation and schema are generated from this table."""
+
+BIASES, BIAS = 512, Limit(float, -100, 100)
+"""Maximum number of entries of `logit_bias`, and limits of their values."""
+BEAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_k": (0,),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "guide": (None,),
+}
+"""Settings that a beam search does not support -> their neutral values."""
+STOPS, STOP_CHARACTERS, STOP_TOKENS = 16, 256, 64
+"""Maximum number of stop strings, of characters of each, and of stop tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the tokens of an answer are chosen, and where it ends."""
+
+    max_tokens: int = 16
+    """Maximum number of tokens, further limited by the maximum row length. 0: only the scores of the prompt."""
+    min_tokens: int = 0
+    """Minimum number of tokens."""
+    temperature: float = 1.0
+    """0: greedy."""
+    top_k: int = 0
+    """0: all tokens."""
+    top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities add up to this; 1: all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the largest probability; 0: all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1: no penalty."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the answer for each of their occurrences."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token -> number added to its logit."""
+    seed: int | None = None
+    """Random seed. None: a random one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; it ends before the first one."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end the answer."""
+    ignore_eos: bool = False
+    """Continue after the end of a text."""
+    logprobs: int | None = None
+    """Number of most likely tokens to report in addition to the chosen one. None: no scores."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to report for each token of the prompt. None: no scores."""
+    n: int = 1
+    """Number of answers."""
+    best_of: int | None = None
+    """Number of answers to generate. The n with the highest mean log-probability are delivered at the end."""
+    beams: int = 1
+    """Width of a beam search, which replaces sampling; 1: sampling."""
+    length_penalty: float = 1.0
+    """Beam search divides the log-probability of a text by its length to this power."""
+    guide: Any | None = None
+    """A JSON schema that the text has to match."""
+
+    def choices(self) -> int:
+        """Number of generated answers."""
+        return self.n if self.best_of is None else self.best_of
+
+    def problems(self) -> list[Problem]:
+        """Invalid settings, by the names of the fields."""
+        errors = {name: limit.error(getattr(self, name)) for name, limit in LIMITS.items()}
+        errors |= {"stop": self._stop_error(), "stop_tokens": self._stop_tokens_error()}
+        errors |= {"logit_bias": self._bias_error()}
+        if not isinstance(self.ignore_eos, bool):
+            errors["ignore_eos"] = f"must be true or false, got {abbreviated(self.ignore_eos)}"
+        return [Problem(name, error) for name, error in errors.items() if error] or self._contradictions()
+
+    def _stop_error(self) -> str:
+        if not isinstance(self.stop, tuple) or not all(isinstance(stop, str) for stop in self.stop):
+            return f"must be strings, got {abbreviated(self.stop)}"
+        if len(self.stop) > STOPS:
+            return f"must be at most {STOPS} strings, got {len(self.stop):,}"
+        lengths = [len(stop) for stop in self.stop if not 1 <= len(stop) <= STOP_CHARACTERS]
+        expected = f"each string must have between 1 and {STOP_CHARACTERS} characters"
+        return f"{expected}, got one of {lengths[0]:,}" if lengths else ""
+
+    def _stop_tokens_error(self) -> str:
+        if not isinstance(self.stop_tokens, tuple) or any(TOKEN.error(token) for token in self.stop_tokens):
+            return f"must be token ids, got {abbreviated(self.stop_tokens)}"
+        count = len(self.stop_tokens)
+        return f"must be at most {STOP_TOKENS}, got {count:,}" if count > STOP_TOKENS else ""
+
+    def _bias_error(self) -> str:
+        if not isinstance(self.logit_bias, Mapping):
+            return f"must map token ids to numbers, got {abbreviated(self.logit_bias)}"
+        if len(self.logit_bias) > BIASES:
+            return f"must have at most {BIASES} entries, got {len(self.logit_bias):,}"
+        errors = [f"the token {error}" for token in self.logit_bias if (error := TOKEN.error(token))]
+        errors += [f"the value {error}" for value in self.logit_bias.values() if (error := BIAS.error(value))]
+        return next(iter(errors), "")
+
+    def _contradictions(self) -> list[Problem]:
+        """Contradictions between valid settings."""
+        problems = []
+        if self.min_tokens > self.max_tokens:
+            problems.append(Problem("min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}"))
+        if self.best_of is not None and self.best_of < self.n:
+            problems.append(Problem("best_of", f"{self.best_of} is below n, {self.n}"))
+        if self.beams > 1 and self.best_of is not None:
+            problems.append(Problem("best_of", "has no effect on a beam search: remove it, and set n"))
+        if self.beams == 1 and self.length_penalty != 1:
+            problems.append(Problem("length_penalty", "has an effect only on a beam search: set beams as well"))
+        for name, neutral in BEAM_NEUTRAL.items() if self.beams > 1 else ():
+            if getattr(self, name) not in neutral:
+                problems.append(Problem(name, "cannot be combined with a beam search: remove one of them"))
+        for name in ("min_tokens", "ignore_eos") if self.guide is not None else ():
+            if getattr(self, name):
+                problems.append(Problem(name, "cannot be combined with a guide, which determines the end of a text"))
+        if 1 < self.beams < self.n:
+            problems.append(Problem("n", f"{self.n} answers are more than the {self.beams} beams"))
+        return problems
+
+
+def abbreviated(value: Any) -> str:
+    """A value in at most 60 characters; only its type for lists, objects and the like."""
+    text = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def sampling_flags() -> tuple[Flag, ...]:
+    """A flag for each field of `Sampling`."""
+    kinds, texts, usual = hints(Sampling), field_texts(Sampling), Sampling(max_tokens=MAX_TOKENS)
+    kinds["guide"] = Path | None
+    texts["guide"] = "A file with the JSON schema that the answer has to match."
+    names = [setting.name for setting in fields(Sampling)]
+    return tuple(Flag(name.replace("_", "-"), kinds[name], getattr(usual, name), texts.get(name, "")) for name in names)
+
+
+def sampling_of(flags: Mapping[str, Any]) -> Sampling:
+    """The settings of the flags. Raises ConfigError for invalid values."""
+    settings = {setting.name: flags[setting.name] for setting in fields(Sampling)}
+    if settings["guide"] is not None:
+        try:
+            settings["guide"] = json.loads(settings["guide"].read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"--guide={flags['guide']}: is not a file with a JSON schema: {error}") from error
+    sampling = Sampling(**settings)
+    if problems := sampling.problems():
+        flag_problems = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in problems]
+        raise ConfigError(flag_problems, "command line")
+    return sampling
