@@ -33,7 +33,7 @@ def _paragraphs(folder: Path) -> None:
 
 
 def _megatron_script(folder: Path) -> None:
-    shutil.copy(ROOT / "tests/tools/gpt3_175b.sh", folder / "pretrain_gpt3_175b.sh")
+    shutil.copy(ROOT / "tests/interop/megatron/gpt3_175b.sh", folder / "pretrain_gpt3_175b.sh")
 
 
 def _shards_and_vocabulary(folder: Path) -> None:

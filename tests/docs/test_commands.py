@@ -42,7 +42,7 @@ LEFT_OUT = {
     "--run=runs/glue_mrpc": "needs GLUE",
     "--config=race.py ": "needs RACE; tests/tasks runs its debug twin",
     "--config=squad.py:squad_v1 ": "needs SQuAD; tests/tasks runs its debug twin",
-    "--config=runs/gpt/config.yaml": "needs token files; tests/checkpoint goes on with such a run",
+    "--config=runs/gpt/config.yaml": "needs token files; tests/interop goes on with such a run",
     "{rank: 16, alpha: 32}": "compiles for minutes",
     "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
     "--chat": "waits for a person; tests/inference has conversations",

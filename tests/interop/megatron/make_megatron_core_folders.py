@@ -2,7 +2,7 @@
 
 Run with megatron-core 0.19.2 and torch 2.15, on a CPU:
 
-    python tests/checkpoint/make_megatron_core_folders.py
+    python tests/interop/megatron/make_megatron_core_folders.py
 
 Models are built, trained and saved by Megatron-LM's own code, with its arguments. What asks for a GPU is
 replaced: tensors on `cuda` are on the CPU, random number states are zeros, and layers are those of plain torch.

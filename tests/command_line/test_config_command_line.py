@@ -117,7 +117,7 @@ def test_devices_are_set_before_jax_is_imported():
 
 
 def program(code, *argv, **environment):
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])
     env = {k: v for k, v in os.environ.items() if k not in cli.RANKS} | {"PYTHONPATH": path} | environment
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=60)
 

@@ -11,7 +11,7 @@ from megajax.interop.megatron.flags.reading import Mapped, Noted, Refused, Unnec
 from megajax.interop.megatron.flags.translate import FLAGS, ROWS, convert
 from megajax.layers.configs import AttentionConfig, RopeConfig, YarnScalingConfig
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", REPOSITORY.parent / "shared" / "oracle"))
 PARSER = ORACLE.parent / "reference" / "megatron_flags.txt"
 

@@ -27,7 +27,7 @@ from megajax.training.config import BatchConfig, EvaluationConfig, LinearRampCon
 from megajax.training.run_config import RunConfig
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
+REPOSITORY = HERE.parents[2]
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
