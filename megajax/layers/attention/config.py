@@ -431,18 +431,22 @@ class LatentAttentionConfig(MultiHeadConfig):
         return replace(request, key_dim=self.key_value_rank + self.position_dim, value_dim=self.key_value_rank)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """One matmul with as many elements as all projections to queries, keys and values, and one for the output."""
-        values = self.heads * self.value_dim
-        inner = round(self.multiply_adds(hidden).per_token / hidden) - values
+        """Down to the latents and the position part of keys, which `tensor` replicates; up to the heads; the output."""
+        hidden_side, rank = Elements(replicated=hidden), self.query_rank
+        latents = Elements(replicated=(rank or 0) + self.key_value_rank + self.position_dim)
+        queries = Elements(sharded=self.heads * self.size(hidden))
+        keys = Elements(sharded=self.heads * (self.content_dim + self.value_dim))
         return (
+            Matmul(inputs=hidden_side, outputs=latents, result="latent", weights=2 + (rank is not None), joined=True),
+            Matmul(inputs=Elements(replicated=rank or hidden), outputs=queries, result="query_key_value"),
             Matmul(
-                inputs=Elements(replicated=hidden),
-                outputs=Elements(sharded=inner),
+                inputs=Elements(replicated=self.key_value_rank),
+                outputs=keys,
                 result="query_key_value",
-                weights=3,
+                weights=2,
                 joined=True,
             ),
-            Matmul(inputs=Elements(sharded=values), outputs=Elements(replicated=hidden), result="residual"),
+            Matmul(inputs=Elements(sharded=self.heads * self.value_dim), outputs=hidden_side, result="residual"),
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
