@@ -20,7 +20,7 @@ from megajax.checkpoint.config import CheckpointConfig
         ({"step": 5, "load": Path("runs/a"), "parts": "weights"}, "step"),
     ],
 )
-def test_bad_settings_are_named(settings, setting):
+def test_invalid_settings_are_named(settings, setting):
     (problem,) = CheckpointConfig(**settings).problems()
     assert problem.setting == setting and str(next(iter(settings.values()))) in str(problem)
 

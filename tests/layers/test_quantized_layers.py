@@ -119,7 +119,7 @@ def test_two_devices_of_tensor_give_the_logits_of_one(how: QuantizationConfig) -
     np.testing.assert_allclose(two, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_weights_that_do_not_fit_are_refused() -> None:
     def build(**settings: Any) -> Any:
         return abstract(replace(EVERY_LAYER, quantization=QuantizationConfig(**settings)))
 

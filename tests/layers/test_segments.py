@@ -102,7 +102,7 @@ def test_segments_of_layers_have_the_fewest_blocks_to_compile() -> None:
     assert letters("ABCABCD") == "ABC2 D1"
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_weights_that_do_not_fit_are_refused() -> None:
     cfg = build_program(replace(llama(), stack=one_by_one(A, B)), ONE, microbatches=4).cfg
     with pytest.raises(ConfigError, match=r"parallel\.pipeline: 4 stages x 1 .* as many layers .* which has 2"):
         check(cfg.but(parallel=ParallelConfig(pipeline=4)), 8)

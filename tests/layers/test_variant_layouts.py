@@ -178,7 +178,7 @@ def every_pair() -> list:
 
 
 @pytest.mark.parametrize(("name", "layout"), every_pair())
-def test_as_on_one_device(name, layout):
+def test_losses_equal_those_of_one_device(name, layout):
     losses, expected = gradients(name, ParallelConfig(data=1))
     actual, grads = gradients(name, LAYOUTS[layout])
     assert grads.keys() == expected.keys()

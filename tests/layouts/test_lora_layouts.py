@@ -62,6 +62,6 @@ def test_tensor_and_fsdp_with_dropout() -> None:
     ],
     ids=["pipeline", "interleaved", "copied heads", "zero1", "gpt", "expert fsdp", "expert tensor", "whole experts"],
 )
-def test_as_on_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
+def test_losses_equal_those_of_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}
     assert_same_training(train(model, parallel, **options), train(model, ONE, **options))

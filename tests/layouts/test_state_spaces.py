@@ -24,5 +24,5 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
-def test_as_on_one_device(parallel: ParallelConfig) -> None:
+def test_losses_equal_those_of_one_device(parallel: ParallelConfig) -> None:
     assert_same_training(train(MODEL, parallel, microbatches=4), train(MODEL, ONE, microbatches=4))

@@ -238,7 +238,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
     cfg = build_program(llava(), ONE, microbatches=1).cfg
     parallel = changes.pop("parallel", ONE)
     with pytest.raises(ConfigError, match=message):

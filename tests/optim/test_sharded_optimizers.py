@@ -63,7 +63,7 @@ def two_updates(optimizer, place):
     ],
     ids=lambda c: type(c).__name__ + (c.moments == "float16") * " in float16",
 )
-def test_as_on_one_device(cfg):
+def test_losses_equal_those_of_one_device(cfg):
     plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
     unsharded = two_updates(cfg.build(DECLARED), lambda values: values)
 

@@ -1,4 +1,4 @@
-"""Which mesh axes a collective runs along, from every form in which a program's text gives its groups."""
+"""The mesh axes of a collective, from every form in which a program's text gives its groups."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans of rows that are cut over `context`: what each strategy sends, by hand, by formula and as compiled."""
+"""Plans of rows sharded over `context`: the traffic of each strategy by hand, by formula and as compiled."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ BY_HAND: dict[ContextStrategy, tuple[float, float]] = {
     # Queries, outputs, and two copies of keys and values, whose four heads eight devices exchange; then all of these
     # and their gradients.
     "all_to_all": (7 / 8 * (2 * QUERIES + 2 * KEYS), 7 / 8 * 2 * (2 * QUERIES + 2 * KEYS)),
-    # Between neighbours halves, and a ring of four pairs.
+    # Halves between neighbours, and a ring of four pairs.
     "ring+all_to_all": (
         1 / 2 * (2 * QUERIES + KEYS) + 3 * KEYS,
         1 / 2 * 2 * (2 * QUERIES + KEYS) + 3 * KEYS + 6 * KEYS + KEYS,
@@ -69,21 +69,21 @@ BY_HAND: dict[ContextStrategy, tuple[float, float]] = {
 
 
 @pytest.mark.parametrize("strategy", BY_HAND)
-def test_a_strategy_sends_what_it_must(strategy: ContextStrategy) -> None:
+def test_a_strategy_sends_the_bytes_it_needs(strategy: ContextStrategy) -> None:
     step = estimate(run(strategy))
     assert (sent(step, False), sent(step, True)) == pytest.approx(BY_HAND[strategy], rel=1e-9)
     assert KEYS == 32 * MIB and QUERIES == 64 * MIB
     assert sum(row.seconds for row in step.traffic) == pytest.approx(step.exposed_seconds + step.hidden_seconds)
 
 
-def test_what_is_beside_kernels() -> None:
+def test_traffic_that_kernels_hide() -> None:
     """All of a ring; of gathers those of the backward pass; of exchanges a quarter of those."""
     exposed = {name: {row.what: row.exposed / row.seconds for row in rows(estimate(run(name)))} for name in BY_HAND}
     assert not any(exposed["ring"].values())
     gathers = exposed["all_gather"]
     assert gathers["keys and values, forward"] == 1 and gathers["keys and values, backward"] == 0
     assert exposed["all_to_all"] == pytest.approx({"heads, forward": 1, "heads, backward": 3 / 4})
-    # A ring can hide no more than its kernels take: with short rows they take less than the transfers.
+    # A ring hides at most the time of its kernels: with short rows they take less than the transfers.
     short = replace(run("ring"), model=replace(run("ring").model, sequence_length=4096))
     assert sum(row.exposed for row in rows(estimate(short))) > 0
 
@@ -99,13 +99,13 @@ def test_a_ring_in_a_pipeline_sends_by_pairs() -> None:
         assert sum(row.bytes for row in rows(staged)) == pytest.approx(times * sum(row.bytes for row in rows(alone)))
 
 
-def test_attention_that_is_recomputed_sends_again() -> None:
+def test_recomputed_attention_sends_again() -> None:
     full = replace(run("ring"), model=replace(run("ring").model, recompute="full"))
     repeated = sum(row.bytes for row in rows(estimate(full))) - sum(row.bytes for row in rows(estimate(run("ring"))))
     assert repeated == pytest.approx(32 * 7 * KEYS)
 
 
-def test_gathered_keys_take_memory_and_no_other_strategy_s_do() -> None:
+def test_only_gathered_keys_take_memory() -> None:
     working = {name: estimate(run(name)).memory.working for name in BY_HAND}
     assert working["all_gather"] - working["ring"] == pytest.approx(C * KEYS)
     assert working["ring"] == working["all_to_all"]
@@ -116,7 +116,7 @@ def test_gathered_keys_take_memory_and_no_other_strategy_s_do() -> None:
     )
 
 
-def test_heads_of_latent_attention_are_all_sent_and_states_are_not_keys() -> None:
+def test_all_heads_of_latent_attention_are_sent_and_states_are_no_keys() -> None:
     layout = ParallelConfig(context=4, data=1)
     tower = llama3_8b(layout, 1, model=deepseek("v2-lite")).towers[-1]
     (mixer,) = {block.mixers[0] for block in tower.blocks}
@@ -127,7 +127,7 @@ def test_heads_of_latent_attention_are_all_sent_and_states_are_not_keys() -> Non
 
 
 @pytest.mark.parametrize("case", FIGURES["programs"])
-def test_recipes_fit_and_send_no_more_than_they_must(case: str) -> None:
+def test_recipes_fit_and_send_the_least_bytes(case: str) -> None:
     """As compiled. Formulas are up to 20 % above programs of 1M tokens, and up to 12 % below programs with Pallas."""
     recipe, gpus, strategy = case.split(", ")
     one = FIGURES["programs"][case]
@@ -140,15 +140,15 @@ def test_recipes_fit_and_send_no_more_than_they_must(case: str) -> None:
     assert step.step_seconds == pytest.approx(one["step_seconds"], rel=0.06)
 
 
-def test_rows_of_one_document_are_equal_work_and_rounds_balance_packed_ones() -> None:
+def test_rows_of_one_document_are_equal_work_and_rounds_balance_packed_rows() -> None:
     for one in FIGURES["balance"].values():
         for name in ("attention", "all"):
             whole, *packed = one[name].values()
             assert whole == 1 and packed == sorted(packed, reverse=True)
 
 
-def test_neighbours_of_a_part_of_an_axis_are_in_a_node() -> None:
-    """Context 8 x tensor 2 reaches over two nodes of 8, groups of two of `context` do not."""
+def test_neighbours_of_a_part_of_an_axis_share_a_node() -> None:
+    """Context 8 x tensor 2 spans two nodes of 8; groups of two of `context` do not."""
 
     def seconds(groups: Groups) -> float:
         one = Collective("all-to-all", groups, Place(), 256 * MIB, 1, 0, overlapped=False)
@@ -173,8 +173,8 @@ LAYOUT = (
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ring+all_to_all"])
-def test_formulas_have_the_bytes_of_compiled_programs(tmp_path: Path, strategy: str) -> None:
-    """Of a small model: float32 gradients in a ring, and nothing that the formula does not know."""
+def test_formulas_give_the_bytes_of_compiled_programs(tmp_path: Path, strategy: str) -> None:
+    """Of a small model: float32 gradients in a ring, and nothing unknown to the formula."""
     words = (*LAYOUT, f"--parallel.context_strategy={strategy}")
     figures, _ = plan(tmp_path, "--devices=h100:8", *words, config=("--config=llama3.py:debug",))
     cfg: Any = load("llama3.py:debug", *(word[2:] for word in words))

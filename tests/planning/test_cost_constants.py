@@ -1,4 +1,4 @@
-"""What devices and links can do: rings, trees, and files that describe or calibrate a device."""
+"""Rates of devices and links: rings, trees, and files that describe or calibrate a device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,18 +38,18 @@ def test_a_ring_in_a_node_sends_all_but_its_own_part() -> None:
     assert seconds("all-gather", GIGABYTE, Span(1, 1), PLAIN) == 0
 
 
-def test_between_nodes_the_members_in_a_node_share_the_way() -> None:
+def test_the_members_in_a_node_share_the_link_between_nodes() -> None:
     assert ring_rate(PLAIN, Span(8, 1)) == 10e9
     assert ring_rate(PLAIN, Span(8, 4)) == 40e9, "four network links"
     assert ring_rate(PLAIN, Span(160, 80)) == 100e9, "never faster than NVLink"
     assert seconds("collective-permute", GIGABYTE, Span(4, 1), PLAIN) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_small_sums_over_many_nodes_go_by_trees() -> None:
+def test_small_sums_over_many_nodes_use_trees() -> None:
     assert seconds("all-reduce", 8, Span(1024, 1), PLAIN) == pytest.approx(2 * 10 * 10e-6, rel=1e-2)
 
 
-def test_small_matmuls_are_slower() -> None:
+def test_small_matmuls_have_a_lower_rate() -> None:
     device = replace(PLAIN, matmul_half=64.0)
     assert device.matmul_share(64) == 0.5
     assert device.matmul_share(64, 64, 64) == 0.125
@@ -82,14 +82,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_describes_no_device(case: str, tmp_path: Path) -> None:
+def test_invalid_device_descriptions(case: str, tmp_path: Path) -> None:
     text, message = WRONG[case]
     with pytest.raises(UserError) as caught:
         read_device(described(tmp_path, text))
     assert message in str(caught.value)
 
 
-def test_measured_constants_take_the_place_of_known_ones(tmp_path: Path) -> None:
+def test_measured_constants_replace_known_ones(tmp_path: Path) -> None:
     file = described(
         tmp_path, '{"date": "x", "figures": {"constants": {"name": "h100", "matmul": 0.5}, "readings": {}}}'
     )
@@ -98,5 +98,5 @@ def test_measured_constants_take_the_place_of_known_ones(tmp_path: Path) -> None
         read_device(file, GPUS["h200"])
 
 
-def test_what_must_be_said_is_what_has_no_default() -> None:
+def test_constants_without_a_default_are_required() -> None:
     assert all(hasattr(GPUS["h100"], name) for name in REQUIRED)

@@ -1,4 +1,4 @@
-"""Memory, traffic and time of a run by formulas: against compiled programs, schedules' tables, and by hand."""
+"""Memory, traffic and time of a run by formulas: against compiled programs, tables of schedules, and by hand."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def shipped(name: str, devices: int, *overrides: str) -> Estimate:
 
 
 TOO_HIGH = {"mixtral_8x7b, 64": "the formula is 4.4 % above the compiled peak"}
-"""Plans whose formula is known to be off, and why."""
+"""Plans whose formula is known to be off, with the reason."""
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ TOO_HIGH = {"mixtral_8x7b, 64": "the formula is 4.4 % above the compiled peak"}
         for c in COMPILED
     ],
 )
-def test_memory_is_that_of_compiled_plans(case: str) -> None:
+def test_memory_equals_that_of_compiled_plans(case: str) -> None:
     plan = COMPILED[case]
     cfg: Any = load(f"{ROOT}/configs/{plan['config']}", *plan["settings"])
     formula = to_dict(estimate(describe(cfg, H100, plan["gpus"])))
     assert formula["parameters_gib"] == pytest.approx(plan["parameters_gib"], rel=5e-3)
     assert formula["optimizer_gib"] == pytest.approx(plan["optimizer_gib"], rel=5e-3)
     assert formula["peak_gib"] == pytest.approx(plan["peak_gib"], rel=0.04)
-    # What the page says of the formula is what the formula says now.
+    # The accuracy that the page states is that of the present formula.
     assert formula["peak_gib"] == pytest.approx(plan["formula_peak_gib"], abs=1e-3)
 
 
@@ -67,7 +67,7 @@ SIZES = ((2, 1, 1), (2, 1, 2), (2, 1, 4), (4, 1, 7), (4, 1, 8), (16, 1, 31), (16
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_bubble_is_that_of_the_table(sizes: tuple[int, int, int]) -> None:
+def test_a_bubble_equals_that_of_the_table(sizes: tuple[int, int, int]) -> None:
     stages, chunks, microbatches = sizes
     for name in ("gpipe", "1f1b" if chunks == 1 else "interleaved"):
         for wait in (0,) if name == "gpipe" else (0, 1):
@@ -78,7 +78,7 @@ def test_a_bubble_is_that_of_the_table(sizes: tuple[int, int, int]) -> None:
             assert bubble.fraction == pytest.approx(float(measure(table).pipeline_bubble))
 
 
-def test_seconds_add_up_and_hidden_ones_do_not() -> None:
+def test_exposed_seconds_sum_up() -> None:
     step = shipped("llama3_70b", 128)
     parts = (step.compute_seconds, step.exposed_seconds, step.bubble_seconds, step.optimizer_seconds)
     assert step.step_seconds == pytest.approx(sum(parts)) and min(parts) > 0
@@ -90,8 +90,8 @@ def test_seconds_add_up_and_hidden_ones_do_not() -> None:
     assert step.days == pytest.approx(3_600_000 * step.step_seconds / 86_400)
 
 
-def test_traffic_is_that_of_the_compiled_program() -> None:
-    """Llama-3 8B in tensor 4 x data 2 on H100s: as docs/planning.md shows its plan."""
+def test_traffic_equals_that_of_the_compiled_program() -> None:
+    """Llama-3 8B in tensor 4 x data 2 on H100s: the plan in docs/planning.md."""
     rows = {(row.kind, row.axis, row.what.split(",")[-1].strip()): row for row in shipped("llama3_8b", 8).traffic}
     gathered = rows["all-gather", "tensor", "forward"]
     assert (gathered.count, gathered.bytes / gathered.count) == (16_384, 64 * 2**20)
@@ -102,13 +102,13 @@ def test_traffic_is_that_of_the_compiled_program() -> None:
 
 
 @pytest.mark.parametrize(("reduce", "width"), [(None, 4), ("bfloat16", 2)])
-def test_fsdp_gathers_in_compute_dtype_and_reduces_in_that_of_gradients(reduce: str | None, width: int) -> None:
+def test_fsdp_gathers_in_compute_dtype_and_reduces_in_the_dtype_of_gradients(reduce: str | None, width: int) -> None:
     layout = ParallelConfig(data=8, data_sharding="fsdp")
     rows = {row.what: row.bytes for row in estimate(run(parallel=layout, reduce=reduce)).traffic}
     assert rows["a layer's gradients"] / width == rows["a layer's weights, forward"] / 2
 
 
-def test_what_changes_what() -> None:
+def test_settings_change_only_their_own_figures() -> None:
     base = estimate(run())
     slow_links = estimate(run(device=replace(H100, nvlink=H100.nvlink / 4)))
     assert slow_links.exposed_seconds > 3 * base.exposed_seconds and slow_links.compute_seconds == base.compute_seconds
@@ -122,7 +122,7 @@ def test_what_changes_what() -> None:
     assert eight.stream_seconds > base.stream_seconds, "casts"
 
 
-def test_heads_that_predict_further_ahead_count() -> None:
+def test_heads_that_predict_further_ahead_are_counted() -> None:
     model = llama3("8b")
     ahead = estimate(run(model=replace(model, prediction=PredictionConfig(depth=2))))
     base = estimate(run(model=model))
@@ -133,7 +133,7 @@ def test_heads_that_predict_further_ahead_count() -> None:
     assert hash(ahead.run) != hash(base.run)
 
 
-def test_copies_of_key_value_heads_count() -> None:
+def test_copies_of_key_value_heads_are_counted() -> None:
     """With 2 heads on 8 devices each computes with one, as with 8; at rest each has both."""
     model = llama3("8b")
 
@@ -153,13 +153,13 @@ def test_copies_of_key_value_heads_count() -> None:
     assert (row.count, row.bytes, len(copied.traffic)) == (1, 4 * 2 * head, len(sharded.traffic) + 1)
 
 
-def test_a_layout_that_a_config_may_not_ask_for() -> None:
+def test_a_layout_that_no_config_may_request() -> None:
     sharded = estimate(run(parallel=ParallelConfig(tensor=4, context=2, sequence=True, data=1)))
     assert sharded.run.devices == 8 and sharded.run.towers[0].tokens == 4096
     assert [row for row in sharded.traffic if row.axis == "context"]
 
 
-def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -> None:
+def test_a_free_running_pipeline_keeps_fewer_activations_and_its_last_stage_has_the_head() -> None:
     layout = ParallelConfig(pipeline=8, data=1)
     ours = estimate(run(parallel=layout, global_size=64))
     free_running = estimate(run(parallel=layout, global_size=64, system=replace(MEGAJAX, lockstep=False)))
@@ -167,18 +167,18 @@ def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -
     assert free_running.matmul_seconds > 1.2 * ours.matmul_seconds
 
 
-def test_mfu_is_of_the_same_peak_whatever_is_multiplied_in() -> None:
+def test_mfu_uses_the_same_peak_for_any_matmul_dtype() -> None:
     for compute in ("bfloat16", "fp8", "float32"):
         step = estimate(run(compute=compute))
         assert step.mfu_full == step.flops.full * step.tokens_per_second_per_device / step.run.device.peak
 
 
-def test_fp8_needs_a_device_that_has_it() -> None:
+def test_fp8_needs_a_device_with_fp8() -> None:
     with pytest.raises(UserError, match="a100-80gb has no fp8"):
         estimate(run(compute="fp8", device=GPUS["a100-80gb"]))
 
 
-def test_an_estimate_is_quick_and_the_same_every_time() -> None:
+def test_an_estimate_is_fast_and_deterministic() -> None:
     cfg: Any = load(str(ROOT / "configs" / "llama3.py:llama3_405b"))
     described = describe(cfg, H100, 1024)
     first = estimate(described)

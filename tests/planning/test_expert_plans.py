@@ -1,4 +1,4 @@
-"""Plans of mixtures of experts by formula: what a device holds, rows of buffers, what is sent, search."""
+"""Plans of mixtures of experts by formula: memory of a device, rows of buffers, traffic, search."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 256, 512, 1024
 
 
 def config(*, segments: bool = False, parallel: ParallelConfig | None = None, **dispatch: Any) -> Any:
-    """A model of 4 layers with experts, after 2 without if it has segments."""
+    """A model of 4 layers with experts, after 2 without experts if it has segments."""
     cfg = load("llama3.py:debug", "precision.compute=bfloat16")
     moe = MoEConfig(
         experts=EXPERTS,
@@ -62,7 +62,7 @@ def test_all_devices_together_hold_every_weight_once(name: str, segments: bool) 
     run = described(LAYOUTS[name], segments=segments)
     count = run.model.parameter_count().total
     padding = (run.model.head_facts().columns - run.model.vocabulary_size) * HIDDEN  # type: ignore[attr-defined]
-    # Gains and the router are whole on every device of `tensor`.
+    # Gains and the router are replicated over `tensor`.
     vectors = sum(tower.vectors for tower in run.towers) + HIDDEN * EXPERTS * 4
     copies = (run.parallel.tensor - 1) * (vectors + HIDDEN)
     matrices = footprint(run).parameters / 4 * run.devices
@@ -78,19 +78,19 @@ def test_a_device_holds_its_own_experts_in_compute_dtype_and_their_gradients() -
 
 @pytest.mark.parametrize("room", [None, 1.5])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_are_those_of_the_dispatcher(name: str, room: float | None) -> None:
+def test_rows_equal_those_of_the_dispatcher(name: str, room: float | None) -> None:
     parallel = LAYOUTS[name]
     moe = config(parallel=parallel, room=room).model.stack.pattern[0].mlp
     facts, spread = moe.expert_facts(HIDDEN), ExpertSharding.of(parallel)
     buffer = Dispatch(experts=EXPERTS, top_k=TOP_K, room=room)
-    # As `gather` does, of the tokens of all devices.
+    # As `gather` does, for the tokens of all devices.
     tokens, local = TOKENS * spread.expert, EXPERTS // spread.devices
     rows = buffer.rows(tokens * TOP_K / spread.devices, tokens * min(TOP_K, local))
     assert rows - 8 < facts.rows(TOKENS, spread) <= rows
     assert facts.mean_rows(TOKENS, spread) == tokens * TOP_K / spread.devices
 
 
-def test_what_is_sent_is_what_compiled_programs_send() -> None:
+def test_traffic_equals_that_of_compiled_programs() -> None:
     """The table in docs/moe.md: five times all tokens by gather, five times k of n - 1 by ragged."""
     actual = {}
     for way in ("gather", "ragged", "capacity"):
@@ -102,7 +102,7 @@ def test_what_is_sent_is_what_compiled_programs_send() -> None:
     assert actual == {"gather": 5 * 8, "ragged": 5 * TOP_K, "capacity": 5 * TOP_K * 1.25}
 
 
-def test_auto_is_never_ragged_and_the_plan_says_why() -> None:
+def test_auto_is_never_ragged_and_the_plan_gives_the_reason() -> None:
     facts = config().model.stack.pattern[0].mlp.expert_facts(HIDDEN)
     assert [facts.way_on(devices) for devices in (1, 2, 4, 8)] == ["gather"] * 4
     notes = [facts.way_note(ExpertSharding(expert=devices), on_cpu=False) for devices in (1, 2, 4, 8)]
@@ -112,21 +112,21 @@ def test_auto_is_never_ragged_and_the_plan_says_why() -> None:
     ).text().replace("\n", " ")
 
 
-def test_rows_between_nodes_take_the_network() -> None:
+def test_rows_between_nodes_use_the_network() -> None:
     device, size = GPUS["h100"], 1e9
     inside, across = (seconds("all-to-all", size, Span.of(n, 1, 8), device) for n in (8, 16))
     assert inside == pytest.approx(size * 7 / 8 / (device.nvlink * device.nvlink_share), rel=0.01)
     assert across == pytest.approx(size / 2 / (device.network * device.network_share), rel=0.01)
 
 
-def test_the_plan_says_the_worst_case() -> None:
+def test_the_plan_states_the_worst_case() -> None:
     free = plan_report(estimate(described(ParallelConfig(expert=8)))).text()
     assert "1 of 8 experts on a device, gather; room for 8,192 rows, 4 x the mean: the worst case" in free
     bounded = plan_report(estimate(described(ParallelConfig(expert=8), room=1.5))).text()
     assert "room for 3,072 rows, 1.5 x the mean: dropped beyond that, the worst case is 8,192" in bounded
 
 
-def test_buffers_for_all_take_the_memory_that_room_and_chunks_save() -> None:
+def test_buffers_for_all_tokens_take_the_memory_that_room_and_chunks_save() -> None:
     def peak(**dispatch: Any) -> float:
         return footprint(described(ParallelConfig(expert=8), **dispatch)).peak
 
@@ -151,7 +151,7 @@ def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:
     assert searched.with_choice(choice).cfg.parallel.expert == 8 and "expert 8" in choice.layout
 
 
-def test_what_leads_out_of_latents_is_whole_at_rest() -> None:
+def test_up_projections_of_latents_are_not_sharded_at_rest() -> None:
     """As compiled for 1024 H100s with jax 0.12.0.1: 15.07 GiB of weights, where 1/1024 of all would be 2.5."""
     layout = ("pipeline=1", "expert=64", "tensor=1", "sequence=false", "data_sharding=fsdp")
     cfg: Any = load("deepseek.py:deepseek_v3", *[f"parallel.{setting}" for setting in layout])
@@ -160,7 +160,7 @@ def test_what_leads_out_of_latents_is_whole_at_rest() -> None:
     assert actual.optimizer / 2**30 == pytest.approx(30.13, rel=0.01)
 
 
-def test_operations_are_those_that_megatron_counts() -> None:
+def test_operations_equal_those_that_Megatron_counts() -> None:
     """Of the experts that a token passes, and of Mamba-2: written out with the sizes of the models."""
     mixtral: Any = load("mixtral.py:mixtral_8x7b").model
     attention, core, experts = 4096 * (2 * 4096 + 2 * 1024), 4096 * 4096, 2 * 3 * 4096 * 14336

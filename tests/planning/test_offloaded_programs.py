@@ -1,4 +1,4 @@
-"""Activations that wait in host memory, in programs compiled for a virtual GPU."""
+"""Activations offloaded to host memory, in programs compiled for a virtual GPU."""
 
 import importlib.util
 import re
@@ -23,7 +23,7 @@ def installed(name: str) -> bool:
     reason="needs the compiler for GPUs and cuDNN: the extra aot",
 )
 def test_each_array_has_a_buffer_in_host_memory_that_is_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are as large as values, and the MLP's gates as what they multiply: buffers that start alike become one."""
+    """Keys are as large as values, and gates as the arrays they multiply: buffers of equal size become one."""
     for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
         monkeypatch.setenv(name, "")
     prepare()

@@ -1,7 +1,7 @@
-"""What a pipeline's compiled train step holds: what goes over each mesh axis and where, what overlaps, memory.
+"""Collectives, overlap and memory of a pipeline's compiled train step.
 
-Compiled for virtual H100s where the extra aot is installed, and one tiny program for CPU devices, whose compiler
-overlaps nothing and leaves all-reduces in layers where a GPU's makes reduce-scatters.
+Compiled for virtual H100s if the extra aot is installed, and one tiny program for CPU devices, whose compiler overlaps
+nothing and leaves all-reduces in layers where a GPU's makes reduce-scatters.
 """
 
 import importlib.util
@@ -40,9 +40,9 @@ class Compiled:
     positions: int
     """Bytes of the gradient of learned positions on one device, 0 without them."""
     forwards: int
-    """Runs of a layer's forward pass per step and device."""
+    """Runs of a layer's forward pass, per step and device."""
     moved: tuple[Kernel, ...] = ()
-    """Kernels without arithmetic that write a mebibyte or more at once; of programs for GPUs."""
+    """Kernels without arithmetic that write at least a mebibyte at once, in programs for GPUs."""
     products: tuple[Kernel, ...] = ()
     """Kernels that multiply matrices into float32 arrays."""
     attention: tuple[Kernel, ...] = ()
@@ -92,12 +92,12 @@ def over(axis: str, found: Contents) -> list[Collective]:
 
 
 def permuting(found: Contents) -> list[Place]:
-    """Loops that send something to the next or to the stage before, once each."""
+    """Loops with a transfer to the next or the previous stage, counted once each."""
     return [op.place for op in found.collectives if op.kind == "collective-permute" and op.place.path]
 
 
 def exposed(found: Contents) -> list[Collective]:
-    """What the stages wait for in the loop that computes forwards and backwards: travels there without company."""
+    """What the stages wait for in the loop of forward and backward passes: transfers without work beside them."""
     (steady,) = (place for place, permutes in Counter(permuting(found)).items() if permutes == 2)
     among = [op for op in found.collectives if op.place == steady and op.groups.axes == ("pipeline",)]
     assert "collective-permute" in {op.kind for op in among}
@@ -105,7 +105,7 @@ def exposed(found: Contents) -> list[Collective]:
 
 
 def in_loop(found: Contents, path: tuple[int, ...], axis: str) -> Counter[str]:
-    """Kind -> arrays moved along an axis in one round of a loop."""
+    """Kind -> arrays moved along an axis in one iteration of a loop."""
     return Counter(
         {
             kind: sum(op.arrays for op in over(axis, found) if op.place.path == path and op.kind == kind)
@@ -115,12 +115,12 @@ def in_loop(found: Contents, path: tuple[int, ...], axis: str) -> Counter[str]:
 
 
 def check_axes(step: Compiled) -> None:
-    """What no pipeline's program may move, whatever the devices."""
+    """What no pipeline program may move, on any devices."""
     between = over("pipeline", step.contents)
     assert {op.kind for op in between} == {"collective-permute", "all-reduce"}
     ticks = [op for op in between if op.place.path]
     assert max(op.bytes / op.arrays for op in ticks) <= step.residual, "no weight, nor its gradient, goes anywhere"
-    # Once a step, gradients of the weights that all stages have: gains, and learned positions.
+    # Once a step: gradients of the weights that all stages have, gains and learned positions.
     assert max(op.bytes / op.arrays for op in between) <= max(step.residual, step.positions)
     assert all(op.arrays == 1 for op in between if op.kind == "collective-permute")
     assert all(len(op.place.path) <= 1 for op in between if op.kind == "collective-permute"), "not for each layer"
@@ -165,7 +165,7 @@ def deviceless() -> Iterator[Deviceless]:
         rows = LAYERS // STAGES // plan.schedule.chunks
         ticks = sum(phase.ticks for phase in plan.schedule.phases if phase.forward)
         if plan.schedule.chunks > 1:
-            # Of several chunks, idle ones are skipped: of each, the microbatches' forwards alone.
+            # Idle chunks are skipped: only the microbatches' forward passes run.
             ticks = microbatches * plan.schedule.chunks
         program = audit(plan.text, plan.unknown_trips)
         return Compiled(
@@ -180,7 +180,7 @@ def deviceless() -> Iterator[Deviceless]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        # What `prepare` sets is not for what other tests start.
+        # `prepare` sets variables that other tests must not inherit.
         for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
             patch.setenv(name, "")
         prepare()
@@ -199,22 +199,20 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-def test_between_stages_go_activations_alone(family: str, schedule: str, deviceless: Deviceless) -> None:
+def test_only_activations_travel_between_stages(family: str, schedule: str, deviceless: Deviceless) -> None:
     check_axes(deviceless(family, schedule))
 
 
 @KINDS
-def test_what_goes_between_stages_travels_while_layers_compute(
-    family: str, schedule: str, deviceless: Deviceless
-) -> None:
+def test_transfers_between_stages_overlap_with_layers(family: str, schedule: str, deviceless: Deviceless) -> None:
     assert exposed(deviceless(family, schedule).contents) == []
 
 
 @KINDS
-def test_sums_over_stages_are_made_where_a_microbatch_enters_or_leaves(
+def test_sums_over_stages_run_where_a_microbatch_enters_or_leaves(
     family: str, schedule: str, deviceless: Deviceless
 ) -> None:
-    """With one chunk that is in every tick of the steady loop, with several in a share of them."""
+    """With one chunk that is in each tick of the steady loop, with several in a fraction of them."""
     program = deviceless(family, schedule).contents
     (steady,) = (place for place, permutes in Counter(permuting(program)).items() if permutes == 2)
     sums = [
@@ -225,16 +223,16 @@ def test_sums_over_stages_are_made_where_a_microbatch_enters_or_leaves(
     chunks, (ticks,) = 2 if schedule == "interleaved" else 1, steady.trips
     assert sum(op.arrays for op in sums) == 4
     for op in sums:
-        # The steady loop is cut where losses begin and end: a few ticks at its edges lack the one or the other.
+        # The steady loop starts and ends with losses: a few ticks at its edges lack one or the other.
         assert op.place.runs() == pytest.approx(ticks / chunks, abs=STAGES)
         assert (op.place.runs() == ticks) == (chunks == 1)
 
 
 @KINDS
-def test_weight_gradients_are_added_in_place(family: str, schedule: str, deviceless: Deviceless) -> None:
-    """Products add to rows of float32 stacks. No loop copies an accumulator, or a row of one."""
+def test_weight_gradients_are_accumulated_in_place(family: str, schedule: str, deviceless: Deviceless) -> None:
+    """Products are added to rows of float32 stacks. No loop copies an accumulator, or a row of one."""
     step = deviceless(family, schedule)
-    # [rows, ...] is a stack of accumulators, [1, ...] a row of one; attention's statistics have more leading ones.
+    # [rows, ...] is a stack of accumulators, [1, ...] one row; attention's statistics have more leading dimensions.
     stack = re.compile(rf"f32\[({LAYERS // STAGES}|1),(?!1,)")
     copied = [op for op in step.moved if op.place.path and stack.match(op.shape)]
     assert [(op.shape, op.place.name) for op in copied] == []
@@ -243,9 +241,7 @@ def test_weight_gradients_are_added_in_place(family: str, schedule: str, devicel
 
 
 @KINDS
-def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(
-    family: str, schedule: str, deviceless: Deviceless
-) -> None:
+def test_a_layer_has_no_collective_over_all_axes(family: str, schedule: str, deviceless: Deviceless) -> None:
     step = deviceless(family, schedule)
     forwards = {op.place.path for op in step.attention if "Backward" not in (op.target or "")}
     backwards = {op.place.path for op in step.attention if "Backward" in (op.target or "")}
@@ -253,25 +249,25 @@ def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(
     for path in forwards:
         assert in_loop(step.contents, path, "tensor") == {"all-gather": 2, "reduce-scatter": 2}
     for path in backwards:
-        # Two of the gathers are of what it recomputes from.
+        # Two of the gathers are of the inputs of recomputation.
         assert in_loop(step.contents, path, "tensor") == {"all-gather": 4, "reduce-scatter": 2}
 
 
 @KINDS
-def test_attention_is_computed_once_forward_and_never_again(family: str, schedule: str, deviceless: Deviceless) -> None:
+def test_attention_is_never_recomputed(family: str, schedule: str, deviceless: Deviceless) -> None:
     step = deviceless(family, schedule)
     runs = sum(op.rounds * op.share for op in step.attention if "Backward" not in (op.target or ""))
     assert runs == pytest.approx(step.forwards)
 
 
-@pytest.mark.slow  # on CPU devices the default suite does the same
+@pytest.mark.slow  # The default suite does the same on CPU devices.
 def test_memory_does_not_grow_with_microbatches(deviceless: Deviceless) -> None:
     short, long = (deviceless("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert long == pytest.approx(short, rel=0.02)
 
 
 @pytest.mark.slow
-def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(deviceless: Deviceless) -> None:
+def test_memory_of_gpipe_grows_with_microbatches_and_that_of_interleaved_does_not(deviceless: Deviceless) -> None:
     short, long = (deviceless("llama", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert long == pytest.approx(short, rel=0.02)
     short, long = (deviceless("llama", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
@@ -279,14 +275,14 @@ def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(deviceless: Devi
 
 
 @pytest.mark.slow
-def test_a_loss_that_does_not_wait_is_waited_for(deviceless: Deviceless) -> None:
+def test_a_loss_without_a_delay_is_waited_for(deviceless: Deviceless) -> None:
     kinds = {op.kind for op in exposed(deviceless("llama", "1f1b", wait=0).contents)}
     assert kinds == {"all-reduce"}, "output to all for the loss, and its gradient back"
 
 
 @pytest.mark.slow
-def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option that keeps them apart does something."""
+def test_combined_reductions_are_waited_for(deviceless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option that keeps them separate has an effect."""
     gpu = DEFAULTS["cuda"]
     joined = tuple(
         option._replace(value=2**30) if "combine_threshold" in option.name else option for option in gpu.always
@@ -300,7 +296,7 @@ def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.M
 
 @cache
 def on_cpu(schedule: str, microbatches: int) -> Compiled:
-    """A tiny step for eight CPU devices, without machine code worth having."""
+    """A tiny step for eight CPU devices, compiled without optimization of machine code."""
     cfg = debug("llama", schedule, microbatches, wait=1, stages=2, data=2, layers=4)
     program = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()[:8]))
     step: Any = program.train_step
@@ -313,13 +309,13 @@ def on_cpu(schedule: str, microbatches: int) -> Compiled:
 
 
 @pytest.mark.slow
-def test_on_cpu_devices_between_stages_go_activations_alone() -> None:
+def test_on_CPU_devices_only_activations_travel_between_stages() -> None:
     step = on_cpu("1f1b", MICROBATCHES)
     check_axes(step)
     assert max(Counter(permuting(step.contents)).values()) == 2
 
 
-def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
+def test_on_CPU_devices_a_layer_gathers_its_shards_only() -> None:
     program = on_cpu("1f1b", MICROBATCHES).contents
     layers = [
         (loop.matmuls, in_loop(program, loop.place.path, "tensor")) for loop in program.loops if loop.matmuls >= 5
@@ -328,7 +324,7 @@ def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
     for matmuls, moved in layers:
         assert moved.keys() == {"all-gather", "all-reduce"}
         assert moved["all-gather"] == (2 if matmuls == forward else 4)
-        # Backward, this compiler sums the gradients that queries, keys and values, gate and up leave one by one.
+        # In the backward pass, this compiler sums the gradients of queries, keys and values, gate and up one by one.
         assert moved["all-reduce"] == (2 if matmuls == forward else 5)
 
 

@@ -33,7 +33,7 @@ def test_json_and_printed_sections(tmp_path: Path, capsys: pytest.CaptureFixture
         assert text in printed
 
 
-def test_overrides_and_links_count(tmp_path: Path) -> None:
+def test_overrides_and_links_are_applied(tmp_path: Path) -> None:
     base = plan_json(tmp_path)
     assert plan_json(tmp_path, "--network=5")["exposed_seconds"] > base["exposed_seconds"]
     assert plan_json(tmp_path, "--nvlink=100")["exposed_seconds"] > 2 * base["exposed_seconds"]
@@ -41,7 +41,7 @@ def test_overrides_and_links_count(tmp_path: Path) -> None:
     assert plan_json(tmp_path, "--model.recompute=full")["activations_gib"] < base["activations_gib"] / 3
 
 
-def test_a_calibration_is_read(tmp_path: Path) -> None:
+def test_a_calibration_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     file.write_text('{"figures": {"constants": {"name": "h100", "matmul": 0.33}}}')
     assert plan_json(tmp_path, f"--calibration={file}")["matmul_seconds"] > 1.9 * plan_json(tmp_path)["matmul_seconds"]

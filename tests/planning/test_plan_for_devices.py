@@ -96,11 +96,11 @@ def config():
     model = replace(cfg.model, hidden=2048, sequence_length=2048, vocabulary_size=4096)
     return cfg.but(model=replace(model, stack=replace(cfg.model.stack, pattern=(block,), repeats=4)))
 """
-"""A config of which weights and activations are most of the traffic; in the debug config small things are."""
+"""A config whose traffic is mostly weights and activations; in the debug config small arrays dominate."""
 
 
 def plan(folder: Path, *arguments: str, config: Sequence[str] = (DEBUG, *TINY)) -> tuple[dict[str, Any], str]:
-    """In a process of its own, as the platform is chosen where jax is imported."""
+    """In a separate process, because the platform is chosen when jax is imported."""
     file = folder / "plan.json"
     command = [sys.executable, "-m", "megajax.plan", *config, f"--json={file}", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *filter(None, sys.path)]))}
@@ -164,9 +164,9 @@ def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
     assert inside, "fsdp gathers weights layer by layer"
 
 
-@pytest.mark.slow  # tests/kernels/test_kernel_choice_of_runs.py has the choice, golden files the gathers of fsdp
+@pytest.mark.slow  # tests/kernels/test_kernel_choice_of_runs.py has the choice, golden files the gathers of fsdp.
 @needs_compiler
-def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
+def test_float32_uses_the_reference_attention_and_the_plan_says_why(tmp_path: Path) -> None:
     layout = ("--devices=b200:2", "--parallel.data_sharding=fsdp")
     figures, printed = plan(tmp_path, *layout, "--precision.compute=float32")
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
@@ -181,7 +181,7 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     (tmp_path / "wide.py").write_text(WIDE)
     layout = ("--parallel.pipeline=2", "--parallel.data=2", "--parallel.loss_wait=0", "--batch.global_size=16")
     config = (f"--config={tmp_path / 'wide.py'}", "--devices=h100:4", "--precision.compute=bfloat16", *layout)
-    # The compiler joins the products of narrow models, whose gradients are then added up apart.
+    # The compiler combines the products of narrow models; their gradients are then added separately.
     plain = "--xla=xla_gpu_dot_merger_threshold_mb=0"
     figures, printed = plan(tmp_path, "--audit", plain, config=config)
     assert figures["microbatches"] == 8 and figures["schedule"] == "1f1b"
@@ -206,7 +206,7 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing_packages()), reason="needs the extra aot")
-def test_collectives_of_fsdp_take_as_long_compiled_as_by_formula(tmp_path: Path) -> None:
+def test_collectives_of_fsdp_take_the_same_time_compiled_and_by_formula(tmp_path: Path) -> None:
     settings = (
         *("--parallel.tensor=2", "--parallel.data_sharding=fsdp"),
         *("--model.stack.repeats=4", "--batch.global_size=64"),

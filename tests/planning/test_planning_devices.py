@@ -65,7 +65,7 @@ def test_the_nearest_name_is_suggested() -> None:
         ("gpu:4", "which GPUs? For example h100:4"),
     ],
 )
-def test_gpus_in_other_words(text: str, hint: str) -> None:
+def test_other_spellings_of_GPUs(text: str, hint: str) -> None:
     (problem,) = read_cluster(text)[1]
     assert problem.hint.startswith(hint)
 
@@ -82,7 +82,7 @@ def test_target_config(name: str) -> None:
     assert int(value["shared_memory_per_block_optin"]) == (gpu.shared_kib - 1) * 1024
 
 
-def test_usable_is_what_a_run_reserves() -> None:
+def test_usable_memory_is_what_a_run_reserves() -> None:
     """Of the memory that CUDA reports, the share of `xla.memory_fraction`; an H100 reports 79.1 to 79.2 GiB of 80."""
     environment: dict[str, str] = {}
     set_process(XlaConfig(), environment)

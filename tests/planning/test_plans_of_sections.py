@@ -40,14 +40,14 @@ def planned(model: Any, trainable: tuple[str, ...] = ("*",)) -> Estimate:
 
 
 def matrices(model: Any) -> dict[str, int]:
-    """Sizes by path of what is no norm or bias outside of a stack."""
+    """Sizes by path of all weights outside of stacks, except norms and biases."""
     declared = specs(nnx.eval_shape(lambda: model.build(Layout(Plan.of(ParallelConfig())))))
     return {path: prod(spec.shape) for path, spec in declared.items() if len(spec.shape) > 1}
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_every_model_has_a_plan_by_formula(model: Any) -> None:
-    """Weights and moments are those of the module; the figures are all there."""
+    """Weights and moments are those of the module; all figures are present."""
     step = planned(model)
     assert step.memory.parameters == 4 * sum(matrices(model).values())
     assert step.memory.optimizer == 2 * step.memory.parameters
@@ -67,7 +67,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments(patterns: tuple[str, 
     assert partial.optimizer_seconds < every.optimizer_seconds
 
 
-def test_a_section_that_is_frozen_makes_no_gradients_of_weights() -> None:
+def test_a_frozen_section_computes_no_gradients_of_weights() -> None:
     parallel = ParallelConfig(data=8, data_sharding="fsdp")
     partial, every = (case(t5(), parallel, 8, trainable).estimate for trainable in (("stack.*",), ("*",)))
     assert partial.matmul_seconds < every.matmul_seconds
@@ -75,7 +75,7 @@ def test_a_section_that_is_frozen_makes_no_gradients_of_weights() -> None:
     assert "a layer's gradients" in scatters and "encoder: a layer's gradients" not in scatters
 
 
-def test_the_backward_pass_ends_where_nothing_before_is_trained() -> None:
+def test_the_backward_pass_stops_at_the_first_trained_weight() -> None:
     """A frozen first section saves nothing, as in compiled programs; a frozen last one saves for the first."""
     every, last, first = (planned(t5(), patterns) for patterns in (("*",), ("stack.*",), ("encoder.*",)))
     assert last.memory.activations < first.memory.activations == every.memory.activations
@@ -94,15 +94,15 @@ def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
         find_best(replace(task, fixed={"pipeline": 2}), Cache(), 0, lambda case: {})
 
 
-def test_rows_of_every_section_are_cut_along_the_sequence() -> None:
+def test_rows_of_every_section_are_sharded_along_the_sequence() -> None:
     sizes = {"pipeline": 1, "expert": 1, "context": 1, "tensor": 4}
     odd = replace(t5(), encoder_length=10)
     assert [problem.setting for problem in odd.mesh_problems(sizes, sequence=True)] == ["encoder_length"]
     assert not [*odd.mesh_problems(sizes, sequence=False)]
 
 
-def test_what_sections_add_up_to() -> None:
-    """An encoder of as many tokens costs a layer as a decoder's does without what it reads."""
+def test_totals_over_sections() -> None:
+    """An encoder with as many tokens costs the same per layer as a decoder without its cross-attention."""
     one, two = (planned(replace(t5(), encoder=replace(t5().encoder, repeats=n))) for n in (2, 4))
     layer = one.memory.activations - planned(replace(t5(), stack=replace(t5().stack, repeats=1))).memory.activations
     assert two.matmul_seconds > one.matmul_seconds and two.memory.activations > one.memory.activations

@@ -1,4 +1,4 @@
-"""A model whose config has no facts: refused by formulas, planned by the compiler; its kernels are still chosen."""
+"""A model whose config has no facts: formulas refuse it, the compiler plans it, and its kernels are still chosen."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "mode", ["--formula", "--search", "--compare=--parallel.tensor=2", "--sweep=devices:8,16", "--sweep=steps:1,2"]
 )
-def test_modes_made_of_formulas_say_what_is_missing(config_file: Path, mode: str) -> None:
+def test_modes_that_need_formulas_say_what_is_missing(config_file: Path, mode: str) -> None:
     with pytest.raises(
         UserError, match=r"ClassifierConfig has no facts.*\n.*\n.*section_facts.*\n.*mixer.*\n.*compiler"
     ) as error:
@@ -65,7 +65,7 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, peak_gib: in
     assert "needs facts of the model" in report_page.text()
 
 
-def test_kernels_are_those_of_the_planned_gpu_beside_a_layer_without_facts_and_in_segments() -> None:
+def test_kernels_are_those_of_the_planned_GPU_for_layers_without_facts_and_in_segments() -> None:
     cfg = load("gpt3.py:debug", "precision.compute=bfloat16")
     (block,) = cfg.model.stack.pattern
     mixer: Any = object()

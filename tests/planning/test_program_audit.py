@@ -1,4 +1,4 @@
-"""The audit of a small program's text: bytes, kinds of work, loops, branches, donated arguments."""
+"""The audit of a small program: bytes, kinds of work, loops, branches, donated arguments."""
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_bytes_of_each_kernel(program) -> None:
         "filled": ("fill", "", 0, 4 * ROW),
         "thin": ("cast", "", 4 * ROW, 2 * ROW),
         "turned": ("move", "", 2 * ROW, 2 * ROW),
-        # Of what is sliced and updated, the row alone; a place that is computed is no arithmetic.
+        # Of a slice or update only the row counts; computing an index is no arithmetic.
         "start": ("move", "1", ROW + 4, ROW),
         "pair": ("compute", "1", 2 * ROW, ROW // 2 + ROW),
         "softmax": ("attention", "1", ROW, 16),
@@ -98,7 +98,7 @@ def test_bytes_of_each_kernel(program) -> None:
     }
 
 
-def test_kernels_in_loops_count_as_often_as_these_run(program) -> None:
+def test_kernels_in_loops_count_once_per_iteration(program) -> None:
     assert program.by_work()["attention"] == 4 * (ROW + 16)
     (pair,) = (one for one in program.kernels if one.name == "pair")
     assert pair.total == 4 * pair.bytes == 4 * (3 * ROW + ROW // 2)
@@ -119,7 +119,7 @@ def test_classes_sum_to_the_total(program) -> None:
     sums = program.by_class()
     assert set(sums) == {"total", "copies", "elementwise", "matmul", "attention", "collective"}
     assert sums["total"] == sum(one.total for one in program.kernels) == sum(sums.values()) - sums["total"]
-    # zeros, a transpose, and in a loop of 4 a row out of the stack and back into it
+    # Zeros, a transpose, and in a loop of 4 a row read from the stack and written back.
     assert sums["copies"] == 4 * ROW + 4 * ROW + 4 * 2 * (2 * ROW + 4)
     assert sums["elementwise"] == 6 * ROW + 4 * (3 * ROW + ROW // 2)
 
@@ -184,8 +184,8 @@ backend_config={"known_trip_count":{"n":"20"}}
 """
 
 
-def test_a_branch_counts_by_the_share_of_runs_that_take_it() -> None:
-    """In 20 ticks: work that its name says runs in 8, idle ticks copy; two equal chunks have half of the ticks each."""
+def test_a_branch_counts_by_its_frequency() -> None:
+    """Of 20 ticks, named work runs in 8, idle ticks copy; two equal chunks have half of the ticks each."""
     marked = 'metadata={op_name="jit(step)/runs_8_of_20/cond"}'
     pipelined = audit(BRANCHES.replace("{%idle, %working}", "{%idle, %working}, " + marked))
     shares = [(one.name, one.share, one.rounds) for one in pipelined.kernels]
@@ -202,18 +202,18 @@ def test_a_branch_counts_by_the_share_of_runs_that_take_it() -> None:
         "compute": 8 * 3072 + 20 * 3072,
         "attention": 20 * 2048,
     }
-    # Without a name that says how often, an idle branch is never taken.
+    # Without a frequency in its name, an idle branch is never taken.
     assert [one.share for one in audit(BRANCHES).kernels][:2] == [0.0, 1.0]
 
 
-def test_a_loop_of_unknown_trip_count_runs_as_the_loop_over_microbatches() -> None:
+def test_a_loop_of_unknown_trip_count_runs_as_often_as_the_loop_over_microbatches() -> None:
     text = BRANCHES.replace('backend_config={"known_trip_count":{"n":"20"}}', "")
     assert {one.rounds for one in audit(text, unknown_trips=7).kernels} == {7}
     assert {one.rounds for one in audit(text).kernels} == {1}
 
 
-def test_a_loop_of_at_most_one_trip_counts_by_the_share_in_its_name() -> None:
-    """In 20 ticks: a loop of at most one trip that runs in 8 of them."""
+def test_a_loop_of_at_most_one_trip_counts_by_the_frequency_in_its_name() -> None:
+    """Of 20 ticks: a loop of at most one trip that runs in 8 of them."""
     loop = """
   %maybe_loop = (s32[], f32[256]{0}) while(%t), condition=%go, body=%inner, metadata={op_name="a/runs_8_of_20/while"}
 """

@@ -1,4 +1,4 @@
-"""What the train steps of two configs do with memory, compiled for virtual H100s where the extra aot is installed."""
+"""Memory traffic of the train steps of two configs, compiled for virtual H100s if the extra aot is installed."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ from megajax.planning.virtual_devices import prepare, read_cluster
 
 MIB = 2**20
 COUNTERS = 28
-"""Bytes of a state beside weights and optimizer: seven numbers."""
+"""Bytes of a state except weights and optimizer: seven numbers."""
 
 
 def installed(name: str) -> bool:
@@ -60,22 +60,22 @@ class Case:
 
     @property
     def residual(self) -> int:
-        """Numbers of an activation between layers, on one device."""
+        """Elements of an activation between layers, on one device."""
         return self.tokens * self.model.hidden // (self.tensor if self.plan.cfg.parallel.sequence else 1)
 
     @property
     def runs(self) -> int:
-        """Of a layer in one direction, per step."""
+        """Of one layer and direction, per step."""
         return self.model.stack.layers() * self.plan.microbatches
 
     def in_layers(self) -> list[Kernel]:
-        """Kernels in the loops over layers: those that have attention in them."""
+        """Kernels in the loops over layers: those loops that contain attention."""
         loops = {op.place.path for op in self.found.kernels if op.work == "attention"}
         assert len(loops) == 2  # forward and backward
         return [op for op in self.found.kernels if op.place.path in loops]
 
     def in_microbatches(self) -> list[Kernel]:
-        """Kernels that run once a microbatch, outside of further loops."""
+        """Kernels that run once a microbatch, outside of inner loops."""
         return [op for op in self.found.kernels if len(op.place.path) == 1]
 
 
@@ -87,7 +87,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 @cache
 def compiled(name: str) -> Case:
     with pytest.MonkeyPatch.context() as patch:
-        # What `prepare` sets is not for what other tests start.
+        # `prepare` sets variables that other tests must not inherit.
         for variable in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
             patch.setenv(variable, "")
         prepare()
@@ -106,23 +106,23 @@ def calls(case: Case) -> list[Kernel]:
     return [op for op in case.found.kernels if "fmha" in (op.target or "")]
 
 
-def test_attention_is_cudnns_once_a_layer_and_direction(case: Case) -> None:
+def test_attention_is_one_cudnn_call_per_layer_and_direction(case: Case) -> None:
     forward = [op for op in calls(case) if not op.target.endswith("Backward")]
     backward = [op for op in calls(case) if op.target.endswith("Backward")]
     assert sum(op.place.runs() for op in forward) == sum(op.place.runs() for op in backward) == case.runs
-    # Rows of more documents than cuDNN is laid out for go another way, in the other branch: docs/attention.md.
+    # Rows with more documents than cuDNN's layout take the other branch: docs/attention.md.
     rest = [op for op in case.found.kernels if op.work == "attention" and "fmha" not in (op.target or "")]
     isolated = "segment_ids" in case.plan.cfg.data.leaves()
     assert bool(rest) == isolated and all(op.place.conditional == isolated for op in [*rest, *forward])
 
 
-def test_no_scores_are_written(case: Case) -> None:
+def test_no_scores_are_written_to_memory(case: Case) -> None:
     heads, rows = case.model.stack.pattern[0].mixer.heads // case.tensor, case.plan.cfg.batch.micro_size
     scores = 2 * rows * heads * case.model.sequence_length**2
     assert max(op.bytes_written for op in case.in_layers()) < scores
 
 
-def test_layers_copy_no_activation_beyond_these(case: Case) -> None:
+def test_layers_copy_only_these_activations(case: Case) -> None:
     """Rows of stacked weights, gradients and kept tensors go in and out of the stacks. All else is listed here."""
     bare = {"slice", "broadcast"}
     stacks = {"dynamic-slice", "dynamic-update-slice"}
@@ -136,25 +136,25 @@ def test_layers_copy_no_activation_beyond_these(case: Case) -> None:
     one_head = 2 * case.tokens * mixer.size(case.model.hidden)
     groups = mixer.groups() // case.tensor
     gated = isinstance(case.model.stack.pattern[0].mlp, GatedMLPConfig)
-    # Llama's values are cut from one product with queries and keys, which XLA joins (and pass through memory in rope);
-    # and a copy of the residual stream, where the collective beside it runs on.
+    # Llama's values are a slice of one product with queries and keys, combined by XLA (and copied in rope);
+    # and a copy of the residual stream, while the collective beside it runs.
     assert copied <= (2 * case.residual if gated else 0)
     assert sliced <= (groups * one_head if gated else 0)
     assert not rest
 
 
-def test_layers_write_no_float32_activations_beyond_these(case: Case) -> None:
+def test_layers_write_only_these_float32_activations(case: Case) -> None:
     kernels = [
         op for op in case.in_layers() if any(kind == "f32" and n >= case.residual // 2 for kind, n in arrays(op.shape))
     ]
     wide = [op for op in kernels if op.work != "attention" and not op.place.conditional]
-    # Under sequence parallelism each of the two RMSNorms writes what its gain's gradient sums: the compiler would
-    # rather share the reading with two other results.
+    # With sequence parallelism each of the two RMSNorms writes the sum for its gain's gradient: the compiler
+    # prefers to share the read with two other results.
     assert len(wide) == (2 if case.plan.cfg.parallel.sequence else 0)
     assert all(("f32", case.residual) in arrays(op.shape) and len(arrays(op.shape)) == 3 for op in wide)
 
 
-def test_logits_exist_for_one_chunk(case: Case) -> None:
+def test_logits_exist_for_one_chunk_only(case: Case) -> None:
     vocabulary = case.model.padded_vocabulary() // case.tensor
     legal = max(case.model.loss_chunk, case.model.hidden)
     written = {text for op in case.found.kernels for text in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", op.shape)}
@@ -177,8 +177,8 @@ def test_weights_are_cast_once_a_step(case: Case) -> None:
     assert abs(cast * 4 - case.plan.memory.parameters) < vectors + case.plan.memory.parameters // 100
 
 
-def test_accumulators_are_added_to_in_place(case: Case) -> None:
-    """A microbatch copies nothing in float32 but the zeros that the table's gradients begin with."""
+def test_accumulators_are_updated_in_place(case: Case) -> None:
+    """A microbatch copies nothing in float32 except the zeros that the table's gradients start from."""
     table = case.model.padded_vocabulary() // case.tensor * case.model.hidden
     copies = [
         op
@@ -188,8 +188,8 @@ def test_accumulators_are_added_to_in_place(case: Case) -> None:
     assert len(copies) <= 1 and all(arrays(op.shape) == [("f32", table)] for op in copies)
 
 
-def test_the_optimizer_passes_over_a_weight_twice(case: Case) -> None:
-    """Once for the norm of all gradients, once for everything else: a kernel that writes weight and two moments."""
+def test_the_optimizer_reads_each_weight_twice(case: Case) -> None:
+    """Once for the norm of all gradients, once for the update: one kernel writes the weight and two moments."""
     outside = [op for op in case.found.kernels if not op.place.path and op.work == "compute"]
     large = [op for op in outside if op.bytes_read >= 16 * MIB]
     updates = [op for op in large if [kind for kind, _ in arrays(op.shape)] == ["f32"] * 3]

@@ -1,4 +1,4 @@
-"""What the reader finds in compiled programs whose collectives are known, and in texts of asynchronous ones."""
+"""What the reader finds in compiled programs with known collectives, and in texts with asynchronous ones."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from megajax.planning.program.train_step import grouped
 
 AXES = {"pipeline": 2, "data": 2, "tensor": 2}
 BOX = 16 * 32 * 4
-"""Bytes of the float32 [16, 32] that the test program works on."""
+"""Bytes of the float32 [16, 32] of the test program."""
 
 
 def nested(x: Array, n: Array) -> Array:
-    """Every kind of collective, in and outside of loops; x [16, 32] float32."""
+    """Every kind of collective, inside and outside of loops; x [16, 32] float32."""
 
     def inner(_: int, x: Array) -> Array:
         return x + lax.all_gather(x, "tensor", axis=0, tiled=True).sum(0, keepdims=True)
@@ -43,7 +43,7 @@ def contents() -> Contents:
     return read(jax.jit(mapped).lower(x, n).compile().as_text(), AXES)
 
 
-def test_every_collective_with_axis_bytes_count_and_place(contents: Contents) -> None:
+def test_every_collective_has_its_axis_and_bytes_and_count_and_place(contents: Contents) -> None:
     actual = {
         (row["kind"], row["axis"]): tuple(
             row[key] for key in ("trips", "count", "bytes_once", "bytes", "inside_loop", "conditional")
@@ -78,7 +78,7 @@ def test_elements_of_results(contents: Contents) -> None:
     assert actual["all-to-all"] == (2, 16 * 32), "a piece for each device"
 
 
-def test_combined_collectives_are_one_with_the_bytes_of_all() -> None:
+def test_a_combined_collective_has_the_bytes_of_all() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def sums(a: Array, b: Array) -> tuple[Array, Array]:
@@ -91,7 +91,7 @@ def test_combined_collectives_are_one_with_the_bytes_of_all() -> None:
     assert (row["kind"], row["axis"], row["count"], row["bytes"]) == ("all-reduce", "data", 1, (128 + 256) * 4)
 
 
-def test_collectives_of_one_device_are_none() -> None:
+def test_one_device_has_no_collectives() -> None:
     mesh = jax.make_mesh((1, 8), ("one", "eight"), axis_types=(AxisType.Auto,) * 2)
     mapped = jax.shard_map(
         lambda x: lax.psum(x, "one"), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False

@@ -46,7 +46,7 @@ def best_of(request: Task) -> list[Entry]:
 
 
 def published(request: Task, devices: int, layout: ParallelConfig, **model: Any) -> Estimate:
-    """Of a published layout, in our own system."""
+    """Of a published layout, in this system."""
     described = describe(request.case.cfg, H100, devices)
     return estimate(replace(described, parallel=layout, micro_size=1, model=replace(described.model, **model)))
 
@@ -61,7 +61,7 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, int]]] = {
     "GPT-3 175B, 128": ("gpt3_175b", 128, {"tensor": 4, "pipeline": 8, "virtual_stages": 12}),
     "GPT-3 175B, 1024": ("gpt3_175b", 1024, {"tensor": 4, "pipeline": 8, "virtual_stages": 12}),
 }
-"""Config, H100s, and the layout NeMo's published runs have: one row of a microbatch each."""
+"""Config, H100s, and the layout of NeMo's published runs: one row per microbatch."""
 
 
 LIGHT = ("norm", "activation", "query_key_value")
@@ -80,7 +80,7 @@ def best_zero1(name: str, devices: int) -> tuple[Task, Entry]:
         for name in PUBLISHED
     ],
 )
-def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
+def test_the_search_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     name, devices, sizes = PUBLISHED[case]
     request, best = best_zero1(name, devices)
     data = devices // (sizes["tensor"] * sizes["pipeline"] * sizes.get("context", 1))
@@ -88,11 +88,11 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     layout = replace(base, **sizes)
     kept = [published(request, devices, layout, recompute=word) for word in ("none", "selective", LIGHT, "full")]
     fastest = min(another.step_seconds for another in kept if another.memory.peak <= request.limit)
-    # Steps that differ in the fourth digit rank as alike. A context axis, which a search tries for longer rows only,
+    # Steps that differ in the fourth digit rank as equal. A context axis, which a search tries for longer rows only,
     # would be 3 % faster: docs/planning.md.
     assert best.step_seconds <= fastest * (1.04 if "context" in sizes else 1.001)
     assert best.peak <= request.limit
-    # What it found is a config that training takes, and takes as long as it said.
+    # The result is a config that training accepts, with the predicted step time.
     cfg = apply(best.choice, request.case.cfg)
     assert not problems(cfg, devices)
     assert estimate(describe(cfg, H100, devices)).step_seconds == pytest.approx(best.step_seconds)
@@ -105,7 +105,7 @@ def eight_gpus() -> tuple[Task, list[Entry]]:
     return request, best_of(request)
 
 
-def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> None:
+def test_listed_layouts_are_legal_and_fit_and_are_unique() -> None:
     request, entries = eight_gpus()
     assert len({entry.choice.kind for entry in entries}) == len(entries)
     for entry in entries:
@@ -119,8 +119,8 @@ def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> 
     )
 
 
-def test_the_best_is_that_of_an_exhaustive_search() -> None:
-    """By brute force over a small corner."""
+def test_the_best_equals_that_of_an_exhaustive_search() -> None:
+    """By brute force over a small part of the space."""
     request = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
     entries = best_of(request)
     best = float("inf")
@@ -143,9 +143,9 @@ def test_the_best_is_that_of_an_exhaustive_search() -> None:
     assert entries[0].step_seconds == pytest.approx(best, rel=5e-3)
 
 
-def test_the_fewest_layers_that_fit_recompute() -> None:
+def test_the_fewest_layers_that_fit_are_recomputed() -> None:
     request = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
-    # Where this is the fastest choice; a little less memory, and a policy that saves some tensors of all layers is.
+    # Where this is the fastest choice; with a little less memory, a policy that saves some tensors of all layers is.
     request = replace(request, limit_gib=70.1)
     (entry,) = explore(request, (1, 1)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
@@ -153,20 +153,20 @@ def test_the_fewest_layers_that_fit_recompute() -> None:
     assert entry.peak <= request.limit < request.with_choice(one_less).estimate.memory.peak
 
 
-def test_long_rows_are_cut_where_they_do_not_fit_whole() -> None:
-    """A row of 131,072 tokens of Llama-3 8B does not fit on one H100, nor on one with all that it may save."""
+def test_long_rows_are_sharded_if_they_do_not_fit() -> None:
+    """A row of 131,072 tokens of Llama-3 8B does not fit on one H100, even with full recomputation."""
     few = {"data_sharding": "fsdp", "pipeline": 1, "tensor": 1, "micro_size": 1, "recompute": "full"}
     request = task("llama3_8b_128k", 16, "parallel.context=1", **few)
     best = best_of(request)[0]
     assert best.choice.context > 1 and best.choice.data * best.choice.context == 16 and best.peak <= request.limit
     uncut = explore(replace(request, fixed={**few, "context": 1, "data": 16}), (1, 1))
     assert not uncut.best and uncut.smallest is not None and uncut.smallest.peak > request.limit
-    # What it found is a config that training takes.
+    # The result is a config that training accepts.
     assert not problems(request.config(best.choice), 16)
     assert "parallel.context=" in " ".join(settings(changes(request.case.cfg, request.config(best.choice))))
 
 
-def test_contexts_that_the_rules_refuse_are_not_found() -> None:
+def test_illegal_contexts_are_not_proposed() -> None:
     """3 chunks of zigzag do not divide 131,072 positions; rows of a T5 are short."""
     request = task("llama3_8b_128k", 48, "parallel.context=1", pipeline=1, tensor=1, context=3, micro_size=1)
     group = explore(request, (1, 1))
@@ -174,7 +174,7 @@ def test_contexts_that_the_rules_refuse_are_not_found() -> None:
     assert {choice.context for choice in task("t5_base", 8).layouts((1, 1))} == {1}
 
 
-def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
+def test_moments_are_offloaded_only_if_nothing_else_fits() -> None:
     tight = replace(H100, memory_gib=40.0)
     request = task("gpt3_6_7b", 8)
     group = explore(Task(replace(request.case, cluster=request.case.cluster._replace(device=tight))), (8, 1))
@@ -207,7 +207,7 @@ def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.Captu
     assert figures["well_known"][0] == {"choice": "pure FSDP", "verdict": "not tried: tensor=8 is given"}
     steps = [rounded(row["step_seconds"]) for row in figures["best"]]
     assert steps == sorted(steps) and figures["best"][0]["slower"] == 0
-    # The file is a config; so is the command line. Both are what was found.
+    # The file is a config; so is the command line. Both equal the result.
     best: Any = load(str(out), devices=64)
     repeated: Any = load("llama3.py:llama3_70b", *figures["settings"], devices=64)
     assert best == repeated and best.batch.global_size == 256
@@ -232,14 +232,14 @@ def test_fixed_settings_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> None:
-    """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
+    """GPT-3 175B's own layout needs 128 devices; for 64 there is another."""
     figures = search_json(tmp_path, config="gpt3.py:gpt3_175b")
     assert figures["best"][0]["tensor"] > 1
     (initial,) = [layout for layout in figures["well_known"] if layout["choice"].startswith("the config")]
     assert initial["verdict"].startswith("refused: parallel")
 
 
-def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) -> None:
+def test_compiled_layouts_rank_by_their_programs_and_are_cached(tmp_path: Path) -> None:
     """The first is too large, the second has no program, the third is slow."""
     (request, entries), file = eight_gpus(), tmp_path / "search.json"
 

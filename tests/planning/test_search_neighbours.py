@@ -67,7 +67,7 @@ def test_sweep_over_a_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sweep", ["devices:64,128", "batch.micro_size:1,2"])
 def test_the_picture_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: str) -> None:
-    """Its title and its axis say that the figures are predictions, and its legend names the curves."""
+    """Its title and axis say that the figures are predictions; its legend names the curves."""
     figures = pytest.importorskip("matplotlib.figure")
     drawn, save = [], figures.Figure.savefig
     monkeypatch.setattr(
@@ -160,13 +160,13 @@ def test_largest_arrays_of_a_program() -> None:
     ]
 
 
-def test_saved_norms_are_whole_along_the_sequence() -> None:
+def test_saved_norms_are_not_sharded_along_the_sequence() -> None:
     """As compiled for 64 H100s with jax 0.12.0.1: they are gathered before the matmuls that read them."""
     base = case_of("parallel.tensor=4", "parallel.pipeline=8", "model.recompute=activation")
     assert base.estimate.memory.peak_gib == pytest.approx(83.71, rel=0.02)
 
 
-def test_the_scheduler_has_as_much_memory_as_on_a_gpu() -> None:
+def test_the_scheduler_has_the_memory_of_a_GPU() -> None:
     cfg: Any = load("llama3.py:llama3_70b")
     argument_bytes = 12 * GIB
     name, factor, _ = scheduler_memory(cfg, GPUS["h100"], argument_bytes)

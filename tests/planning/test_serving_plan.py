@@ -1,4 +1,4 @@
-"""Plans of text generation: weights and cache are those of the arrays, and bounds are of what a step reads."""
+"""Plans of text generation: weights and cache are those of the arrays; bounds follow from what a step reads."""
 
 from math import prod
 
@@ -27,7 +27,7 @@ def plans(config: str, devices: int = 8, context: int = 8192) -> list[Serving]:
 
 
 def plan(config: str, tensor: int = 1, weights: str = "", cache: str = "", **rest) -> Serving:
-    """weights and cache: dtypes, or "" for that of computing."""
+    """weights and cache: dtypes, or "" for the compute dtype."""
     every = plans(config, **rest)
     dtypes = tensor, weights or every[0].run.dtype, cache or every[0].run.dtype
     return next(serving for serving in every if (serving.tensor, serving.weights, serving.cache) == dtypes)
@@ -64,7 +64,7 @@ def test_weights_and_cache_are_those_of_the_arrays_on_a_device(config: str, tens
     assert serving.token_bytes * SIZE.tokens() + serving.row_bytes * SIZE.slots == sum(map(on_a_device, arrays))
 
 
-def test_tokens_fill_what_weights_leave() -> None:
+def test_tokens_fill_the_memory_that_weights_leave() -> None:
     serving = plan("llama3.py:llama3_8b")
     assert serving.weight_bytes == 2 * 8_030_261_248 and serving.token_bytes == 32 * 2 * 8 * 128 * 2
     assert serving.tokens == int(CACHE_SHARE * (80 * 0.99 * 0.92 * GIB - serving.weight_bytes) / serving.token_bytes)
@@ -89,7 +89,7 @@ def test_bounds_of_a_step() -> None:
     assert sharded.step_seconds(16)[2] > 0 and sharded.step_bytes(16) == pytest.approx(serving.step_bytes(16) / 8)
 
 
-def test_few_rows_read_the_experts_they_choose() -> None:
+def test_few_rows_read_only_the_experts_they_choose() -> None:
     serving = plan("mixtral.py:mixtral_8x7b", 2)
     experts, cache = 32 * 8 * 3 * 4096 * 14336 / 2 * 2, 255 * 8192 * serving.token_bytes
     assert serving.step_bytes(256) - serving.step_bytes(1) - cache == pytest.approx(experts * 0.75)
@@ -100,7 +100,7 @@ def test_row_counts() -> None:
     assert row_counts(64) == [1, 4, 16, 64] and row_counts(9999) == [1, 4, 16, 64, 256, 1024, 4096]
 
 
-def test_the_command_prints_room_and_bounds(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_the_command_prints_capacity_and_bounds(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     arguments = ["--config=llama3.py:llama3_8b", "--devices=h100:8", "--serve", "--context=2k"]
     assert main([*arguments, f"--json={tmp_path / 'plan.json'}"]) == 0
     text = capsys.readouterr().out
@@ -116,6 +116,6 @@ def test_the_command_prints_room_and_bounds(capsys: pytest.CaptureFixture[str], 
         (["--config=llama3.py", "--devices=h100:8", "--context=8"], "--context: goes with --serve"),
     ],
 )
-def test_what_can_not_be_planned_is_refused(arguments: list[str], message: str) -> None:
+def test_invalid_requests_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises((UserError, ConfigError), match=message):
         main(arguments)

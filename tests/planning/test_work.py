@@ -1,4 +1,4 @@
-"""Bytes through memory by formula: against compiled programs, and by hand."""
+"""Memory traffic by formula, against compiled programs and against values computed by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -62,14 +62,14 @@ def run(**changes: Any) -> Description:
 
 
 def of_block(described: Description, kept: SavePolicy | None = None) -> tuple[Any, Any, float]:
-    """Bytes of the forward and the backward pass of a block, and its weights on a device."""
+    """Bytes of the forward and backward pass of a block, and of its weights on a device."""
     (tower,) = described.towers
     (block,) = tower.blocks
     halves = block_work(tower, block, kept or tower.section.recomputing.policy())
     return *halves, block.local_size(described.parallel.tensor)
 
 
-def test_a_product_reads_both_and_writes_the_third() -> None:
+def test_a_product_reads_two_arrays_and_writes_the_third() -> None:
     joined = run(system=replace(MEGAJAX, xla=False))
     (block,) = joined.towers[0].blocks
     every = list(products(joined, block.matmuls, 8192, SavePolicy(parts=None)))
@@ -82,13 +82,13 @@ def test_a_product_reads_both_and_writes_the_third() -> None:
     assert gradient.bytes == 2 * 8192 * (rows + columns) + 8 * rows * columns, "float32, read and written"
 
 
-def test_gradients_in_bfloat16_go_through_memory_in_half_as_many_bytes() -> None:
+def test_gradients_in_bfloat16_take_half_the_bytes() -> None:
     float32, half = of_block(run()), of_block(run(gradients="bfloat16"))
     assert float32[1].matmul - half[1].matmul == pytest.approx((8 - 4) * float32[2])
 
 
-def test_rows_of_stacks_that_are_copied_go_through_memory_twice() -> None:
-    """Weights in both passes, sums of gradients out and in: with more chunks than have loops of their own."""
+def test_rows_copied_from_stacks_are_counted_twice() -> None:
+    """Weights in both passes, sums of gradients read and written: with more chunks than have their own loops."""
     layouts = (ParallelConfig(pipeline=2, virtual_stages=chunks, data=1) for chunks in (8, 16))
     in_place, copied = (of_block(run(parallel=layout)) for layout in layouts)
     more = sum(there.copies - in_place.copies for in_place, there in zip(in_place[:2], copied[:2], strict=True))
@@ -107,7 +107,7 @@ def test_fsdp_adds_its_shard_of_a_gradient() -> None:
     assert shards.elementwise - float32.elementwise == pytest.approx((4 + 8) * weights / 8)
 
 
-def test_what_is_kept_is_copied_where_loops_stack_it() -> None:
+def test_saved_tensors_are_copied_where_loops_stack_them() -> None:
     saved, full = run(), run(model=replace(llama3("8b"), recompute="full"))
     (tower,) = saved.towers
     (block,) = tower.blocks
@@ -122,19 +122,19 @@ def test_other_systems_copy_nothing_in_layers() -> None:
     assert forward.copies == backward.copies == 0 and forward.elementwise > 0
 
 
-def test_the_loss_passes_over_its_table_chunk_by_chunk() -> None:
+def test_the_loss_reads_its_table_once_per_chunk() -> None:
     one = replace(llama3("8b"), loss_chunk=8192)
     table = 128_256 / 4 * 4096
     small, large = (table_work(run(model=model)) for model in (one, replace(one, loss_chunk=1024)))
     assert large[0].matmul - small[0].matmul == pytest.approx(7 * 2 * table)
     assert large[1].matmul - small[1].matmul == pytest.approx(7 * (2 + 8) * table)
     assert large[0].elementwise == small[0].elementwise
-    # cuBLAS wants multiples of 8: 32,003 columns are padded by copies.
+    # cuBLAS needs multiples of 8: 32,003 columns are padded by copies.
     uneven = table_work(run(model=replace(one, vocabulary_size=4 * 32_003, vocabulary_multiple=4)))[1]
     assert uneven.copies - small[1].copies == pytest.approx(20 * table, rel=0.01)
 
 
-def test_ticks_and_idle_forwards_count_in_a_pipeline() -> None:
+def test_ticks_and_idle_forward_passes_count_in_a_pipeline() -> None:
     layout = ParallelConfig(pipeline=4, data=1)
     pipelined = run(parallel=layout, global_size=4)
     assert tick_work(run()).stream == 0 < tick_work(pipelined).stream
@@ -142,13 +142,13 @@ def test_ticks_and_idle_forwards_count_in_a_pipeline() -> None:
         step_work(each, layers_work(each), head_work(each), Work())
         for each in (run(parallel=layout, global_size=count) for count in (4, 8))
     )
-    # Twice the microbatches run fewer than twice the forwards: 4 + 3 ticks and 8 + 3.
+    # Twice the microbatches run fewer than twice the forward passes: 4 + 3 ticks and 8 + 3.
     assert large.matmul < 2 * small.matmul
     assert once_work(pipelined, 0.0, 10.0).elementwise == 10 * (16 + 16 + 2)
 
 
-def test_copies_make_a_step_longer_and_plans_tell_the_bytes() -> None:
-    """What searches compare: a program that copies weights out of their stack takes the time of these copies."""
+def test_copies_make_a_step_longer_and_plans_report_the_bytes() -> None:
+    """What searches compare: a program that copies weights from their stack takes the time of these copies."""
     in_place, there = run(), run(system=replace(MEGAJAX, most_in_place=0))
     quick, slow = estimate(in_place), estimate(there)
     kinds = ("copies", "elementwise")
@@ -163,6 +163,6 @@ def test_a_collective_reads_its_part_and_writes_the_whole() -> None:
     row = Traffic("all-gather", "tensor", "", 1, 800.0, 1.0, 0.0)
     assert memory_bytes(described, row) == 1000
     assert memory_bytes(described, replace(row, kind="all-reduce")) == 1600
-    # Of a formula `data` has all devices that hold the same weights; a program's axes are named one by one.
+    # In a formula, `data` includes all devices that hold the same weights; a program's axes are named one by one.
     assert memory_bytes(described, replace(row, axis="data")) == 1000
     assert memory_bytes(described, replace(row, axis="data+context (part)")) == 1000

@@ -1,4 +1,4 @@
-"""The smallest run that is a whole run: made-up data, one layer, batches of eight rows."""
+"""The smallest complete run: synthetic data, one layer, batches of eight rows."""
 
 import json
 from pathlib import Path
@@ -47,6 +47,6 @@ def run_config(folder: Path | str = "unused", **changes: Any) -> RunConfig:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of the steps of a run."""
+    """Losses of a run's steps."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "split" not in line]

@@ -89,12 +89,12 @@ def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: li
     return plain
 
 
-def test_two_data_groups_train_alike(text: Path) -> None:
+def test_two_data_groups_have_the_same_losses(text: Path) -> None:
     compared(text, ParallelConfig(data=2), 2)
 
 
 @pytest.mark.slow
-def test_layouts_train_alike(text: Path) -> None:
+def test_layouts_have_the_same_losses(text: Path) -> None:
     plain = compared(text, ParallelConfig(data=1), 4)
     compared(text, ParallelConfig(data=4), 1, plain)
     compared(text, ParallelConfig(data=2, context=2, context_rounds=2, data_sharding="fsdp"), 2, plain)
@@ -103,8 +103,8 @@ def test_layouts_train_alike(text: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_train_alike(text: Path, tmp_path: Path, processes: int) -> None:
-    """Real processes find the same places, each for itself; the losses are those without."""
+def test_processes_have_the_same_losses(text: Path, tmp_path: Path, processes: int) -> None:
+    """Each process computes the same assignment of rows; the losses equal those without balancing."""
     losses = []
     for balance in ("none", "step"):
         with gangs.started(tmp_path) as start:
@@ -171,7 +171,7 @@ def changed(text: Path, balance: str, changes: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_together(text: Path, name: str) -> None:
+def test_settings_that_exclude_each_other(text: Path, name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(ConfigError, match=rf"data\.loader\.balance: .*{message}"):
         check(changed(text, "step", changes), 1)
@@ -184,8 +184,8 @@ def test_rows_without_causal_attention_are_refused(text: Path) -> None:
     assert "reads later positions too" in problem.message
 
 
-def test_what_goes_together(text: Path) -> None:
-    """Rows may change places within a microbatch whose tokens a loss compares, and means of single rows stay."""
+def test_settings_that_fit_together(text: Path) -> None:
+    """Rows may move within a microbatch, because the loss is over its tokens; means of single rows do not change."""
     check(changed(text, "microbatch", REFUSED["experts"][0]), 1)
     check(changed(text, "step", {"mlp": experts(z_loss=0.1, row_loss=0.1, balance_rate=None)}), 1)
     check(changed(text, "step", {"batch": {"loss_average": "microbatches", "micro_size": 1}}), 1)
@@ -200,7 +200,7 @@ LIKE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKE)
-def test_what_goes_together_trains_alike(text: Path, name: str) -> None:
+def test_settings_that_fit_together_give_the_same_losses(text: Path, name: str) -> None:
     changes, micro_size = LIKE[name]
     cfg = changed(text, "step", changes).but(parallel=ParallelConfig(data=2), steps=6)
     assert cfg.batch.micro_size == micro_size
@@ -210,8 +210,8 @@ def test_what_goes_together_trains_alike(text: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_compares_the_rows_of_a_microbatch(text: Path) -> None:
-    """It stays where rows stay in their microbatch. It would not with `step`, which is refused."""
+def test_a_loss_over_the_rows_of_a_microbatch(text: Path) -> None:
+    """The loss does not change while rows stay in their microbatch. With `step` it would; that is refused."""
     cfg = changed(text, "microbatch", {"mlp": experts(aux_loss=100.0)}).but(parallel=ParallelConfig(data=2), steps=6)
     run = setup(cfg, devices=jax.devices()[:2])
     with jax.set_mesh(run.mesh):
@@ -220,8 +220,8 @@ def test_a_loss_that_compares_the_rows_of_a_microbatch(text: Path) -> None:
         assert losses(under(run, text, "step"), 6) != pytest.approx(plain, rel=1e-4)
 
 
-def test_work_of_rows_is_that_of_the_throughput() -> None:
-    """FLOPs of a whole row by half the square of its scores, as MFU counts them; windows take their part."""
+def test_work_of_rows_equals_that_of_the_throughput() -> None:
+    """FLOPs of a row with half the square of its scores, as MFU counts them; windows reduce them."""
     small = model(sequence_length=64, repeats=2)
     work, flops = row_work(small), count_flops(small)
     ((window, each),) = work.per_score
@@ -232,5 +232,5 @@ def test_work_of_rows_is_that_of_the_throughput() -> None:
     assert row_work(mixed) == RowWork(work.per_position, ((None, each / 2), (7, each / 2)))
 
 
-def test_made_up_data_may_be_dealt_out() -> None:
+def test_synthetic_data_can_be_balanced() -> None:
     check(run_config(data=MockConfig(isolate_documents=True, loader=LoaderConfig(balance="step"))), 1)

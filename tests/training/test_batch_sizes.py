@@ -1,4 +1,4 @@
-"""Batch sizes over a run: rows, microbatches, and how many of each."""
+"""Batch sizes over a run: rows, microbatches, and the number of steps of each size."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_without_a_ramp_there_is_one_size():
 @pytest.mark.parametrize(
     ("start", "increment", "samples", "final"), [(16, 8, 1000, 64), (2, 2, 7, 24), (8, 8, 997, 64), (4, 4, 100_003, 40)]
 )
-def test_linear_ramp_is_the_rule_at_every_sample(start, increment, samples, final):
+def test_linear_ramp_follows_the_rule_at_every_sample(start, increment, samples, final):
     actual = sizes(
         LinearRampConfig(start=start, increment=increment, samples=samples), 1, global_size=final, decrease=True
     )
@@ -38,7 +38,7 @@ def test_linear_ramp_is_the_rule_at_every_sample(start, increment, samples, fina
         assert actual.nominal(n) == expected, n
 
 
-def test_steps_of_a_ramp_add_up():
+def test_the_steps_of_a_ramp_sum_to_the_run():
     for ramp in (LINEAR, STEPS):
         actual = sizes(ramp)
         consumed, rows_read = 0, [0]
@@ -55,15 +55,15 @@ def test_steps_of_a_ramp_add_up():
         assert actual.steps(rows_read[20] - rows_read[10], start=rows_read[10]) == 10
 
 
-def test_thresholds_and_rows_are_numbers_with_a_suffix():
-    """As Megatron-LM reads them: fractions, either case, and a suffix on rows as well."""
+def test_thresholds_and_rows_accept_suffixes():
+    """As Megatron-LM reads them: fractions, either case, and suffixes on rows too."""
     ramp = StepRampConfig(sizes="0:64,1.5m:128 0.5B:1k")
     assert ramp.problems() == [] and ramp.pairs() == [(0, 64), (1_500_000, 128), (500_000_000, 1000)]
     assert sizes(ramp, 1, length=1000, global_size=1000).thresholds == ((0, 64), (1500, 128), (500_000, 1000))
     assert StepRampConfig(sizes="0:16 1.5.2K:32").problems() and StepRampConfig(sizes="0:16 K:32").problems()
 
 
-def test_a_step_may_reach_over_a_size():
+def test_a_step_may_cross_a_threshold():
     actual = sizes(StepRampConfig(sizes="0:16 4:32 8:64", unit="samples"))
     assert (actual.samples(1), actual.samples(2), actual.samples(3)) == (16, 80, 144)
     assert actual.steps(81) == 3
@@ -76,16 +76,16 @@ def test_thresholds_in_tokens_become_rows():
         sizes(StepRampConfig(sizes="0:16 1K:64"))
 
 
-def test_sizes_are_those_of_the_run_in_order():
+def test_sizes_are_in_the_order_of_the_run():
     assert sizes(STEPS).sizes() == (BatchSize(16, 2), BatchSize(32, 4), BatchSize(64, 8))
-    # 16, 24, 40, 48 and 56 are brought down to multiples of 32.
+    # 16, 24, 40, 48 and 56 are rounded down to multiples of 32.
     cfg = BatchConfig(
         global_size=64, micro_size=4, ramp=LinearRampConfig(start=32, increment=8, samples=99), decrease=True
     )
     assert cfg.build(8).sizes() == (BatchSize(32, 1), BatchSize(64, 2))
 
 
-def test_rows_that_devices_do_not_divide():
+def test_rows_that_the_devices_do_not_divide():
     cfg = BatchConfig(global_size=64, micro_size=3)
     assert [problem.setting for problem in cfg.problems()] == ["micro_size"]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A wall clock that is set while a run trains changes neither its steps nor which checkpoint it goes on from."""
+"""Setting the wall clock during a run changes neither its steps nor the checkpoint that it resumes from."""
 
 import time
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ HOUR, DAY = 3_600.0, 86_400.0
 
 
 @pytest.mark.slow
-def test_a_run_whose_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_jumps_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steady, jumping = tmp_path / "steady", tmp_path / "jumping"
     every = CheckpointConfig(every=3)
     assert train(run_config(steady, checkpoint=every)) == 0

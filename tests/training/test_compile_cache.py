@@ -1,4 +1,4 @@
-"""Programs kept on disk: taken from there by the next start, checked, bounded, and told of."""
+"""Compiled programs on disk: the next start finds, verifies, bounds and reports them."""
 
 import json
 import os
@@ -37,7 +37,7 @@ PATIENCE = 300
 
 
 def start(folder: Path, run: str, *arguments: str) -> tuple[str, list[dict]]:
-    """Two steps in a new process, its cache in `folder`: what it printed, and its events about programs."""
+    """Two steps in a new process with its cache in `folder`: the output, and events about programs."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     command = [sys.executable, "-m", "megajax.train", f"--config={CONFIG}", "--devices=cpu:1", "--steps=2"]
     command += [f"--run_dir={folder / run}", "--schedule.warmup_steps=1", "--evaluation.batches=0", *arguments]
@@ -71,8 +71,8 @@ def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_generation_finds_its_programs_again(tmp_path):
-    """What is not recorded with a SHA-256 is deleted at the next start."""
+def test_generation_reuses_its_programs(tmp_path):
+    """Files without a recorded SHA-256 are deleted at the next start."""
     start(tmp_path, "run", "--checkpoint.every=2")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     environment |= {"PYTHONPATH": str(REPOSITORY), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -102,7 +102,7 @@ def test_damaged_programs_are_compiled_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_programs_are_not_kept_where_that_is_off(tmp_path):
+def test_the_cache_can_be_switched_off(tmp_path):
     text, _ = start(tmp_path, "first", "--xla.compile_cache=false")
     assert "not kept" in text and not (tmp_path / "cache/megajax/compile").exists()
 
@@ -121,7 +121,7 @@ def test_several_processes_take_programs_from_one_folder(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache folder for this process, forgotten afterwards."""
+    """A cache folder for this process, reset afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
     names += ("jax_compilation_cache_max_size",)
     before = {name: getattr(jax.config, name) for name in names}
@@ -143,7 +143,7 @@ def compile_something() -> None:
     train_step(jnp.ones(7)).block_until_ready()
 
 
-def test_each_program_is_told_of_once(cache, monkeypatch):
+def test_each_program_is_reported_once(cache, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     use_cache(XlaConfig(compile_cache_dir=str(cache)))
@@ -156,12 +156,12 @@ def test_each_program_is_told_of_once(cache, monkeypatch):
         compile_something()
     compile_something()
     assert events == [("compile", "train_step", False), ("compile", "train_step", True)]
-    # On a slow machine, small programs of jax's own take long enough to be reported too.
+    # On a slow machine, small programs of jax itself take long enough to be reported too.
     first, second = (message for message in messages if "the train step" in message)
     assert "cached" not in first and "compiled the train step: cached, read in" in second
 
 
-def test_people_see_that_the_step_compiles_and_then_that_it_runs():
+def test_the_terminal_shows_compilation_and_then_steps():
     messages, waits = [], []
     console = PlainConsole(total_steps=1, stream=StringIO())
 
@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache, monkeypatch, capsys):
     assert "can't be written" in capsys.readouterr().err
 
 
-def test_a_folder_of_the_users_own_is_left_to_jax(cache, monkeypatch):
+def test_a_folder_that_the_user_gives_is_left_to_jax(cache, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     use_cache(XlaConfig(compile_cache_dir=str(cache / "other")))
     assert not (cache / "other").exists()
@@ -219,7 +219,7 @@ def test_jax_evicts_the_least_recently_used_programs(cache, monkeypatch):
     assert len(list(folder.glob("*.sha256"))) == len(list(folder.glob("*-cache"))) == len(entries)
 
 
-def test_folders_of_other_versions_go_when_no_run_uses_them(tmp_path):
+def test_folders_of_other_versions_are_deleted_when_no_run_uses_them(tmp_path):
     for name, age in (("jax-1", 40), ("jax-2", 1), ("mine", 40)):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".writable").write_text("")
@@ -228,7 +228,7 @@ def test_folders_of_other_versions_go_when_no_run_uses_them(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["jax-2", "mine"]
 
 
-def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
+def test_files_without_a_matching_checksum_are_deleted(tmp_path):
     for name in ("a-cache", "b-cache", "c-cache"):
         (tmp_path / name).write_bytes(os.urandom(50))
     record(tmp_path)
@@ -239,7 +239,7 @@ def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
 
 
 def test_results_of_autotuning_are_kept_with_the_programs(cache, monkeypatch):
-    """XLA writes them below the folder, on GPUs: they are no damaged programs."""
+    """On GPUs, XLA writes them below the folder; they are not damaged programs."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     use_cache(XlaConfig(compile_cache_dir=str(cache)))
     folder = cache / machine()
@@ -253,7 +253,7 @@ def test_results_of_autotuning_are_kept_with_the_programs(cache, monkeypatch):
     assert [path.name for path in results.glob("*.textproto")] == ["fusion.textproto"]
 
 
-def test_programs_of_gpus_and_of_each_processor_lie_apart(monkeypatch):
+def test_programs_of_GPUs_and_of_each_processor_have_separate_folders(monkeypatch):
     monkeypatch.setattr(compile_cache, "_processor", lambda: "one")
     this_machine = machine()
     monkeypatch.setattr(compile_cache, "_processor", lambda: "another")
@@ -264,7 +264,7 @@ def test_programs_of_gpus_and_of_each_processor_lie_apart(monkeypatch):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_several_processes_use_one_folder_or_none(index, tmp_path, monkeypatch):
-    """Each process has its own HOME, or sees the other's."""
+    """Each process has its own HOME, or sees those of the others."""
     monkeypatch.setattr(compile_cache, "SHARED_SECONDS", 0.2)
     assert together(2, lambda peers: unusable(peers, tmp_path, tmp_path / "shared")) == [None, None]
     assert not list((tmp_path / "shared").glob(".seen-*"))
@@ -272,7 +272,7 @@ def test_several_processes_use_one_folder_or_none(index, tmp_path, monkeypatch):
     assert reasons[0] == reasons[1] and re.fullmatch(
         r"process 1: the compile cache .*own1 is not the folder that process 0 sees", reasons[index]
     )
-    # A path that cannot be looked at, as below a folder that process 1 may not enter.
+    # A path that can't be inspected, such as one below a folder that process 1 may not enter.
     folders = [tmp_path / "shared", tmp_path / ("x" * 300)]
     reasons = together(2, lambda peers: unusable(peers, tmp_path, folders[peers.index]))
     assert reasons[0] == reasons[1] and "is not the folder that process 0 sees" in str(reasons[index])
@@ -280,7 +280,7 @@ def test_several_processes_use_one_folder_or_none(index, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_cache_that_one_process_cannot_write_is_used_by_none(index, tmp_path):
-    """Process 0 must not skip what the others wait for."""
+    """Process 0 must not skip a call that the others wait for."""
     (tmp_path / "file").write_text("")
     bases = [tmp_path, tmp_path]
     bases[0] = tmp_path / "file"
@@ -288,7 +288,7 @@ def test_a_cache_that_one_process_cannot_write_is_used_by_none(index, tmp_path):
     assert reasons[0] == reasons[1] and "can't be written" in reasons[index]
 
 
-def test_a_cache_that_anyone_may_write_is_not_used(tmp_path):
+def test_a_world_writable_cache_is_not_used(tmp_path):
     """Its programs are machine code."""
     folder = tmp_path / "cache"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Options of XLA are asked of the installed compiler, and reach the programs of a run."""
+"""XLA options: checked against the installed compiler, and passed to the programs of a run."""
 
 from types import SimpleNamespace
 
@@ -25,12 +25,12 @@ def device() -> jax.Device:
     return jax.devices()[0]
 
 
-def test_the_installed_compiler_knows_every_option_of_ours():
-    """Options of GPU programs too: one table for all devices."""
+def test_the_installed_compiler_knows_all_our_options():
+    """Options of GPU programs too: one table holds those of all devices."""
     assert refusal(compiler_options(*CPU, *GPU, *FSDP, *FP8, *DETERMINISTIC, *termination(1800.0)), device()) is None
 
 
-def test_defaults_it_does_not_take_are_left_out_with_a_warning():
+def test_unsupported_defaults_are_omitted_with_a_warning():
     requested = {"xla_gpu_gone_since": True, "xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": "high"}
     with pytest.warns(UserWarning, match="xla_gpu_") as warned:
         assert accepted_options(requested, {}, device()) == {"xla_gpu_enable_triton_gemm": True}
@@ -52,7 +52,7 @@ def test_defaults_it_does_not_take_are_left_out_with_a_warning():
         ({"optimization_level": "O1"}, "O1"),
     ],
 )
-def test_values_become_what_the_compiler_wants(given, typed):
+def test_values_are_converted_to_the_compiler_s_types(given, typed):
     (settled,) = accepted_options({}, given, device()).values()
     assert settled == typed and type(settled) is type(typed)
 
@@ -66,14 +66,14 @@ def test_values_become_what_the_compiler_wants(given, typed):
         ({"xla_gpu_enable_triton_gem": True}, "did you mean xla_gpu_enable_triton_gemm?"),
     ],
 )
-def test_what_a_user_gives_and_it_does_not_take_is_refused(given, says):
+def test_unsupported_options_of_the_user_are_refused(given, says):
     with pytest.raises(ConfigError) as refused:
         accepted_options({"xla_gpu_enable_triton_gemm": True}, given, device())
     assert says in str(refused.value) and f"--xla={next(iter(given))}" in str(refused.value)
     assert refused.value.code == 2
 
 
-def test_what_a_user_gives_goes_over_the_defaults():
+def test_options_of_the_user_override_defaults():
     assert accepted_options({"xla_gpu_autotune_level": 4}, {"xla_gpu_autotune_level": 0}, device()) == {
         "xla_gpu_autotune_level": 0
     }
@@ -94,7 +94,7 @@ def test_options_follow_from_the_config_and_the_platform():
     fsdp = {"data_sharding": "fsdp", "data": 2}
     cfg = run_config(model=model(recompute="full"), parallel=ParallelConfig(**fsdp))
     assert names(cfg, "gpu") == always | {option.name for option in FSDP}
-    # Pipelining inside layer loops would take apart what a pipeline's tick is arranged for.
+    # Pipelining inside layer loops would undo the order of a pipeline's tick.
     assert names(cfg.but(parallel=ParallelConfig(**fsdp, pipeline=2)), "gpu") == always
     exact = run_config(xla=XlaConfig(deterministic=True))
     assert names(exact, "gpu") == always | {option.name for option in DETERMINISTIC}
@@ -109,14 +109,14 @@ def test_xla_waits_longer_than_the_watchdog():
     assert values["xla_gpu_nccl_termination_timeout_seconds"] == 1800
 
 
-def test_a_platform_of_tests_has_defaults():
-    """Else the lines that settle and pass options would be reached on GPUs alone."""
+def test_the_platform_of_the_tests_has_defaults():
+    """Otherwise only GPUs would reach the lines that choose and pass options."""
     assert DEFAULTS["cpu"].always
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_options_are_settled_inside_a_mesh_of_several_devices(platform, monkeypatch):
-    """The compiler is asked for one device, whatever mesh surrounds the question."""
+def test_options_are_chosen_inside_a_mesh_of_several_devices(platform, monkeypatch):
+    """The compiler is asked about one device, whatever the surrounding mesh."""
     monkeypatch.setattr(jaxlib._jax.Device, "platform", property(lambda device: platform))
     cfg = run_config(
         parallel=ParallelConfig(data=2, tensor=2), xla=XlaConfig(options={"xla_gpu_enable_triton_gemm": "no"})
@@ -127,13 +127,13 @@ def test_options_are_settled_inside_a_mesh_of_several_devices(platform, monkeypa
     assert actual == compiler_options(*default_options(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
 
 
-def test_the_options_of_a_process_are_asked_for_a_device_of_its_own(monkeypatch):
+def test_options_of_a_process_are_checked_on_a_device_of_its_own(monkeypatch):
     calls = []
     monkeypatch.setattr("megajax.training.compiler_options.accepted_options", lambda *_: calls.append(_[-1]) or {})
     devices = [SimpleNamespace(platform="gpu", process_index=number) for number in (1, 0)]
     run_options(run_config(), SimpleNamespace(devices=np.array(devices)))
     assert calls == [devices[1]]
-    # Virtual devices of other processes alone.
+    # Only virtual devices of other processes.
     run_options(run_config(), SimpleNamespace(devices=np.array(devices[:1])))
     assert calls[1:] == [devices[0]]
 
@@ -156,8 +156,8 @@ def test_options_reach_every_program_of_a_run(monkeypatch):
     assert program.options == compiler_options(*CPU) | {"xla_gpu_enable_triton_gemm": False}
 
 
-def test_default_options_of_cpus_change_no_program():
-    """They say what XLA does by itself: the compiled programs are equal, and so are numbers and collectives."""
+def test_default_options_of_CPUs_change_no_program():
+    """They state what XLA does by default: the compiled programs are equal, with the same numbers and collectives."""
     cfg = run_config(parallel=ParallelConfig(data=2))
     mesh = build_mesh(cfg.parallel, jax.devices())
     texts = []

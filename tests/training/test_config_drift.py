@@ -1,4 +1,4 @@
-"""What a resume compares: settings that change the numbers of training are named, those that do not are free."""
+"""What a resume compares: settings that change the numbers are reported, other settings are not."""
 
 from typing import Any
 
@@ -37,11 +37,11 @@ def before() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", DRIFT)
-def test_drift_is_named_with_both_values(before: dict[str, Any], case: str) -> None:
+def test_changed_settings_are_named_with_both_values(before: dict[str, Any], case: str) -> None:
     settings, name, text = DRIFT[case]
     assert text in changes(before, facts(prepare(run_config(**settings))))[name]
 
 
 @pytest.mark.parametrize("case", FREE)
-def test_what_changes_no_number_is_free(before: dict[str, Any], case: str) -> None:
+def test_settings_that_change_no_number_may_differ(before: dict[str, Any], case: str) -> None:
     assert changes(before, facts(prepare(run_config(**FREE[case])))) == {}

@@ -1,4 +1,4 @@
-"""Damage that only the restore finds, in a block of a large file: runs and weights go on from the step before."""
+"""Damage that only the restore finds, in a block of a large file: runs and weights use the step before."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def damage(run: Path, step: int) -> None:
     """Flips a bit in the middle of the largest file, which holds the arrays."""
     path = max((run / f"checkpoints/{step:08d}/arrays").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
     content = bytearray(path.read_bytes())
-    content[len(content) * 3 // 4] ^= 4  # parameters are after moments
+    content[len(content) * 3 // 4] ^= 4  # Parameters come after moments.
     path.write_bytes(content)
 
 
@@ -47,7 +47,7 @@ def events(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_from_the_step_before_with_the_same_losses(
+def test_a_run_resumes_from_the_step_before_with_the_same_losses(
     run: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     damage(run, 6)
@@ -81,7 +81,7 @@ def test_another_run_starts_from_the_step_before(
     assert "step 3" in output.out and not (run / "checkpoints/00000006.damaged").exists()
 
 
-def test_a_step_that_was_asked_for_is_not_replaced(run: Path, tmp_path: Path) -> None:
+def test_a_requested_step_is_not_replaced(run: Path, tmp_path: Path) -> None:
     damage(run, 6)
     with pytest.raises(UserError, match=r"checkpoint step 6 .* is damaged: .*: sha256"):
         train(run_config(tmp_path / "new", checkpoint=CheckpointConfig(load=run, step=6)))

@@ -1,4 +1,4 @@
-"""Data that lacks what a model reads is refused when the config is read, by a message with both sides."""
+"""Data without the leaves of a model is refused when the config is read; the message names both sides."""
 
 import pytest
 
@@ -22,7 +22,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("settings", CASES)
-def test_one_message_has_both_sides(settings: str) -> None:
+def test_the_message_names_both_sides(settings: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(*settings.split())
     text = str(refused.value)
@@ -30,7 +30,7 @@ def test_one_message_has_both_sides(settings: str) -> None:
     assert "1 problem in" in text
 
 
-def test_sections_of_different_depth_have_no_fp8() -> None:
+def test_sections_of_different_depth_refuse_fp8() -> None:
     with pytest.raises(
         ConfigError,
         match=r"precision.fp8: is for sections of equally many layers, and these differ: encoder 4, stack 2",

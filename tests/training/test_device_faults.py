@@ -1,4 +1,4 @@
-"""Out of memory, and libraries that do not work: what is said, and how the program ends."""
+"""Out of memory and broken libraries: messages and exit codes."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def failing(text: str) -> Any:
 
 
 @pytest.mark.slow
-def test_out_of_memory_ends_a_run_with_what_to_change_and_code_1(tmp_path, monkeypatch, capsys):
+def test_out_of_memory_ends_a_run_with_advice_and_code_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_Loop, "fetch", failing(EXHAUSTED))
     cfg = run_config(tmp_path / "run", evaluation=run_config().evaluation)
     with pytest.raises(DeviceFault) as fault:
@@ -67,7 +67,7 @@ def test_out_of_memory_ends_a_run_with_what_to_change_and_code_1(tmp_path, monke
 
 
 class Counting:
-    """A device that counts its memory."""
+    """A device with memory statistics."""
 
     def __init__(self, now: int, most: int):
         self.stats = {"bytes_in_use": now, "peak_bytes_in_use": most, "bytes_limit": 100}
@@ -83,8 +83,8 @@ def test_memory_in_use_is_that_of_the_fullest_device(monkeypatch):
     assert (actual["device"], actual["device_peak"]) == (20, 60) and actual["host"] > 2**20
 
 
-def test_gpus_that_do_not_count_their_memory_are_left_out(monkeypatch):
-    """Their allocator decides what they say: nothing at all, or the limit alone."""
+def test_GPUs_without_memory_statistics_are_skipped(monkeypatch):
+    """Their allocator decides what they report: nothing, or only the limit."""
     silent, brief = Counting(0, 0), Counting(0, 0)
     silent.stats, brief.stats = None, {"bytes_limit": 100}
     monkeypatch.setattr(jax, "local_devices", lambda: [silent, brief])
@@ -93,8 +93,8 @@ def test_gpus_that_do_not_count_their_memory_are_left_out(monkeypatch):
     assert memory_in_use()["device"] == 10 and peak_memory() == (60, 100)
 
 
-def test_a_runtime_that_does_not_tell_of_its_programs_is_no_error():
-    """Only what the first step says of its memory is missing then."""
+def test_a_runtime_without_program_statistics_is_no_error():
+    """Only the memory of the first step is missing then."""
 
     class Program:
         def hlo_modules(self) -> list[object]:
@@ -111,7 +111,7 @@ def test_a_runtime_that_does_not_tell_of_its_programs_is_no_error():
 
 
 @pytest.mark.parametrize(("count", "name"), [(1, "traceback.txt"), (2, "traceback-process1.txt")])
-def test_each_process_keeps_a_traceback_of_its_own(count, name, tmp_path, monkeypatch):
+def test_each_process_keeps_its_own_traceback(count, name, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     fault = device_fault(runtime_error(EXHAUSTED), run_config(), tmp_path)
@@ -119,7 +119,7 @@ def test_each_process_keeps_a_traceback_of_its_own(count, name, tmp_path, monkey
 
 
 @pytest.mark.parametrize("there", ["gpu", "cpu"])
-def test_out_of_memory_says_what_arrays_can_have_of_a_gpu(there, monkeypatch):
+def test_out_of_memory_reports_the_share_of_a_GPU_that_arrays_can_use(there, monkeypatch):
     if there == "gpu":
         stand_in(monkeypatch)
     monkeypatch.setenv(MEMORY_FRACTION[0], "0.92")
@@ -130,7 +130,7 @@ def test_out_of_memory_says_what_arrays_can_have_of_a_gpu(there, monkeypatch):
 
 
 @pytest.mark.parametrize(("capability", "named"), [("6.1", True), ("9.0", False)])
-def test_gpus_too_old_for_their_cuda_are_named(capability, named, monkeypatch):
+def test_GPUs_too_old_for_their_CUDA_are_named(capability, named, monkeypatch):
     stand_in(monkeypatch, capability=capability, kind="NVIDIA P40")
     plugins = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.12.0.1")
     there = Installation(8, (580, 65), plugins, frozenset({"cudnn", "cublas", "nccl"}))
@@ -139,7 +139,7 @@ def test_gpus_too_old_for_their_cuda_are_named(capability, named, monkeypatch):
     assert ("NVIDIA P40 has compute capability 6.1; jax for CUDA 13 needs" in text) == named
 
 
-def test_the_traceback_is_shown_where_it_cannot_be_kept(tmp_path):
+def test_the_traceback_is_printed_if_it_cannot_be_stored(tmp_path):
     try:
         raise runtime_error(EXHAUSTED)
     except jax.errors.JaxRuntimeError as error:
@@ -161,7 +161,7 @@ def test_the_traceback_is_shown_where_it_cannot_be_kept(tmp_path):
     ],
 )
 @pytest.mark.parametrize("mostly_state", [True, False])
-def test_every_change_is_one_the_config_allows(changes, mostly_state):
+def test_every_proposed_change_is_legal_in_the_config(changes, mostly_state):
     cfg = run_config(**changes)
     state = state_bytes(cfg, jax.devices())
     actual = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
@@ -170,7 +170,7 @@ def test_every_change_is_one_the_config_allows(changes, mostly_state):
         assert override(cfg, change.setting, devices=len(jax.devices())) != cfg
 
 
-def test_where_the_state_is_large_it_is_spread_first():
+def test_a_large_state_is_sharded_first():
     cfg = run_config(
         parallel=ParallelConfig(data=4, data_sharding="replicate"), batch=BatchConfig(global_size=8, micro_size=2)
     )
@@ -201,7 +201,7 @@ def test_large_logits_are_named():
         ("RESOURCE_EXHAUSTED: out of something", None),
     ],
 )
-def test_what_was_wanted_is_read_from_the_runtimes_words(text, size):
+def test_the_requested_bytes_are_read_from_the_runtime_s_message(text, size):
     assert requested_bytes(text) == size
 
 
@@ -214,14 +214,14 @@ def test_what_was_wanted_is_read_from_the_runtimes_words(text, size):
         "CUDNN_STATUS_INTERNAL_ERROR in cuda_dnn.cc",
     ],
 )
-def test_libraries_that_do_not_work_are_named_with_what_is_installed(text, tmp_path):
+def test_broken_libraries_are_named_with_the_installed_version(text, tmp_path):
     fault = device_fault(runtime_error(text), run_config(), tmp_path)
     assert fault is not None and fault.code == 1
     assert f"the GPU's libraries do not work: {text}" in str(fault)
     assert f"jax {jax.__version__}" in str(fault) and "traceback.txt" in str(fault)
 
 
-def test_other_errors_are_left_alone(tmp_path):
+def test_other_errors_are_passed_on(tmp_path):
     for error in (
         ValueError("shapes do not fit"),
         KeyError("a"),
@@ -232,5 +232,5 @@ def test_other_errors_are_left_alone(tmp_path):
     assert list(Path(tmp_path).iterdir()) == []
 
 
-def test_a_machine_out_of_memory_is_not_called_a_device(tmp_path):
+def test_a_machine_out_of_memory_is_not_reported_as_a_device(tmp_path):
     assert "the host, not a device, is out of memory" in str(device_fault(MemoryError(), run_config(), tmp_path))

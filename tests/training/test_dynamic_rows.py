@@ -1,4 +1,4 @@
-"""Rows of different effective length: one compiled program, and padding that attention hardly computes."""
+"""Rows of different effective length: one compiled program, and attention skips most padding."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ LENGTH = 128
 
 
 def config(folder: Path, apart: bool) -> RunConfig:
-    """A row for each line, of lines that get longer: those of the last step are five times those of the first."""
+    """One row a line, with lines that grow: those of the last step are five times as long as those of the first."""
     lines = []
     for number in range(16):
         turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * (1 + 6 * number)}]
@@ -40,8 +40,8 @@ def config(folder: Path, apart: bool) -> RunConfig:
     )
 
 
-def test_one_program_for_rows_of_all_lengths(tmp_path: Path) -> None:
-    """Neither the length of the text nor how padding is numbered compiles again, nor does the latter change a loss."""
+def test_one_program_serves_rows_of_all_lengths(tmp_path: Path) -> None:
+    """Neither the length of the text nor the numbering of padding recompiles, and the numbering changes no loss."""
     run = setup(config(tmp_path, True), devices=jax.devices()[:1])
     filled = [[int(run.parts.splits.train.document_lengths(row)[0]) for row in range(n, n + 4)] for n in (0, 4, 8, 12)]
     assert sum(filled[3]) > 3 * sum(filled[0])
@@ -56,7 +56,7 @@ def test_one_program_for_rows_of_all_lengths(tmp_path: Path) -> None:
 
 
 def computed(segments: np.ndarray, blocks: Blocks) -> int:
-    """Blocks of scores that the kernel computes of a row."""
+    """Blocks of scores that the kernel computes for a row."""
     index, ids = jnp.arange(len(segments)), jnp.asarray(segments)[None]
     first, last = np.asarray(_split_into_blocks(Mask(index, index, ids, ids), 1, blocks).keys_of)[0]
     return int((last - first).sum())

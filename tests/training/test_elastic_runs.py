@@ -1,4 +1,4 @@
-"""A run goes on with fewer and with more devices by the same command, and its losses stay what they were."""
+"""A run resumes on fewer or more devices with the same command and the same losses."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def with_block(**changes):
 
 
 def gpt():
-    """Learned positions, layer norms, dense feed-forward layers, dropout in all of it."""
+    """Learned positions, layer norms, dense feed-forward layers, dropout throughout."""
     plain = with_block(mlp=DenseMLPConfig(ffn=96), norm=LayerNormConfig(), dropout=0.1)
     return replace(plain, learned_positions=True, tied=True, norm=LayerNormConfig())
 
@@ -72,7 +72,7 @@ def job(
 
 @pytest.fixture
 def present(monkeypatch):
-    """present(n): the run finds so many of the eight devices."""
+    """present(n): the run finds n of the eight devices."""
 
     def only(count: int) -> None:
         monkeypatch.setattr(session, "find_devices", lambda: jax.devices()[:count])
@@ -86,7 +86,7 @@ def events(folder: Path, name: str) -> list[dict]:
 
 
 def check(folder: Path, legs: Sequence[int], undisturbed: Sequence[float]) -> None:
-    """The losses of the run, and what its events say of its legs."""
+    """The losses of the run, and the events of its attempts."""
     assert losses(folder) == pytest.approx(undisturbed, rel=1e-4)
     device_counts = [event["devices"] for event in events(folder, "start")]
     assert device_counts == list(legs)
@@ -94,7 +94,7 @@ def check(folder: Path, legs: Sequence[int], undisturbed: Sequence[float]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_with_the_devices_that_are_present(tmp_path, present, name):
+def test_a_run_resumes_on_the_devices_that_are_present(tmp_path, present, name):
     model_config, parallel = RUNS[name]
     assert train(job(tmp_path / "whole", model_config, parallel, steps=STEPS)) == 0
     for leg, devices in enumerate(LEGS, start=1):
@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_the_devices_that_are_present(tmp_path, present, name
 
 
 def test_idle_devices_are_named(tmp_path, present, capsys):
-    """Eight rows on eight devices; then again from the first step on six, of which four work."""
+    """Eight rows on eight devices; then from the first step again on six devices, of which four are used."""
     cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=2, rows=8)
     cfg = cfg.but(checkpoint=CheckpointConfig(every=1))
     assert train(cfg) == 0
@@ -122,7 +122,7 @@ def test_idle_devices_are_named(tmp_path, present, capsys):
     assert "elastic: true" in config_text and "data: 4  # parallel.elastic" in config_text
 
 
-def test_a_notebook_has_the_layout_that_fits(tmp_path):
+def test_a_notebook_uses_the_layout_that_fits(tmp_path):
     cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=1, rows=8)
     run = setup(cfg, devices=jax.devices()[:2])
     assert run.mesh.shape["data"] == 2 and run.cfg.parallel.data == 2
@@ -134,8 +134,8 @@ def test_a_notebook_has_the_layout_that_fits(tmp_path):
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(8, 24), (5, 25)])
-def test_rows_that_are_rounded_down_are_a_fact_of_a_checkpoint(devices, rows):
-    """A run of 8 devices would otherwise go on with other rows per step on 5."""
+def test_rounded_down_rows_are_recorded_in_a_checkpoint(devices, rows):
+    """Otherwise a run of 8 devices would resume with other rows per step on 5."""
     cfg = job(Path("unused"), LLAMA, ParallelConfig(), steps=1, rows=29)
     cfg = cfg.but(batch=BatchConfig(global_size=29, decrease=True))
     schedule, train_rows = SimpleNamespace(facts=dict), SimpleNamespace()
@@ -152,8 +152,8 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gang_goes_on_with_fewer_processes(start, tmp_path):
-    """Four processes, three, two with two devices each: four again, of which one process had none to spare."""
+def test_a_gang_resumes_with_fewer_processes(start, tmp_path):
+    """Four processes, three, two with two devices each, then four again, one of them idle."""
     settings = ["--model.hidden=48", "--batch.global_size=24", "--batch.micro_size=1", "--parallel.data=4"]
     settings += ["--schedule.decay_steps=6", "--evaluation.at_end=false", "--checkpoint.every=none"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
@@ -169,7 +169,7 @@ def test_a_gang_goes_on_with_fewer_processes(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_gang_leaves_devices_idle(start, tmp_path):
-    """Three processes with two devices each, of which eight rows need four."""
+    """Three processes with two devices each, of which eight rows use four."""
     settings = ["--batch.micro_size=1", "--parallel.data=4", "--parallel.elastic", "--evaluation.at_end=false"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
     undisturbed = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")

@@ -1,4 +1,4 @@
-"""Attempts that end early of themselves, and evaluation on several sets and on all rows."""
+"""Attempts that end early on their own, and evaluation on several sets and on all rows."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def stopped(folder: Path) -> dict:
     return next(event for event in reversed(lines(folder, "events")) if event["event"] == "stopped")
 
 
-def test_attempts_of_so_many_steps_make_up_the_run(uninterrupted, tmp_path, capsys):
+def test_attempts_of_a_given_number_of_steps_complete_the_run(uninterrupted, tmp_path, capsys):
     cfg = run_config(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
     assert train(cfg) == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
@@ -51,7 +51,7 @@ def test_attempts_of_so_many_steps_make_up_the_run(uninterrupted, tmp_path, caps
     assert [line["split"] for line in lines(tmp_path) if "split" in line] == ["validation", "test"]
 
 
-def test_an_attempt_ends_when_its_time_is_up(uninterrupted, tmp_path, monkeypatch):
+def test_an_attempt_ends_at_its_time_limit(uninterrupted, tmp_path, monkeypatch):
     cfg = run_config(
         tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0)
     )
@@ -62,7 +62,7 @@ def test_an_attempt_ends_when_its_time_is_up(uninterrupted, tmp_path, monkeypatc
     assert losses(tmp_path) == losses(uninterrupted)
 
 
-def test_a_run_whose_sample_fails_is_done_all_the_same(tmp_path, capsys):
+def test_a_failing_sample_does_not_fail_the_run(tmp_path, capsys):
     def fails(run, folder):
         raise IndexError("too few rows")
 
@@ -117,12 +117,12 @@ class Unweighted(MockConfig):
         return {name: dtype for name, dtype in super().leaves().items() if name != "loss_mask"}
 
 
-def test_full_validation_needs_rows_that_need_not_count():
+def test_full_validation_needs_rows_without_weight():
     with pytest.raises(ConfigError, match=r"evaluation\.full: fills .* the data makes no loss_mask"):
         check(run_config(data=Unweighted(), evaluation=EvaluationConfig(full=True)), 1)
 
 
-def test_sets_on_the_command_line(tmp_path):
+def test_validation_sets_on_the_command_line(tmp_path):
     text = "--evaluation.sets={code: {type: BlendConfig, valid_paths: [a, b]}}"
     cfg = parse(["--config=gpt2.py:debug", text], verb="train").config
     assert cfg.evaluation.sets["code"].valid_paths == ("a", "b")
@@ -138,7 +138,7 @@ def test_sets_on_the_command_line(tmp_path):
     ],
     ids=["reserved", "blank", "empty", "isolated"],
 )
-def test_bad_sets_are_named(sets, listed):
+def test_invalid_sets_are_named(sets, listed):
     with pytest.raises(ConfigError) as raised:
         check(run_config(evaluation=EvaluationConfig(sets=sets)))
     assert listed in str(raised.value)
@@ -150,6 +150,6 @@ def test_a_set_without_a_validation_split_is_refused(corpus, tmp_path):
         prepare(run_config(evaluation=EvaluationConfig(sets={"code": data})))
 
 
-def test_a_prompt_that_has_no_tokens_is_refused_before_training():
+def test_a_prompt_without_tokens_is_refused_before_training():
     with pytest.raises(UserError, match=r"logging\.prompt='def ': The null tokenizer reads numbers"):
         prepare(run_config(logging=LoggingConfig(prompt="def ")))

@@ -1,4 +1,4 @@
-"""All processes of a run must see the same files: processes in threads, each with a folder of its own."""
+"""All processes of a run must see the same files: processes as threads, each with its own folder."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ PROCESSES = 4
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
-    """One for each process, with the same files."""
+    """One folder for each process, with the same files."""
     folders = [tmp_path / f"machine{index}" for index in range(PROCESSES)]
     for folder in folders:
         folder.mkdir()
@@ -30,7 +30,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def outcomes(folders: list[Path], names: tuple[str, ...] = ("text.bin", "text.idx")) -> list[str]:
-    """The error of each process, "" without one."""
+    """The error of each process; "" without one."""
 
     def work(peers: ThreadPeers) -> str:
         try:
@@ -42,7 +42,7 @@ def outcomes(folders: list[Path], names: tuple[str, ...] = ("text.bin", "text.id
     return together(PROCESSES, work)
 
 
-def test_equal_files_at_other_places(folders):
+def test_equal_files_in_other_places(folders):
     assert outcomes(folders) == [""] * PROCESSES
 
 
@@ -67,14 +67,14 @@ def test_processes_with_other_files_are_named(folders, case):
     assert errors[0].endswith("All processes need the same data, tokenizer and initial weights")
 
 
-def test_a_file_that_one_process_does_not_see(folders):
+def test_a_file_that_one_process_lacks(folders):
     (folders[2] / "text.idx").unlink()
     errors = outcomes(folders)
     assert len(set(errors)) == 1 and errors[0].startswith("process 2: ") and "text.idx" in errors[0]
 
 
 def test_a_process_reads_little(folders, monkeypatch):
-    """Whatever the size of a file and the number of processes."""
+    """For any file size and number of processes."""
     (folders[0] / "large").write_bytes(b"x" * (1 << 24))
     reads: list[int] = []
     pread = checksum.os.pread
@@ -93,7 +93,7 @@ def test_files_of_the_tokenizer_and_of_initial_weights(tmp_path):
     cfg = replace(run_config(tmp_path), tokenizer=tokenizer, checkpoint=load)
     names = [[Path(file).name for file in group.files] for group in input_groups(cfg, fresh=True)]
     assert names == [["vocab.json"], ["merges.txt"], ["model.safetensors", "tokenizer.json"]]
-    # A run that resumes does not read them.
+    # A resumed run does not read them.
     assert len(input_groups(cfg, fresh=False)) == 2
     folder = replace(cfg, tokenizer=HuggingFaceTokenizerConfig(path=str(tmp_path / "weights")))
     assert [len(group.files) for group in input_groups(folder, fresh=False)] == [2]

@@ -1,4 +1,4 @@
-"""Saves that fail are retried and counted; in the end there is one error with exit code 1."""
+"""Failed saves are retried and counted; at the end there is one error with exit code 1."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def lines(folder: Path, name: str = "metrics") -> list[dict]:
 
 
 def saves(folder: Path) -> list[dict]:
-    """The events of saves, without time."""
+    """The events of saves, without times."""
     events = [line for line in lines(folder, "events") if line["event"].startswith("save_")]
     return [{name: value for name, value in event.items() if name != "time"} for event in events]
 
@@ -43,7 +43,7 @@ def job(folder: Path, steps: int, **settings: object):
 
 
 def fill(monkeypatch: pytest.MonkeyPatch, attempts: range) -> None:
-    """A full disk at these attempts to save, from 1."""
+    """A disk that is full at these attempts to save, counted from 1."""
     count = iter(range(1, 1 << 30))
 
     def demand_space(folder: Path, needed: int) -> None:
@@ -55,7 +55,7 @@ def fill(monkeypatch: pytest.MonkeyPatch, attempts: range) -> None:
 
 
 class FailsLater:
-    """Orbax's response to a save that fails in the background."""
+    """What Orbax raises for a save that fails in the background."""
 
     def result(self, timeout: float) -> None:
         raise RuntimeError("wrapped") from OSError(5, os.strerror(5), "/runs/a/checkpoints/x")
@@ -83,7 +83,7 @@ def test_failed_saves_are_retried_counted_and_end_the_run(tmp_path, monkeypatch,
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["00000004"]
 
 
-def test_an_error_of_the_background_shows_at_the_next_step_and_a_retry_saves(tmp_path, monkeypatch, capfd):
+def test_a_background_error_is_reported_at_the_next_step_and_a_retry_saves(tmp_path, monkeypatch, capfd):
     start_writing, count = arrays.start_writing, iter(range(1, 1 << 30))
     failing = lambda path, array_names: FailsLater() if next(count) in (1, 2) else start_writing(path, array_names)  # noqa: E731
     monkeypatch.setattr(arrays, "start_writing", failing)
@@ -95,14 +95,14 @@ def test_an_error_of_the_background_shows_at_the_next_step_and_a_retry_saves(tmp
     )
     assert [event["wait_seconds"] for event in events if "wait_seconds" in event] == [0.0, 0.0]
     failed = [line["step"] for line in lines(tmp_path) if line.get("save_failed")]
-    # Known right after step 4, and over when a retry has committed, long before the end.
+    # Known right after step 4, and resolved when a retry has committed, long before the end.
     assert failed and failed[0] in range(5, 20) and failed[-1] < 40
     assert "saves work again" in capfd.readouterr().out
     assert (tmp_path / "checkpoints" / "00000040").is_dir()
 
 
 @pytest.mark.slow
-def test_the_last_save_is_retried_and_its_failure_is_not_exit_code_0(tmp_path, monkeypatch):
+def test_a_failure_of_the_last_save_is_retried_and_is_not_exit_code_0(tmp_path, monkeypatch):
     fill(monkeypatch, range(1, 3))
     assert train(job(tmp_path / "retried", 6, every=None)) == 0
     assert names(tmp_path / "retried") == ["begun", "retried", "begun", "retried", "begun", "committed"]
@@ -115,7 +115,7 @@ def test_the_last_save_is_retried_and_its_failure_is_not_exit_code_0(tmp_path, m
 
 
 @pytest.mark.slow
-def test_a_damaged_step_and_the_fallback_are_events(tmp_path):
+def test_a_damaged_step_and_its_replacement_are_events(tmp_path):
     assert train(job(tmp_path, 8)) == 0
     (tmp_path / "checkpoints" / "00000008" / "meta.json").write_text("{}")
     with pytest.raises(UserError, match=r"step 8 .* is damaged") as caught:

@@ -1,4 +1,4 @@
-"""Failures of real runs: what events.jsonl says of them, and what the report makes of it."""
+"""Failures of real runs: their events, and the report."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def start_processes(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         yield start
 
 
-def test_an_error_while_rows_are_awaited(tmp_path: Path) -> None:
+def test_an_error_while_waiting_for_rows(tmp_path: Path) -> None:
     run = tmp_path / "run"
     faulty = ResilienceConfig(inject=("crash:step=4",))
     with pytest.raises(DrillFault):
@@ -49,7 +49,7 @@ def test_an_error_while_rows_are_awaited(tmp_path: Path) -> None:
     assert attempt.ready is not None and attempt.begin < attempt.ready < attempt.end
 
 
-def test_lines_that_a_full_disk_lost_do_not_change_the_code_of_a_failure(capsys: pytest.CaptureFixture) -> None:
+def test_lines_lost_by_a_full_disk_do_not_change_the_exit_code(capsys: pytest.CaptureFixture) -> None:
     for code in (17, 75):
         with report_lost_lines(lambda code=code: code):
             raise LinesLost("3 lines of metrics.jsonl could not be written")
@@ -58,7 +58,7 @@ def test_lines_that_a_full_disk_lost_do_not_change_the_code_of_a_failure(capsys:
         raise LinesLost("3 lines of metrics.jsonl could not be written")
 
 
-def test_an_error_of_a_setup_comes_before_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_setup_comes_before_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.job.setup.setup", lambda *_, **__: [][1])
     with pytest.raises(IndexError):
         train(run_config(tmp_path / "run"))
@@ -66,14 +66,14 @@ def test_an_error_of_a_setup_comes_before_the_log(tmp_path: Path, monkeypatch: p
     assert attempt.ending == "crashed in setup: IndexError: list index out of range" and attempt.ready is None
 
 
-def test_errors_in_one_line() -> None:
+def test_errors_fit_in_one_line() -> None:
     assert one_line(ValueError("first\nsecond")) == "ValueError: first"
     assert one_line(KeyError()) == "KeyError"
     assert one_line(UserError("two values differ:\n  a: 1 -> 2\n")) == "two values differ: a: 1 -> 2"
     assert len(one_line(ValueError("x" * 10_000))) == MAX_ERROR_LENGTH
 
 
-def test_an_error_knows_the_innermost_phase_it_left() -> None:
+def test_an_error_records_the_innermost_phase() -> None:
     activity = Activity()
     with pytest.raises(ValueError, match="boom") as caught, activity.phase("save", 4), activity.phase("inner", 5):
         raise ValueError("boom")
@@ -115,8 +115,8 @@ def test_the_signal_that_stops_a_run(tmp_path: Path, start: Callable[..., Starte
 
 
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "config.yaml", "checkpoints"])
-def test_a_run_whose_files_are_deleted_fails_and_creates_no_others(tmp_path: Path, monkeypatch, capsys, name) -> None:
-    """Even where no save would notice it."""
+def test_a_run_whose_files_are_deleted_fails_and_creates_none(tmp_path: Path, monkeypatch, capsys, name) -> None:
+    """Also without a save that would notice it."""
     run, records = tmp_path / "run", []
 
     def record(*arguments, **keywords):

@@ -33,7 +33,7 @@ from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
 GIVEN = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
-"""As on a command line; the same programs in slower machine code."""
+"""As on the command line; the same programs in slower machine code."""
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
@@ -56,7 +56,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 
 @pytest.fixture
 def programs(monkeypatch) -> list[dict[str, Any]]:
-    """The options of every program that is jitted with options."""
+    """The options of every program that is compiled with options."""
     actual, plain = [], jax.jit
 
     def jit(*args: Any, **more: Any) -> Any:
@@ -69,7 +69,7 @@ def programs(monkeypatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def cached(monkeypatch):
-    """Compiled programs are kept as in a run of its own; forgotten afterwards."""
+    """Compiled programs are kept as in a separate process, and dropped afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
@@ -85,7 +85,7 @@ def lines(cfg: RunConfig) -> list[dict]:
 
 
 def walk(cfg: RunConfig) -> None:
-    """A first start, a second one that goes on, and an evaluation."""
+    """A first start, a resumed start, and an evaluation."""
     set_process(cfg.xla)
     use_cache(cfg.xla)
     assert train(cfg, sampler=sample) == 0
@@ -96,7 +96,7 @@ def walk(cfg: RunConfig) -> None:
     assert [line["split"] for line in actual if "split" in line] == ["validation", "validation", "test"]
 
 
-def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, monkeypatch, capsys, programs, cached):
+def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, capsys, programs, cached):
     stand_in(monkeypatch)
     monkeypatch.setenv(SET, SEVERAL_GPUS.name)
     monkeypatch.setenv(SEVERAL_GPUS.name, SEVERAL_GPUS.value)
@@ -154,8 +154,8 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMMANDS)
-def test_the_command_line_with_options_given(case, tmp_path):
-    """A first start, and a second that goes on from its checkpoint."""
+def test_the_command_line_with_options(case, tmp_path):
+    """A first start, and one that resumes from its checkpoint."""
     processes, words = COMMANDS[case]
     front = gangs.launcher(processes=processes) if processes > 1 else ()
     with gangs.started(tmp_path) as start:
@@ -169,7 +169,7 @@ def test_the_command_line_with_options_given(case, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_with_two_gpus_each(tmp_path):
-    """The whole command, on devices that present themselves as GPUs."""
+    """The whole command, on CPU devices that present themselves as GPUs."""
     program = Path(__file__).with_name("train_on_stand_ins.py")
     words = ("--batch.micro_size=2", "--parallel.data=2", "--parallel.tensor=2", "--devices=cpu:2")
     paths = os.pathsep.join(map(str, [gangs.REPOSITORY, gangs.REPOSITORY / "tests", Path(__file__).parent]))

@@ -1,4 +1,4 @@
-"""Buffers of a state that comes from a checkpoint: the first step reuses them, and so does the step after a save."""
+"""Buffers of a restored state: the first step reuses them, and so does the step after a save."""
 
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,19 @@ from megajax.training.state import TrainState, own_buffers
 
 
 def buffers(state: Any) -> dict[str, list[int]]:
-    """Address of each shard by the name of the array."""
+    """Address of each shard, by the name of the array."""
     leaves = {name: leaf for name, leaf in arrays.named_leaves(state).items() if leaf.size}
     return {name: [s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards] for name, leaf in leaves.items()}
 
 
 def share_of(names: set[str], state: Any) -> float:
-    """Share of the bytes of a state that these arrays have."""
+    """Fraction of the bytes of a state in these arrays."""
     sizes = {name: leaf.nbytes for name, leaf in arrays.named_leaves(state).items()}
     return sum(sizes[name] for name in names) / sum(sizes.values())
 
 
 def stored_and_read(tmp_path: Path) -> Any:
-    """A start from a checkpoint of a fresh state, without the checks of a run's own resume."""
+    """A start from a checkpoint of a fresh state, without the checks of a resume."""
 
     def start(parts: Parts, like: TrainState) -> TrainState:
         fresh = parts.program.fresh_state()()
@@ -72,13 +72,13 @@ def test_the_first_step_after_a_restore_reuses_every_buffer(tmp_path: Path) -> N
         ("optimizer.offload=0.5",),
     ],
 )
-def test_on_other_layouts(layout: tuple[str, ...], tmp_path: Path) -> None:
+def test_other_layouts_reuse_them_too(layout: tuple[str, ...], tmp_path: Path) -> None:
     run = restored(tmp_path, *layout)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.state)}
     if "pinned_host" not in kinds:
         check_first_step(run)
         return
-    # Moments in host memory are copied there once; those of the device are reused.
+    # Moments in host memory are copied once; those on the device are reused.
     before = buffers(run.state)
     host = {name for name, leaf in arrays.named_leaves(run.state).items() if leaf.sharding.memory_kind == "pinned_host"}
     for _ in run.steps(1):
@@ -96,7 +96,7 @@ def from_host(shape: tuple[int, ...], spec: P, value: float) -> jax.Array:
     return jax.make_array_from_callback(shape, NamedSharding(mesh(), spec), lambda index: array[index])
 
 
-def test_copies_are_bit_equal_and_take_the_memory_of_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_bitwise_equal_and_take_the_memory_of_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
     n = jax.device_count()
     state = {
         "large": from_host((n * 4096,), P("data"), 1.5),
@@ -119,7 +119,7 @@ def test_copies_are_bit_equal_and_take_the_memory_of_one_array(monkeypatch: pyte
     copies = own_buffers(state)
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(copies)] == expected
     assert all(leaf.is_deleted() for leaf in leaves)
-    # The largest array, the next one and the rest; none has more bytes of a device than the largest.
+    # The largest array, the next one and the rest; none has more bytes on a device than the largest.
     assert copied == [4 * 4096, 4 * 2048 + 20 * 4 * 8 + 4]
     for old, new in zip(leaves, jax.tree.leaves(copies), strict=True):
         assert old.sharding == new.sharding

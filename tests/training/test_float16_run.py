@@ -1,4 +1,4 @@
-"""A float16 run finds its loss scale, and ends where the lowest still overflows."""
+"""A float16 run finds its loss scale, and ends if the lowest scale overflows."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,8 @@ def job(folder: Path, scale: DynamicScaleConfig, **changes):
     )
 
 
-def test_overflows_are_skipped_by_optimizer_and_schedule_but_not_by_the_data(tmp_path):
-    # 2^28 overflows; it takes the one that is let pass, and then a few halvings, until steps count.
+def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp_path):
+    # 2^28 overflows: one overflow is tolerated, then a few halvings follow until steps count.
     cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, window=2), steps=24, parallel=ParallelConfig(data=2))
     assert train(cfg) == 0
     steps = lines(tmp_path)

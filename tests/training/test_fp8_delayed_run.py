@@ -1,4 +1,4 @@
-"""A run whose 8-bit scales come from the steps before: stopped, and gone on with here and on another layout."""
+"""A run with delayed 8-bit scales: stopped, and resumed on the same and on another layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +31,13 @@ def job(folder: Path | str = "unused", **changes) -> RunConfig:
 
 
 def state(folder: Path, cfg: RunConfig) -> Run:
-    """The run as its last checkpoint has it."""
+    """The run as of its last checkpoint."""
     reader, _ = open_checkpoints(folder)
     return setup(cfg, start=Resume(reader, reader.newest(), same_run=False, say=print))
 
 
 @pytest.mark.slow
-def test_going_on_from_a_checkpoint_is_exact_and_another_layout_gets_the_same_histories(tmp_path: Path) -> None:
+def test_a_resume_is_exact_and_another_layout_gets_the_same_histories(tmp_path: Path) -> None:
     uninterrupted, halved = tmp_path / "whole", tmp_path / "halved"
     assert train(job(uninterrupted)) == 0
     assert train(job(halved, resilience=ResilienceConfig(exit_after_steps=2))) == 0
@@ -57,7 +57,7 @@ def test_going_on_from_a_checkpoint_is_exact_and_another_layout_gets_the_same_hi
 
 
 @pytest.mark.slow
-def test_evaluation_and_the_model_use_them_and_change_nothing(tmp_path: Path) -> None:
+def test_evaluation_and_the_model_use_the_scales_and_do_not_change_them(tmp_path: Path) -> None:
     run = setup(job(model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
     for _ in run.steps(1):
         pass

@@ -42,7 +42,7 @@ LEGS = {
 
 
 def one_run(folder: Path, legs: tuple[ParallelConfig, ...]) -> dict[int, float]:
-    """Loss by step of a run whose legs are as many steps each."""
+    """Loss by step of a run in attempts of equal length."""
     for leg, parallel in enumerate(legs, start=1):
         cfg = run_config(
             folder,
@@ -63,15 +63,15 @@ def uninterrupted(tmp_path_factory) -> dict[int, float]:
     return one_run(tmp_path_factory.mktemp("whole"), (ParallelConfig(data=1),))
 
 
-@pytest.mark.slow  # test_job.py goes on in a pipeline by default
+@pytest.mark.slow  # test_job.py resumes in a pipeline by default.
 @pytest.mark.parametrize("legs", LEGS.values(), ids=LEGS)
-def test_a_run_goes_on_in_another_pipeline(tmp_path, uninterrupted, legs):
+def test_a_run_resumes_in_another_pipeline(tmp_path, uninterrupted, legs):
     assert one_run(tmp_path, legs) == pytest.approx(uninterrupted, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
-def test_stopping_changes_no_bit_where_rows_are_cut(tmp_path, strategy):
-    """Two legs of three steps against one of six, on the same layout."""
+def test_a_stop_changes_no_bit_where_rows_are_sharded(tmp_path, strategy):
+    """Two attempts of three steps against one of six, on the same layout."""
     layout = ParallelConfig(context=4, context_strategy=strategy, data=2)
     assert one_run(tmp_path / "legs", (layout, layout)) == one_run(tmp_path / "whole", (layout,))

@@ -1,4 +1,4 @@
-"""Ctrl-C while a run is being set up, at a terminal."""
+"""Ctrl-C during the set-up of a run, at a terminal."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_start_that_is_interrupted_leaves_the_terminal_usable(tmp_path: Path) -> None:
+def test_an_interrupted_start_leaves_the_terminal_usable(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     call = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", f"--run_dir={tmp_path / 'run'}"]
     call.append("--devices=cpu:1")

@@ -1,4 +1,4 @@
-"""Whole jobs in their folders: stopping and going on, refusing to, numeric faults, evaluation alone."""
+"""Whole jobs in their folders: stop and resume, refusals, numeric faults, evaluation alone."""
 
 import json
 import math
@@ -41,19 +41,19 @@ def events(folder: Path) -> list[str]:
 
 
 def saved(folder: Path) -> list[int]:
-    """Steps that have a checkpoint."""
+    """Steps with a checkpoint."""
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the lock, which belongs to a process and not to the run."""
+    """Every file except the lock, which belongs to a process rather than to the run."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
-    """Six steps without a pause; what they print is in output.txt beside the run's folder."""
+    """Six steps without a stop; their output is in output.txt beside the run's folder."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     with (folder.parent / "output.txt").open("w") as file, redirect_stdout(file):
         assert train(run_config(folder), reporter=close_run) == 0
@@ -62,7 +62,7 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def halted(tmp_path_factory) -> Path:
-    """The same run, ended after step 4 and saved there, off the policy."""
+    """The same run, ended after step 4 and saved there, between two regular saves."""
     folder = tmp_path_factory.mktemp("halted") / "run"
     assert train(run_config(folder, resilience=ResilienceConfig(exit_after_steps=4))) == 0
     return folder
@@ -83,7 +83,7 @@ def test_a_whole_run_leaves_every_step_and_its_evaluations(uninterrupted):
     assert saved(uninterrupted) == [3, 6]
 
 
-def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(uninterrupted):
+def test_a_checkpoint_records_the_position_of_the_run_and_its_layout(uninterrupted):
     content, _ = describe(uninterrupted / "checkpoints", 6)
     counters = content["counters"]
     assert (counters["step"], counters["consumed_samples"], content["consumed_tokens"]) == (6, 48, 48 * 16)
@@ -93,13 +93,13 @@ def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(uninterrupt
     assert stacked_arrays and all(len(array["axes"] or ()) == len(array["shape"]) for array in stacked_arrays)
 
 
-def test_a_run_leaves_a_page_that_knows_how_it_ended(uninterrupted):
+def test_a_run_leaves_a_page_that_states_its_end(uninterrupted):
     page = (uninterrupted / "report.html").read_text(encoding="utf-8")
     assert "step 6 of 6: done; exit code 0" in page and "Host memory" in page
 
 
-def test_on_a_cpu_no_line_has_figures_of_gpus(uninterrupted):
-    """Neither the lines nor the page have FLOP/s or Megatron-LM's formula; metrics.jsonl has what is known."""
+def test_on_a_CPU_no_line_has_figures_of_GPUs(uninterrupted):
+    """Neither the lines nor the page have FLOP/s or Megatron-LM's formula; metrics.jsonl has the known figures."""
     output = (uninterrupted.parent / "output.txt").read_text()
     assert "tokens/s/device: " in output and "memory of the compiled step: " in output
     page = (uninterrupted / "report.html").read_text(encoding="utf-8")
@@ -112,12 +112,12 @@ def test_on_a_cpu_no_line_has_figures_of_gpus(uninterrupted):
 
 def test_memory_of_the_process_is_in_every_line(uninterrupted):
     sizes = [line["memory_host"] for line in steps(uninterrupted).values()]
-    # Linux keeps both counts per processor and adds them up now and then: at its peak a process may read a little more.
+    # Linux keeps both counts per processor and sums them now and then: at its peak a process may read slightly more.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.05
     assert all(most / 100 < size <= most for size in sizes) and len(sizes) == 6
 
 
-def test_a_run_does_not_fail_for_want_of_a_report(halted, copied, capsys):
+def test_a_failing_report_does_not_fail_the_run(halted, copied, capsys):
     def broken(folder: Path, page: bool) -> str:
         raise OSError("no space left on device")
 
@@ -137,8 +137,8 @@ def test_a_stopped_run_has_saved_and_not_evaluated(halted):
 
 
 @pytest.mark.smoke
-def test_going_on_is_as_if_it_had_never_stopped(uninterrupted, copied):
-    """Bit for bit, with dropout: the state, the place in the data and the random numbers are all there."""
+def test_a_resumed_run_equals_one_without_a_stop(uninterrupted, copied):
+    """Bit for bit, with dropout: the state, the position in the data and the random numbers are restored."""
     assert train(run_config(copied)) == 0
     assert list(steps(copied)) == [1, 2, 3, 4, 5, 6]
     for step, line in steps(uninterrupted).items():
@@ -148,8 +148,8 @@ def test_going_on_is_as_if_it_had_never_stopped(uninterrupted, copied):
 
 
 @pytest.mark.slow
-def test_going_on_with_another_layout_is_the_same_run(uninterrupted, copied):
-    """In a pipeline; test_going_on_in_another_pipeline.py has more of them."""
+def test_a_resume_on_another_layout_continues_the_same_run(uninterrupted, copied):
+    """In a pipeline; test_going_on_in_another_pipeline.py has more layouts."""
     layout = ParallelConfig(pipeline=2, data=1)
     cfg = run_config(copied, parallel=layout, batch=BatchConfig(global_size=8, micro_size=2))
     assert train(cfg) == 0
@@ -175,7 +175,7 @@ def test_going_on_with_another_layout_is_the_same_run(uninterrupted, copied):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, changes, listed):
+def test_a_resume_with_other_settings_is_refused_and_changes_nothing(halted, changes, listed):
     before = contents(halted)
     with pytest.raises(UserError) as refused:
         train(run_config(halted, **changes))
@@ -190,8 +190,8 @@ def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, 
 
 
 @pytest.mark.slow
-def test_another_schedule_takes_over_where_the_config_says_so(uninterrupted, copied, capsys):
-    """At the rows the run has come to, as if it had been the schedule from the start; nothing else may change."""
+def test_another_schedule_applies_where_the_config_allows_it(uninterrupted, copied, capsys):
+    """From the rows consumed so far, as if it had been the schedule from the start; nothing else may change."""
     rates = {
         "schedule": ScheduleConfig(lr=1e-3, style="linear", on_resume="config"),
         "optimizer": AdamWConfig(weight_decay=0.2),
@@ -209,11 +209,11 @@ def test_another_schedule_takes_over_where_the_config_says_so(uninterrupted, cop
     ]
     assert steps(copied)[5]["loss_hex"] == steps(uninterrupted)[5]["loss_hex"]
     assert steps(copied)[6]["loss"] != steps(uninterrupted)[6]["loss"]
-    # What it was changed to is from now on what may not change.
+    # From now on, the new schedule is the one that must not change.
     assert train(run_config(copied, **rates | {"schedule": ScheduleConfig(lr=1e-3, style="linear")})) == 0
 
 
-def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(uninterrupted, tmp_path, capsys):
+def test_a_finished_run_trains_no_further_and_can_be_evaluated_alone(uninterrupted, tmp_path, capsys):
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     assert train(run_config(folder), skip_train=True) == 0
     assert list(steps(folder)) == list(steps(uninterrupted))
@@ -231,7 +231,7 @@ def too_fast(folder: Path) -> RunConfig:
     return run_config(folder, model=model(dropout=0.0), schedule=ScheduleConfig(lr=2e30, warmup_steps=2))
 
 
-def test_numbers_that_are_not_finite_end_the_run_with_17_and_leave_the_last_checkpoint(tmp_path):
+def test_nonfinite_numbers_end_the_run_with_17_and_leave_the_last_checkpoint(tmp_path):
     cfg = too_fast(tmp_path / "run").but(checkpoint=CheckpointConfig(every=1))
     assert train(cfg) == 17
     folder = Path(cfg.run_dir)

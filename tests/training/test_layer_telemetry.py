@@ -1,4 +1,4 @@
-"""What a run reports of its mixtures of experts, against counts by hand."""
+"""What a run reports about its mixtures of experts, against counts by hand."""
 
 import json
 from dataclasses import replace
@@ -25,10 +25,11 @@ ROUTER = RouterConfig(force_balance=True, aux_loss=0.01, capacity=CAPACITY)
 """Tokens go to experts 0 1, 2 3, 4 5, 0 1 and so on."""
 
 TOKENS = [44, 44, 42, 42, 42, 42]
-"""Of a step, two microbatches of 64 tokens with 2 of 6 experts each: 128 = 21 x 6 + 2."""
+"""In a step, two microbatches of 64 tokens with 2 of 6 experts each: 128 = 21 x 6 + 2."""
 
 DROPPED = 4 / 256
-"""Experts have room for 21, which is 0.98 x 128 / 6 rounded up: two microbatches drop 2 of 128."""
+"""Experts have room for 21, which is 0.98 x 128
+6 rounded up: two microbatches drop 2 of 128."""
 
 
 def mixture(layers: int = 2) -> DecoderConfig:
@@ -39,7 +40,7 @@ def mixture(layers: int = 2) -> DecoderConfig:
 
 
 @pytest.mark.slow
-def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
+def test_a_step_reports_each_layer_even_if_its_update_is_skipped() -> None:
     run = setup(run_config(model=mixture()), devices=jax.devices()[:1])
     (info,) = run.steps(1)
     measurements = info.measured
@@ -66,7 +67,9 @@ def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
         ParallelConfig(data=1, expert=2, pipeline=2, layers=(1, 2)),
     ],
 )
-def test_a_run_writes_what_layers_report_and_goes_on_doing_so(tmp_path: Path, parallel: ParallelConfig) -> None:
+def test_a_run_writes_the_reports_of_its_layers_and_continues_after_a_resume(
+    tmp_path: Path, parallel: ParallelConfig
+) -> None:
     logging = LoggingConfig(every=1, plot=False, sample=False, live="never", layers_every=4)
     micro = 8 // (2 * parallel.expert)
     cfg = run_config(tmp_path, model=mixture(3), parallel=parallel, logging=logging)
@@ -78,7 +81,7 @@ def test_a_run_writes_what_layers_report_and_goes_on_doing_so(tmp_path: Path, pa
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     lists = [json.loads(line) for line in (tmp_path / "layers.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lists] == [1, 3, 4, 6]
-    # Each of two devices deals out its own tokens: 64 = 10 x 6 + 4 a microbatch.
+    # Each of two devices routes its own tokens: 64 = 10 x 6 + 4 a microbatch.
     tokens = TOKENS if parallel.expert == 1 else [44, 44, 44, 44, 40, 40]
     assert all(line["layers"] == [0, 1, 2] and line["expert_tokens"] == [tokens] * 3 for line in lists)
     for line in steps:
@@ -92,7 +95,7 @@ def test_a_run_writes_what_layers_report_and_goes_on_doing_so(tmp_path: Path, pa
     assert "raise router.capacity.factor" in warnings[0]["why"]
 
 
-def test_people_are_warned_once() -> None:
+def test_warnings_are_printed_once() -> None:
     messages: list[str] = []
     logged: list[tuple[str, dict[str, Any]]] = []
     log: Any = SimpleNamespace(event=lambda name, **fields: logged.append((name, fields)))

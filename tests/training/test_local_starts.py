@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, local or shared; and whole runs that do."""
+"""The checkpoint that a run starts from, local or shared, and whole runs that do so."""
 
 import json
 from contextlib import suppress
@@ -42,7 +42,7 @@ class Started(NamedTuple):
 
 
 def attempt(folder: Path, cfg: RunConfig, shared: tuple[int, ...] = (), local: tuple[int, ...] = ()) -> Started:
-    """A start, and then saves of these steps: 100 + step in the shared folder, the step in local ones."""
+    """A start, followed by saves of these steps: 100 + step in the shared folder, the step in local ones."""
     events: list[dict[str, Any]] = []
 
     def event(name: str, **fields: Any) -> None:
@@ -57,7 +57,7 @@ def attempt(folder: Path, cfg: RunConfig, shared: tuple[int, ...] = (), local: t
             step = start[1]
             kind = "local" if start[0] is saves.reader else "shared" if start[0] is manager else "other"
             assert saves.belongs_to_run(start) == (kind != "other")
-            with suppress(DamagedStep):  # as a job does, which then chooses again
+            with suppress(DamagedStep):  # As a job does, which then chooses again.
                 value = float(start[0].restore(step, like(small(0)))[0]["w"][0, 0])
         if shared or local:
             assert saves.local is not None
@@ -126,7 +126,7 @@ def test_a_damaged_shared_checkpoint_falls_back_to_a_local_one(tmp_path, capfd):
     assert "The local checkpoint of step 2 is complete and is used" in capfd.readouterr().err
 
 
-def test_another_mesh_starts_from_the_shared_folder_and_says_so(tmp_path, capfd):
+def test_another_mesh_starts_from_the_shared_folder_and_reports_it(tmp_path, capfd):
     attempt(tmp_path, config(tmp_path), (3,), (4,))
     second = attempt(tmp_path, config(tmp_path, parallel=ParallelConfig(data=2)))
     assert (second.kind, second.step) == ("shared", 3)
@@ -136,7 +136,7 @@ def test_another_mesh_starts_from_the_shared_folder_and_says_so(tmp_path, capfd)
     assert [event["from_step"] for event in second.events if event["event"] == "checkpoint_fallback"] == [4]
 
 
-def test_a_layout_that_is_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
+def test_a_layout_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
     attempt(tmp_path, config(tmp_path), (3,), (4,))
     batch = BatchConfig(global_size=16, micro_size=1)
     cfg = config(tmp_path, parallel=ParallelConfig(data=16), batch=batch)
@@ -145,13 +145,13 @@ def test_a_layout_that_is_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
     assert elastic_mesh is not None and elastic_mesh == ONE | {"data": 8}
 
 
-def test_a_step_asked_for_by_number_is_the_shared_one(tmp_path):
+def test_a_step_given_by_number_is_the_shared_one(tmp_path):
     cfg = config(tmp_path)
     attempt(tmp_path, cfg, (3,), (4,))
     assert attempt(tmp_path, replace(cfg, checkpoint=replace(cfg.checkpoint, step=3)))[:2] == ("shared", 3)
 
 
-def test_an_attempt_without_local_checkpoints_ends_those_before_it(tmp_path):
+def test_an_attempt_without_local_checkpoints_deletes_those_before_it(tmp_path):
     cfg = config(tmp_path)
     attempt(tmp_path, cfg, (3,), (6,))
     without = replace(cfg, checkpoint=replace(cfg.checkpoint, local=None))
@@ -187,7 +187,7 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
                 saves.local.save(step, small(step), {})
                 saves.local.wait()
                 saves.committed()
-            # Due on every process, whether or not it knows already that saves fail; then none of them saves.
+            # Due on every process, whether or not it knows yet that saves fail; then none of them saves.
             assert saves.due(10)
             saves(SimpleNamespace(state=small(10)), 10)
             assert saves.saved is None
@@ -202,8 +202,8 @@ class State(NamedTuple):
     w: jax.Array
 
 
-def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
-    """One process in the place of the first of two, whose state has no shards of the other."""
+def test_the_state_saved_when_another_process_is_lost(tmp_path, capfd):
+    """One process in the role of the first of two, whose state has no shards of the other."""
     cfg, error, activity = config(tmp_path), jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), Activity()
     with (
         cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager,
@@ -213,7 +213,7 @@ def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
         run: Any = SimpleNamespace(state=State(jnp.asarray(4), jnp.ones((4, 4))))
         saves.local.begin(0, run.state)
         activity.step = 4
-        saves.rescue(run, error)  # a run of one process has lost none
+        saves.rescue(run, error)  # A run of one process has lost none.
         assert sets(tmp_path) == []
         saves.local.peers.count = 2
         saves.rescue(run, ValueError("of something else"))
@@ -223,16 +223,16 @@ def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
         assert [path.name for path in sets(tmp_path)] == ["00000004"]
         (line,) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
         assert (line["kind"], line["parts"], line["whole"]) == ("emergency", [0], False)
-        activity.step = 3  # the numbers of step 4 have not arrived: it may be the one that failed
+        activity.step = 3  # The results of step 4 have not arrived: it may be the one that failed.
         saves.rescue(run, error)
         run.state.w.delete()
         saves.rescue(run, error)
         assert capfd.readouterr().err.count("this state is incomplete and not saved; there is none yet") == 2
         saves.local.peers.count = 1
-    assert attempt(tmp_path, cfg).kind is None  # the shards of process 1 are nowhere
+    assert attempt(tmp_path, cfg).kind is None  # No set has the shards of process 1.
 
 
-def test_only_a_state_that_is_all_there_has_a_step():
+def test_only_a_complete_state_has_a_step():
     state = State(jnp.asarray(7), jnp.ones((4, 4)))
     assert intact_step(state, 10.0) == 7
     state.w.delete()
@@ -240,7 +240,7 @@ def test_only_a_state_that_is_all_there_has_a_step():
 
 
 @pytest.mark.slow
-def test_a_run_that_breaks_off_goes_on_bit_for_bit_from_its_local_checkpoint(tmp_path, capfd):
+def test_an_interrupted_run_resumes_bit_for_bit_from_its_local_checkpoint(tmp_path, capfd):
     faulty = replace(config(tmp_path).resilience, inject=("nan:step=5:always",))
     small_model = small_jobs.model(repeats=1)
     assert train(config(tmp_path, model=small_model, resilience=faulty)) == 17
@@ -252,4 +252,4 @@ def test_a_run_that_breaks_off_goes_on_bit_for_bit_from_its_local_checkpoint(tmp
     assert train(undisturbed) == 0
     control = small_jobs.losses(tmp_path / "control")
     assert small_jobs.losses(tmp_path / "run") == control and broken[:4] == control[:4] and np.isfinite(control).all()
-    assert list((tmp_path / "node").iterdir()) == []  # the shared folder has step 6
+    assert list((tmp_path / "node").iterdir()) == []  # The shared folder has step 6.

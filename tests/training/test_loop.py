@@ -1,4 +1,4 @@
-"""The loop with made-up steps: what is dispatched, reported, saved and stopped, and in which order."""
+"""The loop with stand-in steps: what is dispatched, reported, saved and stopped, and in which order."""
 
 import itertools
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from megajax.training.loop import run_steps
 
 
 class Rows(str):
-    """A batch that has a name."""
+    """A batch with a name."""
 
     def __getitem__(self, leaf: str) -> np.ndarray:
         assert leaf == "sample"
@@ -26,7 +26,7 @@ class Rows(str):
 
 
 class Events:
-    """A run that writes down what happens to it; its state is the number of the step."""
+    """A run that records what happens to it; its state is the number of the step."""
 
     def __init__(self, step: int = 0):
         self.seen, self.step, self.state = [], step, step
@@ -61,7 +61,7 @@ class Every:
         run.seen.append(f"{self.name} {step}")
 
 
-def test_numbers_come_one_step_late_and_all_of_them():
+def test_results_arrive_one_step_late_and_completely():
     run = Events()
     infos = list(run.iterate(3))
     assert run.seen == ["dispatch 1", "dispatch 2", "info 1", "dispatch 3", "info 2", "info 3"]
@@ -76,7 +76,7 @@ def test_numbers_come_one_step_late_and_all_of_them():
     assert all(info.seconds >= 0 for info in infos)
 
 
-def test_before_a_hook_everything_up_to_its_step_is_reported():
+def test_everything_up_to_a_hook_s_step_is_reported_before_the_hook():
     run = Events()
     list(run.iterate(4, hooks=(Every(2, "evaluate"), Every(4, "save"))))
     assert run.seen == [
@@ -91,8 +91,8 @@ def test_a_stop_ends_after_the_step_and_its_hooks():
     assert run.seen == ["dispatch 1", "dispatch 2", "info 1", "info 2", "save 2"]
 
 
-def test_an_error_at_a_late_number_comes_before_the_hook_of_the_next_step():
-    """How a step that went wrong is never saved."""
+def test_an_error_in_a_late_result_comes_before_the_hook_of_the_next_step():
+    """This way, the result of a failed step is never saved."""
     run = Events()
     with pytest.raises(ArithmeticError):
         for info in run.iterate(4, hooks=(Every(2, "save"),)):
@@ -101,7 +101,7 @@ def test_an_error_at_a_late_number_comes_before_the_hook_of_the_next_step():
     assert "save 2" not in run.seen
 
 
-def test_a_run_that_is_done_has_no_steps():
+def test_a_finished_run_has_no_steps():
     run = Events(step=5)
     assert list(run.iterate(5)) == []
     assert run.seen == []
@@ -109,7 +109,7 @@ def test_a_run_that_is_done_has_no_steps():
 
 
 class Watched(Events):
-    """A run whose step 3 changes nothing the first time; nor does what was dispatched after it."""
+    """A run whose step 3 changes nothing the first time; nor does the step dispatched after it."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class Watched(Events):
 
 
 @pytest.mark.parametrize("pause", [None, 3, 4])
-def test_a_suspicious_step_and_the_one_after_it_run_again_in_order(pause):
+def test_a_suspicious_step_and_the_one_after_it_are_repeated_in_order(pause):
     run = Watched()
     hooks = () if pause is None else (Every(pause, "save"),)
     infos = list(run.iterate(5, guard=run.guard, hooks=hooks))

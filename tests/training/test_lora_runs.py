@@ -1,4 +1,4 @@
-"""Runs with adapters: the compiled step works for nothing else, they start from a base, and they resume exactly."""
+"""Runs with adapters: the compiled step does no other work, they start from a base, and they resume exactly."""
 
 import json
 from dataclasses import replace
@@ -40,13 +40,13 @@ def state_bytes(program: Program) -> int:
 
 
 @pytest.mark.slow
-def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
+def test_the_compiled_step_does_no_work_for_frozen_weights() -> None:
     adapted, step = compiled(replace(llama(), lora=LORA))
     full, whole_step = compiled(llama())
     elements = sum(np.prod(adapted.declared[path].shape) for path in adapted.adapters)
     assert state_bytes(adapted) < 8 * elements + 100 < 0.2 * state_bytes(full)
-    # Of the seven matrices of a layer and the head's table none has a gradient. Each adapter has two products forward,
-    # the first of them once more where it is recomputed, two for its gradients and two on the way back.
+    # None of a layer's seven matrices and the head's table has a gradient. Each adapter has two products in the forward
+    # pass, the first of them again where it is recomputed, two for its gradients and two in the backward pass.
     dots, whole_dots = (compiled_step.as_text().count(" dot(") for compiled_step in (step, whole_step))
     assert dots - whole_dots == 7 * 7 - 8
     arguments, temporaries = (
@@ -56,7 +56,7 @@ def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
     assert arguments[0] < 0.55 * arguments[1] and temporaries[0] < temporaries[1]
 
 
-def test_adapters_alone_have_gradients_and_moments() -> None:
+def test_only_adapters_have_gradients_and_moments() -> None:
     lora = build_program(replace(llama(), lora=LORA), ONE, microbatches=2)
     trained, moments = {path for path in lora.declared if ".lora_" in path}, lora.state_like().optimizer
     assert set(moments["first_moment"]) == set(moments["second_moment"]) == trained == set(lora.adapters)
@@ -74,7 +74,7 @@ def test_weights_named_beside_adapters_are_trained_too() -> None:
     assert set(frozen_program.optimizer.declared) == {*frozen_program.adapters, "norm.gain"}
 
 
-def test_a_run_without_a_source_says_that_frozen_weights_are_fresh() -> None:
+def test_a_run_without_a_source_reports_that_frozen_weights_are_fresh() -> None:
     line = frozen_weights_warning(build_program(replace(llama(), lora=LORA), ONE, microbatches=2))
     assert "adapters are trained beside fresh, frozen weights: set checkpoint.load" in line and ".lora_" not in line
     assert frozen_weights_warning(build_program(llama(), ONE, microbatches=2)) == ""

@@ -1,4 +1,4 @@
-"""Training with label smoothing and z-loss: its gradients, its metrics, and that all layouts agree."""
+"""Training with label smoothing and z-loss: gradients, metrics, and equality of all layouts."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def token_terms(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize("average", ["tokens", pytest.param("microbatches", marks=pytest.mark.slow)])
-def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
+def test_gradients_and_metrics_equal_those_of_a_plain_log_softmax(average):
     program = build_program(MODEL, ONE, microbatches=2, average=average, isolated=False)
 
     def plain(params, piece):
@@ -67,7 +67,7 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
     ],
     ids=["one head", "further ahead"],
 )
-def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
+def test_layouts_that_shard_the_vocabulary_have_the_same_losses(model, parallel):
     expected, actual = (train(model, layout, microbatches=3, steps=1, evaluated=False) for layout in (ONE, parallel))
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)

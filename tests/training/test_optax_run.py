@@ -34,11 +34,11 @@ LAYOUTS = {
 printed: dict[str, Any] = {}
 exec(next(block.text for block in blocks(ROOT / "docs/optimizers.md") if "my_optimizer.py" in block.text[:20]), printed)
 muon = printed["muon"]
-"""That of the docs."""
+"""The one in the docs."""
 
 
 def normed_momentum(learning_rate: Any) -> optax.GradientTransformation:
-    """What a user may write: momentum, divided by its norm in each weight."""
+    """An example of a user's own: momentum, divided by its norm in each weight."""
 
     def init(params: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, params)
@@ -97,7 +97,7 @@ def test_training_is_the_same_on_any_layout(name: str, layout: str) -> None:
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-5 * np.abs(expected[path]).max(), err_msg=path)
 
 
-def test_factored_state_is_cut_over_stages_and_moments_as_their_weights() -> None:
+def test_factored_state_is_sharded_over_stages_and_moments_like_their_weights() -> None:
     program = build_program(llama(repeats=3), LAYOUTS["uneven pipeline"], microbatches=2)
     cfg = replace(OPTIMIZERS["adafactor"], settings={"min_dim_size_to_factor": 4, "momentum": 0.9})
     program = Program.of(program.cfg.but(optimizer=cfg), program.mesh)
@@ -121,7 +121,7 @@ LEGS = {
     ("name", "legs"),
     [pytest.param(name, legs, marks=pytest.mark.slow) for name in OPTIMIZERS for legs in LEGS],
 )
-def test_a_resumed_run_goes_on(tmp_path: Path, name: str, legs: str) -> None:
+def test_a_resumed_run_continues(tmp_path: Path, name: str, legs: str) -> None:
     def job(folder: Path, parallel: ParallelConfig, **changes: Any) -> int:
         settings = {"model": model(repeats=3, recompute="full"), "checkpoint": CheckpointConfig(every=2), "steps": 4}
         settings |= {"schedule": ScheduleConfig(lr=1e-2, warmup_steps=2), "optimizer": OPTIMIZERS[name]}

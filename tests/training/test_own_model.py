@@ -1,4 +1,4 @@
-"""The model of docs/own_model.md, a user's own, trains on every kind of layout like on one device."""
+"""The user's model of docs/own_model.md trains on every kind of layout as on one device."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(config_file: Path, *settings: str) -> list[float]:
-    """Of a few steps and of an evaluation after them."""
+    """Of a few steps, and of an evaluation after them."""
     cfg = load(config_file, "steps=3", "precision.compute=float32", *settings)
     run = setup(cfg)
     losses = [info.loss for info in run.steps(STEPS)]
@@ -50,24 +50,24 @@ def expected(config_file: Path) -> list[float]:
     ],
     ids=["data", "tensor", "fsdp", "zero1", "pipeline", "all"],
 )
-def test_as_on_one_device(config_file, expected, settings):
+def test_losses_equal_those_of_one_device(config_file, expected, settings):
     np.testing.assert_allclose(losses(config_file, *settings), expected, rtol=1e-5)
 
 
-def test_it_learns(expected):
+def test_the_model_learns(expected):
     assert expected[-1] < expected[0]
 
 
 @pytest.mark.slow
-def test_it_learns_as_printed_on_the_page(config_file):
-    """With the page's own settings: in bfloat16."""
+def test_the_model_learns_as_printed_on_the_page(config_file):
+    """With the settings of the page: in bfloat16."""
     run = setup(load(config_file, "steps=3", "parallel.data=1"))
     first, *_, last = [info.loss for info in run.steps(STEPS)]
     run.close()
     assert last < first
 
 
-def test_positions_are_no_tokens(config_file):
+def test_positions_are_not_tokens(config_file):
     model = load(config_file).model
     assert position_unit(model) == "positions"
     assert position_unit(load("gpt3.py:debug").model) == "tokens"

@@ -1,4 +1,4 @@
-"""What is wrong in a user's own model is said before anything is compiled, as a UserError that names it."""
+"""Errors in a user's own model are reported before anything is compiled, as a UserError that names them."""
 
 import re
 from pathlib import Path
@@ -81,7 +81,7 @@ def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
     ],
     ids=range(15),
 )
-def test_the_message_names_what_is_wrong(tmp_path, files, old, new, words):
+def test_the_message_names_the_error(tmp_path, files, old, new, words):
     changed = {name: text.replace(old, new) for name, text in files.items()}
     assert changed != files
     message = refusal(tmp_path, changed)
@@ -123,7 +123,7 @@ def config"""
         ("optimizer", "WordsConfig.build returned a object, not a megajax.optim.optimizer.Optimizer"),
     ],
 )
-def test_what_a_part_of_the_users_builds(tmp_path, files, part, words):
+def test_a_part_of_the_user_builds_another_object(tmp_path, files, part, words):
     part_code = OWN.format(optimizer=part == "optimizer")
     text = (
         files["my_model.py"].replace("\n\ndef config", part_code).replace("steps=20", f"steps=20, {part}=WordsConfig()")

@@ -1,4 +1,4 @@
-"""Tests of the devices before a run: what is well passes, what is wrong is named, and no run starts."""
+"""Device tests before a run: sound devices pass, faults are named, and no run starts with one."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_this_machine_is_fit(tmp_path):
+def test_this_machine_passes(tmp_path):
     results = {result.name: result for result in preflight.tests(tmp_path / "not" / "yet", Peers("test"))}
     assert [*results] == ["matmul", "all-reduce", "host to device", "disk"], "no clocks to compare, no GPUs"
     assert {result.status for result in results.values()} == {"ok"}
@@ -70,7 +70,7 @@ def test_an_error_is_a_failure_of_its_test(monkeypatch, tmp_path):
     assert first == Outcome("matmul", "fail", "JaxRuntimeError: INTERNAL: the device is gone")
 
 
-def test_a_slow_link_and_clocks_apart_are_warned_of(monkeypatch):
+def test_a_slow_link_and_differing_clocks_are_warnings(monkeypatch):
     rates = iter((2.0**20, 9 * 2.0**20, 9 * 2.0**20))
     monkeypatch.setattr(preflight, "measure_transfer", lambda measured: (measured.append(next(rates)), ("ok", "x"))[1])
     results = together(3, preflight.transfer)

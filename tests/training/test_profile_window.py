@@ -16,7 +16,7 @@ from megajax.training.config import BatchConfig
 
 
 @pytest.mark.slow
-def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
+def test_the_window_is_traced_and_summarized(tmp_path, capsys):
     cfg = run_config(
         tmp_path,
         model=model(repeats=1),
@@ -38,7 +38,7 @@ def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
     compiled = next(e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "compiled")
     assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0
     assert "memory of the compiled step: " in output and "Megatron-LM's formula" in output
-    assert train(cfg.but(resilience=ResilienceConfig())) == 0  # goes on after the window
+    assert train(cfg.but(resilience=ResilienceConfig())) == 0  # The run continues after the window.
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
 
@@ -51,7 +51,7 @@ def test_a_window_beyond_the_run_is_refused():
 @pytest.mark.parametrize(
     ("first", "starts", "stops"), [(0, [0], [2]), (1, [1], [2]), (2, [], []), (9, [], [])], ids=str
 )
-def test_a_resumed_attempt_traces_what_is_left_of_the_window(first, starts, stops, tmp_path, monkeypatch):
+def test_a_resumed_attempt_traces_the_rest_of_the_window(first, starts, stops, tmp_path, monkeypatch):
     calls = {"start": [], "stop": []}
     monkeypatch.setattr("jax.profiler.start_trace", lambda *_, **__: calls["start"].append(step))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls["stop"].append(step))

@@ -1,4 +1,4 @@
-"""Gradients on two orders of devices: equal bit for bit, unless a device computes something else."""
+"""Gradients on two orders of devices: bitwise equal, unless a device computes something else."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -50,7 +50,7 @@ def faulty(device, runs, mesh, number: int):
 @pytest.mark.parametrize(
     "layout", [name if name == "zero1" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
-def test_the_group_with_a_device_that_computes_wrongly_is_named(layout):
+def test_the_group_with_a_faulty_device_is_named(layout):
     run, mesh = recompute(layout)
     assert run(lambda mesh, number: scale_of(mesh, ONE, None)) is None
     for group in (0, 3):
@@ -66,13 +66,13 @@ def test_the_group_with_a_device_that_computes_wrongly_is_named(layout):
     assert run(partial(faulty, device, range(4)), 1e-4) is not None
 
 
-def test_whom_results_blame():
+def test_groups_that_results_blame():
     none = np.zeros(4, bool)
 
     def where(*groups: int) -> np.ndarray:
         return np.isin(np.arange(4), groups)
 
-    # Group 2 is wrong: its own rows in the first order, those of group 1 in the second.
+    # Group 2 is faulty: its own rows in the first order, those of group 1 in the second.
     assert verdict(where(1, 2), none, none) == Verdict((2,), True, 2)
     assert verdict(where(3, 0), none, none) == Verdict((0,), True, 2)
     assert verdict(where(2), where(2), none) == Verdict((2,), False, 3)
@@ -110,7 +110,7 @@ def test_a_single_group_is_refused():
     CheckGradients(RecomputeConfig(), Alone(), print, print, ())
 
 
-def test_a_run_that_goes_on_with_a_single_group_is_not_ended_by_the_check():
+def test_a_resume_with_a_single_group_is_not_ended_by_the_check():
     class Left:
         mesh = build_mesh(ParallelConfig(data=1))
         cfg = run_config(parallel=ParallelConfig(data=4, elastic=True))
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_with_a_single_group_is_not_ended_by_the_check():
     assert not check.due(5) and "gradients are not recomputed" in said[0]
 
 
-def test_drills_that_can_not_happen_are_named():
+def test_impossible_drills_are_named():
     asked = ("kill:step=3", "kill:step=9", "frozen:step=3:process=2", "wrong_gradients:step=4:process=0")
     cfg = ResilienceConfig(inject=(*asked, "wrong_gradients:step=5:process=1", "nan:step=6"))
     lines = [*idle_drills(cfg, 6, 2, lambda step: step % 5 == 0)]

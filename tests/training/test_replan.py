@@ -1,4 +1,4 @@
-"""Layouts for other numbers of devices, against every layout there is; the runs are in test_elastic_runs.py."""
+"""Layouts for other numbers of devices, against all possible layouts; the runs are in test_elastic_runs.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megajax.training.run_config import RunConfig
 
 
 def job(rows: int = 24, micro_size: int = 1, *, average: str = "tokens", ramp=None, decrease: bool = False, **parallel):
-    """A model of six heads and four layers, of which 48 = hidden is divided by many numbers of devices."""
+    """A model with six heads and four layers; many numbers of devices divide its hidden size of 48."""
     settings = {name: parallel.pop(name) for name in ("model", "data_config") if name in parallel}
     return run_config(
         model=settings.get("model", model(hidden=48, heads=6, kv_heads=6, ffn=96, repeats=4, vocabulary_multiple=384)),
@@ -34,13 +34,13 @@ def with_experts(**router):
 
 
 def sizes(plan: Replan) -> dict[str, int]:
-    """Of the axes that are longer than 1, and of microbatches."""
+    """Of the axes longer than 1, and of microbatches."""
     axes = {name: size for name, size in plan.cfg.parallel.sizes(plan.used).items() if size > 1}
     return axes | {"micro_size": plan.cfg.batch.micro_size}
 
 
 def every_layout(cfg: RunConfig, devices: int, least: int) -> Iterator[RunConfig]:
-    """All layouts without another number of rows per step, larger microbatches or more ZeRO, legal or not."""
+    """All layouts with the same rows per step, no larger microbatches and no more ZeRO, legal or not."""
     batch, now = cfg.batch, cfg.parallel
     shardings = ("replicate", "zero1", "fsdp")
     shardings = shardings[: shardings.index(now.data_sharding) + 1]
@@ -64,7 +64,7 @@ def every_layout(cfg: RunConfig, devices: int, least: int) -> Iterator[RunConfig
 
 
 def wrong(cfg: RunConfig) -> list[Problem]:
-    """What is wrong with a config on the devices of its layout."""
+    """Problems of a config on the devices of its layout."""
     return [*cfg.parallel.problems(), *cfg.batch.problems()] or cfg.problems(
         cfg.parallel.without_data() * (cfg.parallel.data or 1)
     )
@@ -91,8 +91,8 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_layout_is_legal_and_refused_only_where_there_is_none(name):
-    """On 1 to 7 devices, of one process and of as many processes as there are devices."""
+def test_a_layout_is_legal_and_refused_only_if_none_exists(name):
+    """On 1 to 7 devices, of one process and of as many processes as devices."""
     cfg = JOBS[name]
     for devices in range(1, 8):
         for per_process in ((devices,), (1,) * devices):
@@ -113,37 +113,37 @@ def test_a_layout_is_legal_and_refused_only_where_there_is_none(name):
 CHOICES = {
     # the layout fits
     "8": (job(data=8), (8,), {"data": 8, "micro_size": 1}),
-    # fewer devices of data, then smaller microbatches
+    # Fewer devices of data, then smaller microbatches.
     "8 -> 6": (job(data=8), (6,), {"data": 6, "micro_size": 1}),
     "8 -> 4": (job(48, 2, data=8), (4,), {"data": 4, "micro_size": 2}),
     "8 -> 6, smaller": (job(48, 3, data=8), (6,), {"data": 6, "micro_size": 2}),
-    # more, and those that no size was given for
+    # More devices, and axes without a given size.
     "4 -> 8": (job(data=4), (8,), {"data": 8, "micro_size": 1}),
     "any -> 8": (job(24, 2), (8,), {"data": 8, "micro_size": 1}),
     "any of 6": (job(24, 2, tensor=2), (3, 3), {"data": 3, "tensor": 2, "micro_size": 2}),
-    # rows that six devices do not divide: another axis, or devices that are idle
+    # Rows that six devices do not divide: another axis, or idle devices.
     "tensor instead": (job(8, data=8), (6,), {"data": 2, "tensor": 3, "micro_size": 1}),
     "idle instead": (job(8, data=8), (2, 2, 2), {"data": 4, "micro_size": 1}),
     "idle, no heads for it": (job(8, data=8, model=model()), (6,), {"data": 4, "micro_size": 1}),
     "none may be idle": (job(8, data=4), (1, 1, 1), {"pipeline": 3, "micro_size": 1}),
-    # axes that hold the model are kept, and given up where they do not fit
+    # Axes that hold the model are kept, and given up where they do not fit.
     "tensor kept": (job(tensor=2, data=4, sequence=True), (6,), {"data": 3, "tensor": 2, "micro_size": 1}),
     "pipeline kept": (job(pipeline=2, data=4), (4,), {"pipeline": 2, "data": 2, "micro_size": 1}),
     "experts kept": (job(expert=2, data=4, model=with_experts()), (6,), {"expert": 2, "data": 3, "micro_size": 1}),
     "tensor rather idle": (job(tensor=6), (5,), {"tensor": 3, "micro_size": 1}),
     "one left": (job(tensor=2, pipeline=2, data=2), (1,), {"micro_size": 1}),
-    # microbatches that losses depend on
+    # Microbatches that losses depend on.
     "fixed": (job(24, 2, average="microbatches", data=12), (8,), {"data": 4, "tensor": 2, "micro_size": 2}),
 }
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_layout_that_is_chosen(name):
+def test_the_chosen_layout(name):
     cfg, per_process, expected = CHOICES[name]
     assert sizes(replanned(cfg, per_process)) == expected
 
 
-def test_what_changes_is_said():
+def test_changes_are_reported():
     plan = replanned(job(48, 3, data=8), (6,))
     assert plan.text() == "8 devices wanted, 6 present: data 8 -> 6, micro_size 3 -> 2, microbatches 2 -> 4"
     plan = replanned(job(8, data=8, model=model()), (6,))
@@ -163,7 +163,7 @@ def test_settings_that_depend_on_an_axis_change_with_it():
     assert plan.cfg.parallel.layers is None and "layers 3,1 -> none" in plan.text()
 
 
-def test_what_changes_losses_is_said():
+def test_changes_of_losses_are_reported():
     for router, before in (({"aux_loss": 0.01}, True), ({"row_loss": 0.01}, False)):
         plan = replanned(job(data=8, model=with_experts(**router)), (6,))
         note = "aux_loss depends on the rows of a microbatch, which has 6, before 8: other losses"
@@ -171,17 +171,17 @@ def test_what_changes_losses_is_said():
     assert not replanned(job(data=8), (6,)).notes
 
 
-def test_rounding_down_keeps_the_rows_of_the_layout_that_was_asked_for():
-    """Eight devices read 24 rows of 30; five would read 30, so that four do it."""
+def test_rounding_down_keeps_the_rows_of_the_requested_layout():
+    """Eight devices read 24 of 30 rows; five would read 30, so four are used."""
     assert sizes(replanned(job(30, data=8, decrease=True, model=model()), (5,))) == {"data": 4, "micro_size": 1}
 
 
-def test_a_config_that_is_wrong_anyway_stays_so():
+def test_an_invalid_config_stays_invalid():
     with pytest.raises(ConfigError, match="24 rows are not divisible by micro_size=2 x 8"):
         replanned(job(24, 2, data=8), (6,))
 
 
-def test_a_refusal_says_why_for_each_axis():
+def test_a_refusal_gives_a_reason_for_each_axis():
     with pytest.raises(ConfigError) as refused:
         replanned(job(8, 2, average="microbatches", data=4, model=model()), (1, 1, 1))
     where = dict.fromkeys(problem.setting for problem in refused.value.problems)
@@ -193,7 +193,7 @@ def test_a_refusal_says_why_for_each_axis():
     assert "start fewer processes" in text and "batch.loss_average=microbatches" in text
 
 
-def test_an_error_about_devices_says_what_elastic_would_do():
+def test_an_error_about_devices_proposes_elastic():
     cfg = job(data=8)
     error = ConfigError([Problem("steps", "wrong"), *map(named, cfg.parallel.device_problems(6))])
     hinted = elastic_hint(error, cfg, (6,))
@@ -216,7 +216,7 @@ def named(problem: Problem) -> Problem:
 
 
 @pytest.mark.parametrize("nodes", [7, 31, 127])
-def test_large_layouts_are_chosen_in_time(nodes):
+def test_large_layouts_are_chosen_quickly(nodes):
     """A node is lost, and the layout of each copy of the model stays."""
     cfg = load("llama3.py:llama3_8b", "parallel.data=2")
     plan = replanned(cfg, (8,) * nodes)

@@ -1,4 +1,4 @@
-"""A job whose copies of a weight come to differ: it ends with 17, and the save that was due is not made."""
+"""A job whose copies of a weight differ: it ends with 17, and the due save is not made."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_a_damaged_copy_ends_the_run_before_the_save(tmp_path, capfd):
     assert train(run_config(tmp_path, **settings)) == 17
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (mismatch,) = (event for event in events if event["event"] == "replica_mismatch")
-    # Every hundred steps, and before every save: at step 3, where all was well, and at step 6.
+    # Every hundred steps, and before every save: at step 3, where all is well, and at step 6.
     assert mismatch["step"] == 6 and mismatch["devices"] == [0, 1] and mismatch["copies"] == 2
     assert [event["step"] for event in events if event["event"] == "state_hash"] == [3]
     assert [event["step"] for event in events if event["event"] == "save_begun"] == [3]
@@ -51,14 +51,14 @@ def test_a_damaged_copy_ends_the_run_before_the_save(tmp_path, capfd):
         ({"inject": ("nan:step=5:process=1",)}, "resilience.inject"),
     ],
 )
-def test_settings_that_mean_nothing(settings, name):
+def test_settings_without_effect(settings, name):
     with pytest.raises(ConfigError) as caught:
         check(run_config(resilience=ResilienceConfig(**settings)), 1)
     assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(("sharding", "copies"), [("replicate", 2), ("zero1", 1)])
-def test_copies_of_weights_that_a_bitflip_needs(sharding, copies):
+def test_copies_of_weights_that_a_bit_flip_needs(sharding, copies):
     mesh = build_mesh(ParallelConfig(data=2))
     whole = HashedLeaf("params.norm", tuple(sharding == "zero1" and axis == "data" for axis in mesh.axis_names), 8)
     counter = HashedLeaf("consumed_samples", (False,) * len(mesh.axis_names), 4)

@@ -1,4 +1,4 @@
-"""The order in which a run reads its row sources, and the rows that they leave out."""
+"""The order in which a run reads its row sources, and the rows that they skip."""
 
 import json
 
@@ -17,7 +17,7 @@ from megajax.training.config import EvaluationConfig
 from megajax.training.session import prepare
 
 
-def test_rows_in_another_order_in_each_pass():
+def test_rows_have_another_order_in_each_pass():
     """Training and its evaluations read them so; a whole pass over the validation split does not."""
     plain, cyclic = MockConfig(), MockConfig(loader=LoaderConfig(cyclic=CyclicConfig(buckets=False)))
     before, parts = prepare(run_config(data=plain)), prepare(run_config(data=cyclic))

@@ -29,7 +29,7 @@ def made(repeats: int, parallel: ParallelConfig = PIPELINE, offload: float = 0.0
 
 
 def restored(run: Program, stored: tuple[int, ...]) -> TrainState:
-    """A state of random numbers as it comes from a checkpoint with rows in that order."""
+    """A state of random numbers, as restored from a checkpoint with rows in that order."""
     like = like_stored(run.state_like(), run.arrays, lambda _: stored)
     rng = np.random.default_rng(0)
     return jax.tree.map(
@@ -57,7 +57,7 @@ def live() -> int:
         pytest.param((5, 4, 3, 2, 1, 0), 1.0, id="rows do not divide, moments on the host"),
     ],
 )
-def test_rows_find_their_places(stored, offload):
+def test_rows_move_to_their_places(stored, offload):
     """Moments in host memory too; six layers on four stages have two rows of padding."""
     run = made(6, offload=offload)
     wanted, like = run.partition.order(), run.state_like()
@@ -78,8 +78,8 @@ def test_rows_find_their_places(stored, offload):
     assert jax.tree.map(lambda x: x.sharding, moved) == jax.tree.map(lambda x: x.sharding, like)
 
 
-def test_memory_never_holds_more_than_the_state_and_one_array_twice(monkeypatch):
-    """`unsharded_rows` is called before each array is read: by then, all arrays before it are there once."""
+def test_memory_holds_at_most_the_state_and_one_array_twice(monkeypatch):
+    """`unsharded_rows` is called before each array is read: by then, each array before it exists once."""
     run = made(8)
     stored, wanted, like = tuple(reversed(range(8))), run.partition.order(), run.state_like()
     others = live()
@@ -98,8 +98,8 @@ def test_memory_never_holds_more_than_the_state_and_one_array_twice(monkeypatch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
 
 
-def test_rows_that_do_not_divide_leave_each_device_its_share():
-    """Seven rows over four stages: the embedding dimension is cut four times as often instead."""
+def test_rows_that_the_stages_do_not_divide_leave_each_device_its_share():
+    """Seven rows over four stages: instead, the embedding dimension is sharded over four times as many devices."""
     run = made(8)
     like = run.state_like()
     there = like_stored(like, run.arrays, lambda _: tuple(range(7)))
@@ -113,8 +113,8 @@ def test_rows_that_do_not_divide_leave_each_device_its_share():
     )
 
 
-def test_one_array_is_never_whole_on_a_device():
-    """Rows change places between stages by an all-to-all; the compiler's own way is to gather all of them."""
+def test_no_device_holds_a_whole_array():
+    """Rows move between stages by an all-to-all; the compiler's own way is to gather all of them."""
     run = made(8)
     target = run.state_like().params["stack.blocks.0.mlp.up"]
     shape = (8, *target.shape[1:])
@@ -130,8 +130,8 @@ def test_one_array_is_never_whole_on_a_device():
 
 
 @pytest.mark.slow
-def test_rows_of_hybrids_find_their_places():
-    """Weights that some layers have, of seven layers on one device, on two stages with two chunks each."""
+def test_rows_of_hybrids_move_to_their_places():
+    """Weights that some of seven layers have, on one device and on two stages with two chunks each."""
     (block,) = llama().stack.pattern
     mixer, mlp = MixerBlockConfig(mixer=block.mixer), FeedForwardBlockConfig(mlp=block.mlp)
     letters = {"A": mixer, "B": replace(mixer, dropout=0.1), "-": mlp}

@@ -1,4 +1,4 @@
-"""What is wrong with a whole run, said with both values and what would do."""
+"""Problems of a whole run, reported with both values and a remedy."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ def on(**sizes) -> ParallelConfig:
     return ParallelConfig(**{"data": 1} | sizes)
 
 
-def test_the_small_run_is_fine():
+def test_the_small_run_has_no_problems():
     assert problems(run_config()) == {}
     check(run_config(), devices=8)
 
@@ -39,7 +39,7 @@ def test_tensor_must_divide_heads_and_ffn():
     )
 
 
-def test_of_key_value_heads_and_tensor_one_is_a_multiple_of_the_other():
+def test_key_value_heads_and_tensor_divide_one_another():
     assert problems(run_config(parallel=on(tensor=4), model=model(kv_heads=2))) == {}
     actual = problems(run_config(parallel=on(tensor=4), model=model(heads=12, hidden=24, kv_heads=6)))
     assert actual == {
@@ -62,7 +62,7 @@ def test_a_pipeline_needs_a_repeat_for_each_chunk():
     ("size", "micro", "pipeline", "data", "count", "nearest"),
     [(12, 2, 4, 1, 6, "8 or 16"), (4, 1, 4, 2, 2, "8"), (12, 1, 4, 2, 6, "8 or 16"), (1, 1, 2, 1, 1, "2")],
 )
-def test_interleaved_microbatches_come_in_groups_of_the_stages(size, micro, pipeline, data, count, nearest):
+def test_interleaved_microbatches_are_multiples_of_the_stages(size, micro, pipeline, data, count, nearest):
     cfg = run_config(
         parallel=on(pipeline=pipeline, data=data, virtual_stages=2, schedule="interleaved"),
         model=model(repeats=8),
@@ -78,7 +78,7 @@ def test_interleaved_microbatches_come_in_groups_of_the_stages(size, micro, pipe
     assert problems(cfg.but(parallel=on(pipeline=pipeline, data=data))) == {}
 
 
-def test_stated_layers_are_those_of_the_model():
+def test_given_layers_match_those_of_the_model():
     cfg = run_config(parallel=on(pipeline=4, layers=(1, 2, 1, 2)), model=model(repeats=7))
     assert problems(cfg)["parallel.layers"] == (
         "1,2,1,2 are 6 in all, the model's stack has 7 | 2,2,2,1, which none stands for, is as even as can be"
@@ -94,7 +94,7 @@ def test_stated_layers_are_those_of_the_model():
         ({"tensor": 2}, 67, "parallel.pipeline=1 x parallel.tensor=2 = 2", 134),
     ],
 )
-def test_the_vocabulary_is_cut_over_pipeline_and_tensor(sizes, multiple, cuts, legal):
+def test_the_vocabulary_is_sharded_over_pipeline_and_tensor(sizes, multiple, cuts, legal):
     few = {"repeats": 6, "vocabulary_size": 60}
     cfg = run_config(parallel=on(**sizes), model=model(vocabulary_multiple=multiple, **few))
     padded = -(-60 // multiple) * multiple
@@ -116,8 +116,8 @@ def test_the_vocabulary_is_cut_over_pipeline_and_tensor(sizes, multiple, cuts, l
         ({"pipeline": 4, "tensor": 4}, "", "the axes multiply to 16 devices (pipeline 4 x tensor 4), there are 8"),
     ],
 )
-def test_settings_of_a_pipeline_that_contradict_each_other(settings, where, message):
-    """One problem each, with its remedy; what follows from it is not told."""
+def test_pipeline_settings_that_contradict_each_other(settings, where, message):
+    """One problem each, with its remedy; problems that follow from it are not reported."""
     cfg = run_config(parallel=on(**settings), model=model(kv_heads=4, repeats=4))
     with pytest.raises(
         ConfigError, match=rf"{re.escape(f'parallel.{where}'.rstrip('.'))}: .*{re.escape(message)}"
@@ -140,14 +140,14 @@ def test_settings_of_a_pipeline_that_contradict_each_other(settings, where, mess
         ),
     ],
 )
-def test_rates_of_some_weights_that_do_not_fit_the_schedule(settings, where, what):
-    """Found with the config's other problems, before anything is compiled."""
+def test_rates_of_weight_groups_that_do_not_fit_the_schedule(settings, where, what):
+    """Reported with the config's other problems, before anything is compiled."""
     cfg = run_config(optimizer=AdamWConfig(**settings), schedule=ScheduleConfig(lr=1e-2, min_lr=1e-3))
     assert list(problems(cfg)) == [f"optimizer.{where}"]
     assert what in problems(cfg)[f"optimizer.{where}"]
 
 
-def test_rates_that_several_rules_give_are_not_judged_apart():
+def test_rates_given_by_several_rules_are_not_judged_separately():
     rules = (GroupConfig(match="head", lr=1e-4), GroupConfig(match="h*", min_lr=1e-5))
     low = ScheduleConfig(lr=1e-2, min_lr=1e-3)
     assert problems(run_config(optimizer=AdamWConfig(groups=rules), schedule=low)) == {}
@@ -174,7 +174,7 @@ def test_sequence_parallelism_must_divide_the_sequence():
     ("size", "micro", "data", "nearest"),
     [(10, 4, 1, "8, 12"), (8, 3, 2, "6, 12"), (3, 4, 2, "8"), (9, 1, None, "8, 16")],
 )
-def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(size, micro, data, nearest):
+def test_an_indivisible_batch_names_the_nearest_divisible_ones(size, micro, data, nearest):
     cfg = run_config(
         batch=BatchConfig(global_size=size, micro_size=micro),
         parallel=ParallelConfig(data=data),
@@ -187,11 +187,11 @@ def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(size, micro, d
     assert message.endswith(f"nearest legal values: {nearest}")
 
 
-def test_what_needs_the_number_of_devices_waits_for_it():
+def test_checks_that_need_the_number_of_devices_wait_for_it():
     cfg = run_config(batch=BatchConfig(global_size=9, micro_size=1), parallel=ParallelConfig())
     assert problems(cfg, devices=None) == {}
     assert "batch.global_size" in problems(cfg, devices=8)
-    # Sizes that are all given tell the number themselves.
+    # Sizes that are all given determine the number themselves.
     assert "batch.global_size" in problems(cfg.but(parallel=ParallelConfig(data=2)), devices=None)
 
 
@@ -202,7 +202,7 @@ def test_fsdp_without_recomputation_is_refused():
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
-def test_spreading_weights_needs_a_hidden_size_that_divides(sharding):
+def test_sharding_weights_needs_a_divisible_hidden_size(sharding):
     cfg = run_config(
         parallel=on(data=8, data_sharding=sharding),
         model=model(hidden=20, recompute="full"),
@@ -225,7 +225,7 @@ def test_devices_seed_steps_and_schedule():
     assert actual["schedule.warmup_steps"].startswith("the warm-up takes 48 samples (warmup_steps=6)")
 
 
-def test_every_problem_is_listed_at_once():
+def test_all_problems_are_reported_together():
     cfg = run_config(
         model=model(heads=3, kv_heads=2, hidden=18, rope=RopeConfig()),
         batch=BatchConfig(global_size=0),
@@ -237,5 +237,5 @@ def test_every_problem_is_listed_at_once():
         assert name in str(refused.value)
 
 
-def test_the_settings_that_help_shows_exist():
+def test_the_settings_that_help_lists_exist():
     assert set(COMMON) <= set(names(RunConfig))

@@ -30,7 +30,7 @@ from megajax.training.gradients.staged import forward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingConfig(AttentionConfig):
-    """Attention that also adds what the section before says of the row."""
+    """Attention that also adds the output of the section before for the row."""
 
     def build(self, settings: LayerSettings) -> "Reading":
         return Reading(self, settings)
@@ -110,7 +110,7 @@ def two_towers(recompute: Recompute = "selective") -> TwoTowersConfig:
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "none")])
-def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
+def test_gradients_and_evaluation_equal_plain_differentiation(recompute):
     program = build_program(two_towers(recompute), ONE, microbatches=2)
 
     def plain(params: Any, piece: Any) -> jax.Array:
@@ -132,7 +132,7 @@ def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
         np.testing.assert_allclose(actual.grads[path], expected, atol=1e-5 * scale, err_msg=path)
 
 
-@pytest.mark.slow  # tests/models/test_llava.py trains two sections on a layout by default
+@pytest.mark.slow  # tests/models/test_llava.py trains two sections on a layout by default.
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -142,7 +142,7 @@ def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
     ],
     ids=["data, tensor, sequence, zero1", "fsdp", "data, tensor"],
 )
-def test_as_on_one_device(parallel):
+def test_losses_equal_those_of_one_device(parallel):
     one, actual = (differentiate(two_towers(), layout, microbatches=3) for layout in (ONE, parallel))
     np.testing.assert_allclose(actual.loss, one.loss, rtol=1e-5)
     for path, expected in one.gradients.items():

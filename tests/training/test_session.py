@@ -1,4 +1,4 @@
-"""A run in a notebook: set up, stepped, asked, evaluated and looked at, on two by two devices."""
+"""A run in a notebook on two by two devices: set up, stepped, called, evaluated and displayed."""
 
 import dataclasses
 
@@ -36,18 +36,18 @@ def run() -> Run:
     run.close()
 
 
-def test_steps_of_a_notebook_go_on_where_they_stopped(run):
+def test_steps_of_a_notebook_continue_where_they_stopped(run):
     start = run.step
     losses = [info.loss for info in run.steps(2)]
     assert [info.step for info in run.steps(3)] == [start + 3, start + 4, start + 5]
     assert run.step == start + 5
     assert int(run.state.consumed_samples) == run.batches.consumed == 8 * run.step
     assert abs(losses[0] - np.log(VOCABULARY)) < 0.3
-    # What is left of the config's steps.
+    # The remaining steps of the config.
     assert [info.step for info in run.steps()] == list(range(start + 6, CONFIG.steps + 1))
 
 
-def test_the_model_answers_with_the_present_weights(run):
+def test_the_model_uses_the_present_weights(run):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 7))
     actual = run.model(tokens)
     assert actual.shape == (3, 7, VOCABULARY)
@@ -83,7 +83,7 @@ def test_the_model_refuses_arrays_that_its_call_does_not_take(run):
         ([[2**32 + 1]], "4294967297"),
     ],
 )
-def test_the_model_refuses_what_it_has_no_answer_for(run, tokens, words):
+def test_the_model_refuses_calls_without_an_answer(run, tokens, words):
     with pytest.raises(ValueError, match=words):
         run.model(tokens)
 
@@ -94,7 +94,7 @@ def test_setup_takes_a_config_and_says_how_to_load_one():
 
 
 def test_evaluation_is_the_mean_over_the_counted_tokens(run):
-    """Row by row through the logits, with positions and documents as the data says."""
+    """Row by row from the logits, with the positions and documents of the data."""
     source = run.parts.splits.valid
     rows = [source[n] for n in range(8, 24)]
     tokens, labels, positions, segments, mask = (
@@ -111,7 +111,7 @@ def test_evaluation_is_the_mean_over_the_counted_tokens(run):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
+def test_a_nonfinite_step_changes_no_weight(run, poison):
     before = jax.device_get(run.state)
     batch, _ = next(run.parts.loader(run.parts.splits.train, 0))
     poisoned = {**batch, "loss_mask": batch["loss_mask"] * poison}
@@ -128,7 +128,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
     assert after.consumed_samples == before.consumed_samples + 8
 
 
-def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatch):
+def test_visualize_shows_every_weight_and_its_devices(run, capsys, monkeypatch):
     text = drawing(run)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert drawing(run) == text, "in a notebook too"
@@ -158,10 +158,10 @@ def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatc
     assert "devices 0-1" in "".join(lines[norm:])
 
 
-def test_what_a_prompt_shows_is_short(run):
-    """Of each object that a notebook meets, `pretty` being what IPython prints."""
+def test_displays_at_a_prompt_are_short(run):
+    """Of each object of a notebook; `pretty` is what IPython prints."""
     donated = run.state
-    (info,) = run.steps(1)  # takes the old state's arrays
+    (info,) = run.steps(1)  # Takes the arrays of the old state.
     values = {"run": run, "state": run.state, "model": run.model, "batches": run.batches, "info": info, "cfg": run.cfg}
     values |= {"mesh": run.mesh, "parts": run.parts, "program": run.program, "old": donated}
     texts = {name: pretty(value) for name, value in values.items()}
@@ -182,8 +182,8 @@ def test_what_a_prompt_shows_is_short(run):
     assert "  parallel.tensor: 2" in settings and not any("parallel.pipeline" in line for line in settings)
 
 
-def test_all_that_is_wrong_is_said_before_anything_is_made():
-    """Settings of single parts too, which a config written in Python has not been checked for."""
+def test_all_problems_are_reported_before_anything_is_built():
+    """Also problems of single settings, which a config written in Python has not been checked for."""
     cfg = run_config(model=model(heads=4, kv_heads=3), parallel=ParallelConfig(tensor=0))
     with pytest.raises(ConfigError) as refused:
         setup(cfg)

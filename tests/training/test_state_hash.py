@@ -1,4 +1,4 @@
-"""The hash of the state: a changed bit in one copy is seen and named on every layout, and nothing else is."""
+"""The hash of the state: a changed bit in one copy is detected and named on every layout, and nothing else is."""
 
 from functools import cache
 
@@ -63,7 +63,7 @@ def test_the_hash_of_a_part_does_not_depend_on_the_layout():
     }
 
 
-def test_every_bit_and_every_place_counts():
+def test_every_bit_and_every_position_counts():
     values = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
 
     def digest(array: np.ndarray) -> bytes:

@@ -1,4 +1,4 @@
-"""Steps with wrong numbers: run again, left out or the end of the run, and what training is like afterwards."""
+"""Steps with wrong numbers: repeated, skipped or the end of the run, and the training that follows."""
 
 import json
 import re
@@ -53,13 +53,13 @@ class Pause:
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
-    """With a train step that takes the factors of drills; which steps have one is said by the guard of each test."""
+    """With a train step that takes the factors of drills; the guard of each test decides which steps have one."""
     with_process_faults = ResilienceConfig(inject=("nan:step=1",))
     return prepare(run_config(steps=STEPS, model=model(repeats=1), resilience=with_process_faults))
 
 
 FRESH: dict[int, object] = {}
-"""id of parts -> their fresh state, jitted once."""
+"""id of parts -> their fresh state, compiled once."""
 
 
 def fresh_run(parts: Parts) -> Run:
@@ -98,7 +98,7 @@ def undisturbed(parts) -> list[StepInfo]:
 @pytest.mark.parametrize(
     "inject", [("nan:step=3",), ("nan:step=3", "inf:step=4"), ("nan_gradients:step=3",), ("nan:step=1", "inf:step=7")]
 )
-def test_a_fault_that_passes_leaves_no_trace(parts, undisturbed, inject, pause):
+def test_a_transient_fault_leaves_no_trace(parts, undisturbed, inject, pause):
     infos, events = finished(parts, inject=inject, hooks=() if pause is None else (Pause(pause),))
     assert numbers(infos) == numbers(undisturbed)
     assert [name for name, _ in events] == ["transient_fault"] * len(inject)
@@ -109,7 +109,7 @@ def test_a_fault_that_passes_leaves_no_trace(parts, undisturbed, inject, pause):
         assert events[0][1]["why"] == "loss (nan) and gradient norm (nan) are not finite"
 
 
-def test_the_optimizer_is_spared_too(parts, undisturbed):
+def test_the_optimizer_state_is_restored_too(parts, undisturbed):
     """Weights after the last step, not only its loss."""
     runs = []
     for settings in ({}, {"inject": ("nan:step=2", "spike:step=5"), "spike_factor": 3.0, "spike_window": 2}):
@@ -120,7 +120,7 @@ def test_the_optimizer_is_spared_too(parts, undisturbed):
     assert runs[0] == runs[1]
 
 
-def test_a_fault_that_stays_ends_the_run(parts):
+def test_a_persistent_fault_ends_the_run(parts):
     with pytest.raises(NumericFault) as raised:
         finished(parts, inject=("nan_gradients:step=4:always",))
     assert raised.value.code == 17
@@ -131,8 +131,8 @@ def test_a_fault_that_stays_ends_the_run(parts):
 
 
 @pytest.mark.slow
-def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
-    """Only where a step came out so twice: others compile and compute nothing for it."""
+def test_weights_with_nonfinite_gradients_are_named(monkeypatch):
+    """Only if a step was nonfinite twice: otherwise nothing is compiled or computed for it."""
     path, original = "stack.blocks.0.mlp.up", Program.grad_fn
 
     def poisoned(program: Program, **options):
@@ -156,7 +156,7 @@ def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
     assert fresh_parts.program.nonfinite_gradients._cache_size() == 1
 
 
-def test_the_sentence_about_gradients_that_are_not_finite():
+def test_the_message_about_nonfinite_gradients():
     declared = {
         f"w{n}": ParamSpec(f"w{n}", (4, 2), ("layer", "embed"), ONES, "weight", "w", (0, 2, 4, -1)) for n in range(9)
     }
@@ -169,8 +169,8 @@ def test_the_sentence_about_gradients_that_are_not_finite():
     assert nonfinite_message(most, declared).endswith("w4, w5 and 3 more, of 10 weights")
 
 
-def test_the_first_layer_with_a_fault_is_named():
-    """Layers after it get what it has made."""
+def test_the_first_faulty_layer_is_named():
+    """Later layers receive its output."""
     measure = Measure(name="wrong", of=lambda state: state, fault="logits of the router")
     of_layers = Measured.of_layers(measure, {1: np.array(0.0), 3: np.array(2.0), 4: np.array(9.0)})
     other = Measured.of_layers(Measure(name="other", of=lambda state: state), {1: np.array(1.0)})
@@ -178,21 +178,21 @@ def test_the_first_layer_with_a_fault_is_named():
     assert message.startswith("logits of the router not finite, first in layer 3 (of 2); the gradients are finite")
 
 
-def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
-    """Exit code 16: a restart may help, on other machines above all."""
+def test_numbers_that_differ_between_repetitions_point_at_the_hardware(parts):
+    """Exit code 16: a restart may help, above all on other machines."""
     expected = r"gave other numbers .loss nan.*suspect the hardware"
     with pytest.raises(UnrepeatedFault, match=expected) as raised:
         finished(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
     assert raised.value.code == 16
 
 
-def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):
+def test_three_ways_to_skip_an_update_are_equal(parts, undisturbed):
     """skip_steps, a fault that stays and is gone on from, and a spike that is skipped; rows are read in all of them."""
     skipped, events = finished(parts, skip_steps=(5,))
     assert [info.skipped for info in skipped] == [step == 5 for step in range(1, STEPS + 1)]
     assert events[0][0] == "update_skipped"
     assert numbers(skipped)[:4] == numbers(undisturbed)[:4]
-    assert skipped[5].lr == undisturbed[4].lr  # the schedule counts rows of updates
+    assert skipped[5].lr == undisturbed[4].lr  # The schedule counts rows of updates.
     assert skipped[5].loss != undisturbed[5].loss
     gone_on, _ = finished(parts, inject=("nan:step=5:always",), stop_on_nonfinite=False)
     spike, events = finished(
@@ -204,7 +204,7 @@ def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):
         assert numbers(other_run)[5:] == numbers(skipped)[5:]
 
 
-def test_a_spike_that_passes_and_one_that_stays(parts, undisturbed):
+def test_a_transient_spike_and_a_persistent_one(parts, undisturbed):
     rule = {"spike_factor": 3.0, "spike_window": 2}
     for reference in ("largest", "median"):
         infos, events = finished(parts, inject=("spike:step=5",), spike_reference=reference, **rule)
@@ -218,7 +218,7 @@ def test_a_spike_that_passes_and_one_that_stays(parts, undisturbed):
         finished(parts, inject=("spike:step=5:always",), spike_action="stop", spike_reference="median", **rule)
 
 
-def test_without_running_again(parts, undisturbed):
+def test_faults_without_repetition(parts, undisturbed):
     with pytest.raises(NumericFault):
         finished(parts, inject=("nan:step=4",), rerun=False)
     infos, _ = finished(parts, inject=("nan:step=4",), rerun=False, stop_on_nonfinite=False)
@@ -249,14 +249,14 @@ def losses(folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_after_exit_code_17_the_last_checkpoint_goes_on(tmp_path, capsys):
+def test_the_last_checkpoint_continues_after_exit_code_17(tmp_path, capsys):
     cfg = run_config(tmp_path / "run", model=model(repeats=1), checkpoint=CheckpointConfig(every=2))
     rule = {"spike_factor": 3.0, "spike_window": 3, "spike_reference": "median"}
     nan_config = ResilienceConfig(inject=("nan:step=5:always",), **rule)
     assert train(cfg.but(resilience=nan_config)) == 17
     assert "step 5: loss (nan) and gradient norm (nan) are not finite" in capsys.readouterr().out
     assert [e["event"] for e in lines(tmp_path / "run", "events")][-2:] == ["persistent_fault", "numeric_fault"]
-    # The spike at 6 is one only by what the first attempt saw.
+    # The value at 6 is a spike only with the statistics of the first attempt.
     spike_config = ResilienceConfig(inject=("spike:step=6",), **rule)
     assert train(cfg.but(resilience=spike_config)) == 0
     assert [e["step"] for e in lines(tmp_path / "run", "events") if e["event"] == "transient_fault"] == [6]
@@ -299,7 +299,7 @@ def test_a_pause_or_a_resume_changes_no_limit(reference):
     ],
     ids=str,
 )
-def test_bad_settings_are_named(settings, listed):
+def test_invalid_settings_are_named(settings, listed):
     with pytest.raises(ConfigError) as raised:
         check(run_config(resilience=ResilienceConfig(**settings)))
     assert listed in str(raised.value)

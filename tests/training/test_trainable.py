@@ -26,7 +26,7 @@ FSDP = ParallelConfig(data=2, data_sharding="fsdp")
 
 
 def training(parallel: ParallelConfig, trainable: tuple[str, ...], microbatches: int = 2) -> Program:
-    """Not compiled; a llama of three layers."""
+    """Not compiled; a llama with three layers."""
     cfg = build_program(llama(repeats=3), parallel, microbatches=microbatches).cfg
     cfg = cfg.but(optimizer=replace(cfg.optimizer, trainable=trainable))
     return Program.of(cfg, build_mesh(parallel))
@@ -59,18 +59,18 @@ def matmuls(program: Compiled) -> int:
 
 
 @pytest.mark.slow
-def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
+def test_the_compiled_step_does_no_work_for_frozen_weights() -> None:
     every, partial = compiled(("*",)), compiled(TRAINED)
     assert sum(op.arrays for op in reductions(partial)) == len(PATHS)
     assert sum(op.arrays for op in reductions(every)) == len(every.program.declared)
-    # Of the seven matrices of a layer six have no gradient, nor has the head's table.
+    # Of the seven matrices of a layer, six have no gradient; neither has the head's table.
     assert matmuls(every) - matmuls(partial) == 6 + 1
     assert partial.step.cost_analysis()["flops"] < 0.75 * every.step.cost_analysis()["flops"]
     moments = partial.program.state_like().optimizer
     assert set(moments["first_moment"]) == set(moments["second_moment"]) == PATHS
 
 
-def test_a_step_leaves_frozen_weights_as_they_are() -> None:
+def test_a_step_does_not_change_frozen_weights() -> None:
     program, step = compiled(TRAINED)
     with within(program):
         before = start(program)
@@ -80,7 +80,7 @@ def test_a_step_leaves_frozen_weights_as_they_are() -> None:
     assert changed == PATHS and metrics["grad_norm"] > 0
 
 
-def test_gradients_over_fsdp_are_those_without_frozen_weights() -> None:
+def test_gradients_over_fsdp_equal_those_without_frozen_weights() -> None:
     moments = {}
     for trainable in (TRAINED, ("*",)):
         program, step = compiled(trainable)
@@ -95,7 +95,7 @@ def test_gradients_over_fsdp_are_those_without_frozen_weights() -> None:
 
 @cache
 def gradients(parallel: ParallelConfig, trainable: tuple[str, ...], microbatches: int = 2) -> dict[str, np.ndarray]:
-    """Of a step, rows in the order of the layers."""
+    """Of a step, with rows in the order of the layers."""
     compiled_run = training(parallel, trainable, microbatches)
     with within(compiled_run):
         inputs, batch = start(compiled_run).inputs, place(compiled_run, rows())
@@ -114,7 +114,7 @@ def gradients(parallel: ParallelConfig, trainable: tuple[str, ...], microbatches
     ],
     ids=["uneven pipeline", "tensor", "gpipe"],
 )
-def test_gradients_of_the_others_are_those_without_frozen_weights(parallel: ParallelConfig) -> None:
+def test_gradients_of_trained_weights_equal_those_without_frozen_weights(parallel: ParallelConfig) -> None:
     every, partial = gradients(ONE, ("*",)), gradients(parallel, TRAINED)
     assert set(partial) == PATHS
     for path in PATHS:
@@ -122,7 +122,7 @@ def test_gradients_of_the_others_are_those_without_frozen_weights(parallel: Para
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_exactly_and_on_another_layout(tmp_path: Path) -> None:
+def test_a_resumed_run_is_exact_also_on_another_layout(tmp_path: Path) -> None:
     settings = {"optimizer": AdamWConfig(trainable=TRAINED), "checkpoint": CheckpointConfig(every=2), "steps": 4}
     uninterrupted, halved = tmp_path / "whole", tmp_path / "halved"
     assert train(run_config(uninterrupted, **settings)) == 0

@@ -47,7 +47,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 
 
 def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = None) -> tuple[Run, list[str]]:
-    """A run before its first step, and what it says."""
+    """A run before its first step, and its messages."""
     checkpoint = CheckpointConfig(weights=(WeightsConfig(run=folder),))
     changes: dict[str, Any] = {"checkpoint": checkpoint, "parallel": parallel or ParallelConfig(data=1)}
     if parallel is not None:
@@ -58,7 +58,7 @@ def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = 
     return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, messages.append)), messages
 
 
-def test_copies_of_a_dense_layer_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
+def test_copies_of_a_dense_layer_compute_the_same(dense: tuple[Path, np.ndarray]) -> None:
     run, messages = started(dense[0], experts(4, 2, 32))
     assert messages[0].endswith("step 1, 3 of them experts from dense layers")
     np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
@@ -71,7 +71,7 @@ GRANULAR = experts(8, 4, 16, score="sigmoid", scale=2.5)
 
 
 @pytest.mark.slow
-def test_parts_of_a_dense_layer_together_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
+def test_parts_of_a_dense_layer_together_compute_the_same(dense: tuple[Path, np.ndarray]) -> None:
     run, _ = started(dense[0], GRANULAR)
     np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
     router = np.asarray(run.state.params["stack.blocks.0.mlp.router"])
@@ -87,13 +87,13 @@ def test_parts_of_a_dense_layer_together_compute_what_it_does(dense: tuple[Path,
         ParallelConfig(data=1, expert=2, pipeline=2),
     ],
 )
-def test_on_several_devices_they_are_the_same_weights(dense: tuple[Path, np.ndarray], parallel: ParallelConfig) -> None:
+def test_several_devices_have_the_same_weights(dense: tuple[Path, np.ndarray], parallel: ParallelConfig) -> None:
     single, sharded = (started(dense[0], GRANULAR, layout)[0].state.params for layout in (None, parallel))
     for path, weight in single.items():
         np.testing.assert_array_equal(np.asarray(sharded[path]), np.asarray(weight), err_msg=path)
 
 
-def test_sizes_that_do_not_fit_are_named_both(dense: tuple[Path, np.ndarray]) -> None:
+def test_both_sizes_that_do_not_fit_are_named(dense: tuple[Path, np.ndarray]) -> None:
     with pytest.raises(UserError, match=r"experts.down: ffn=32 of the dense layer there is no multiple of ffn=24"):
         started(dense[0], experts(4, 2, 24))
     stored = {"gate": (2, 16, 32), "up": (2, 16, 32), "down": (2, 32, 16)}
@@ -112,8 +112,8 @@ def dense_layer(x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("normalise", [pytest.param("chosen", marks=pytest.mark.slow), "all"])
-def test_biases_and_all_scores_are_made_up_for(normalise: str) -> None:
-    """Outputs of a group of three, each weighted as a router with logits of zero does."""
+def test_biases_and_all_scores_are_compensated(normalise: str) -> None:
+    """Outputs of a group of three, each weighted as by a router with logits of zero."""
     cfg = MoEConfig(
         experts=6,
         top_k=3,
@@ -138,7 +138,7 @@ def test_biases_and_all_scores_are_made_up_for(normalise: str) -> None:
     )
 
 
-def test_what_no_dense_layer_has_is_not_there() -> None:
+def test_weights_without_a_dense_counterpart_are_absent() -> None:
     cfg = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=8))
     shapes = {"gate": (2, 4, 8), "up": (2, 4, 8), "down": (2, 8, 4)}
     assert derived(cfg, "shared.up", shapes) is None

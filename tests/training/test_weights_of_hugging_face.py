@@ -1,4 +1,4 @@
-"""Runs that start from a Hugging Face folder: on several devices, with more tokens, and what is refused."""
+"""Runs that start from a Hugging Face folder: on several devices, with more tokens, and refusals."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def of_blocks(mixer: AttentionConfig) -> DecoderConfig:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights."""
+    """A Llama with random weights."""
     folder, family, draw = tmp_path_factory.mktemp("llama"), families()["llama"], np.random.default_rng(0)
     (folder / "config.json").write_text(json.dumps(family.config_json(MODEL)))
     table = resolved(family.rows(MODEL), declared_by(MODEL))
@@ -81,7 +81,7 @@ def hf(folder: Path, **settings: Any) -> WeightsConfig:
 
 
 def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path: Path) -> None:
-    """A pipeline's stages of two layers and one, matrices cut over tensor and spread over data."""
+    """A pipeline with stages of two layers and one; matrices sharded over tensor and data."""
     layout = ParallelConfig(pipeline=2, tensor=2, data=2, data_sharding="fsdp", sequence=True)
     run, weights = started(tmp_path, hf(folder), parallel=layout), open_model(folder).weights
     for path, spec in run.parts.program.declared.items():
@@ -95,7 +95,7 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
 
 @pytest.mark.parametrize("way", [pytest.param("drawn", marks=pytest.mark.slow), "mean"])
 def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> None:
-    """From 96 to 200 tokens: the rows behind are drawn, or the mean of those that are there."""
+    """From 96 to 200 tokens: new rows are random, or the mean of the existing ones."""
     model = replace(MODEL, vocabulary_size=200)
     run, weights = started(tmp_path, hf(folder, new_tokens=way), model), open_model(folder).weights
     for path in ("tokens", "head"):
@@ -120,7 +120,7 @@ def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> N
         (replace(MODEL, tied=True), {}, "tied: True here, False there"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_weights_that_do_not_fit_are_refused(
     folder: Path, tmp_path: Path, model: DecoderConfig, source: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
@@ -161,7 +161,7 @@ def test_intended_changes_are_named(folder: Path, tmp_path: Path) -> None:
     started(tmp_path, hf(folder, changed=("norm.epsilon",)), model)
 
 
-def test_load_takes_weights_alone_where_it_says_so(folder: Path) -> None:
+def test_load_takes_only_weights_where_it_is_asked_to(folder: Path) -> None:
     assert CheckpointConfig(load=Path(f"hf:{folder}")).sources() == (WeightsConfig(run=Path(f"hf:{folder}")),)
     run = CheckpointConfig(load=Path("runs/a"), parts="weights")
     assert run.sources() == (WeightsConfig(run=Path("runs/a")),) and run.state_source() is None

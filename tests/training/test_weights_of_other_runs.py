@@ -1,4 +1,4 @@
-"""Runs that start from the weights of others: linear probe, other classes, another image size, another pipeline."""
+"""Runs that start from other weights: linear probe, other classes, another image size, another pipeline."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(cfg: RunConfig) -> tuple[Run, list[str]]:
-    """A run before its first step, and what it says."""
+    """A run before its first step, and its messages."""
     messages: list[str] = []
     return setup(
         cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, messages.append)
@@ -94,7 +94,7 @@ def weights(folder: Path, *fresh: str) -> CheckpointConfig:
 
 @pytest.mark.slow
 def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path) -> None:
-    """Of a run on two devices, which cut the first one's weights."""
+    """Of a run on two devices, which shard the weights of the first run."""
     parallel = ParallelConfig(data=2, data_sharding="fsdp")
     probe = job(tmp_path, vit(classes=12), checkpoint=weights(pretrained, "head.*"), parallel=parallel, steps=2)
     assert train(replace(probe, optimizer=AdamWConfig(trainable=("head.*",)))) == 0
@@ -107,7 +107,7 @@ def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path: Path) -> None:
-    """As jax.image.resize does it; the class token keeps its own. All else is taken, and training begins."""
+    """As jax.image.resize does; the class token keeps its own. All other weights are taken, and training begins."""
     small = stored(pretrained, 1)["positions"]
     run, messages = started(job(tmp_path, vit(size=20), checkpoint=weights(pretrained)))
     large = np.asarray(run.state.params["positions"])
@@ -118,8 +118,8 @@ def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path
     np.testing.assert_allclose(large[1:], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_interpolation_keeps_what_is_linear() -> None:
-    """In the middle; at the edges it is constant. A matrix of the same size changes nothing."""
+def test_interpolation_keeps_linear_functions() -> None:
+    """In the middle; it is constant at the edges. A matrix of the same size does not change."""
     np.testing.assert_array_equal(interpolation_matrix(3, 3), np.eye(3))
     resized = interpolation_matrix(8, 4) @ (np.arange(4) + 0.5)
     np.testing.assert_allclose(resized, [0.5, *(np.arange(1, 7) + 0.5) / 2, 3.5])

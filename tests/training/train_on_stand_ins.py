@@ -2,7 +2,7 @@
 
 import os
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # before the stand-ins import jax
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # Before the stand-ins import jax.
 
 import pytest
 from gpu_stand_in import stand_in
