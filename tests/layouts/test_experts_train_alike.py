@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_layouts_have_the_same_losses import assert_same_training
+from test_layouts_train_alike import assert_same_training
 from tiny_runs import ONE, Trained, llama, train
 
 from megajax.layers.configs import (
