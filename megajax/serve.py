@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     set_process(config.xla)
     resolve("megajax.mesh.processes.agreement:start")()
     access = Access(**{field.name: flags[field.name] for field in fields(Access)})
-    serving = resolve("megajax.inference.server.run:Serving")(config.server, access)
+    serving = resolve("megajax.inference.server.server:Serving")(config.server, access)
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):

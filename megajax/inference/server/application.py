@@ -1,21 +1,327 @@
-"""The ASGI application: the routes behind the gate."""
+"""The ASGI application: the routes, behind a gate that checks keys and host names, counts, logs, and answers errors."""
 
-from collections.abc import Callable
+import asyncio
+import json
+import time
+import traceback
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from hashlib import sha256
+from hmac import compare_digest
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megajax.config.errors import UserError
-from megajax.inference.server.config import Access, ServerConfig
-from megajax.inference.server.errors import RequestError
-from megajax.inference.server.gate import Gate, error_response
-from megajax.inference.server.metrics import ServerMetrics
+from megajax.inference.server.body import (
+    DETOKENIZE,
+    TOKENIZE,
+    RequestError,
+    check,
+    demand,
+    invalid,
+    read_object,
+    shutting_down,
+)
+from megajax.inference.server.calls import Call, complete_answers
+from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
+from megajax.inference.server.megatron import megatron_job
+from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.models import ServedModel
-from megajax.inference.server.routes import Routes
-from megajax.inference.server.state import Readiness
+from megajax.inference.server.openai import Job, OpenAIForm, chat_job, completion_job
+
+type Reader = Callable[[Mapping[str, Any], ServedModel, ServerConfig], Awaitable[Job]]
+
+PUBLIC_ROUTES = ("/health",)
+"""Routes that require neither a key nor a known host name."""
+CLIENT_GONE = 499
+"""Status in the log if a client closed the connection before the answer."""
+SAFE_METHODS = ("GET", "HEAD")
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """The answer to an error of a route, without details of internal ones.
+
+    A UserError is a tokenizer's about tokens or text. HTTPException stands for unknown paths and methods. Starlette
+    raises other errors again, and the gate logs them.
+    """
+    headers: Mapping[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers, message = error.headers or {}, str(error.detail)
+        if error.status_code == 404:
+            message = f"no route {request.url.path[:200]}"
+        elif error.status_code == 405:
+            allowed = headers.get("Allow", "")
+            message = f"{request.method[:16]} is not allowed here" + f": use {allowed}" * bool(allowed)
+        error = RequestError(error.status_code, message)
+    elif isinstance(error, UserError):
+        error = RequestError(400, str(error))
+    elif not isinstance(error, RequestError):
+        error = RequestError(500, "the server failed on this request; see its log")
+    response = error_response(error)
+    response.headers.update(headers)
+    return response
+
+
+class Routes:
+    """The handlers of the routes."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        readiness: Readiness,
+        *,
+        log_prompts: bool,
+    ):
+        self._log_prompts = log_prompts
+        self._model, self._config, self._metrics, self._readiness = model, config, metrics, readiness
+        self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
+
+    def table(self) -> list[Route]:
+        completions, chat = self._generate(completion_job), self._generate(chat_job)
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/completions", self._generate(_megatron_completions), methods=["POST"]),
+            Route("/chat/completions", chat, methods=["POST"]),
+            Route("/api", self._generate(megatron_job), methods=["PUT"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """The page for trying prompts."""
+        del request
+        return HTMLResponse(self._page, headers=page_headers(self._page))
+
+    async def health(self, request: Request) -> Response:
+        """Status 200 while the server answers requests, else 503."""
+        del request
+        status = self._readiness.status()
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics in Prometheus's text format."""
+        del request
+        lines = [*self._metrics.lines(), *self._readiness.lines()]
+        return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        """The list of models, with a single entry."""
+        del request
+        return JSONResponse({"object": "list", "data": [self._model.card()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model's entry. Raises RequestError 404 for another name."""
+        self._model.demand_name({"model": request.path_params["name"]})
+        return JSONResponse(self._model.card())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a prompt, or of messages followed by the header of an answer."""
+        values = check(await read_object(request, self._config), TOKENIZE)
+        model = self._model
+        model.demand_name(values)
+        if ("prompt" in values) == ("messages" in values):
+            raise invalid("prompt", "give one of prompt and messages")
+        if "messages" in values:
+            tokens = await model.converse(values["messages"])
+        else:
+            special, prefix = values.get("special_tokens", False), values.get("add_special_tokens", True)
+            tokens = await model.encode(values["prompt"], special_tokens=special, prefix=prefix)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.length})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of tokens."""
+        values = check(await read_object(request, self._config), DETOKENIZE)
+        self._model.demand_name(values)
+        return JSONResponse({"prompt": self._model.decode(demand(values, "tokens"))})
+
+    def _generate(self, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            body = await read_object(request, self._config)
+            if self._readiness.draining or self._readiness.failed():
+                raise shutting_down()
+            job = await read_job(body, self._model, self._config)
+            log = request.state.log
+            log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))
+            logged = self._log_prompts and not body.get("no_log", False)
+            if logged:
+                log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
+            call = Call(self._model.worker, self._metrics, job.names)
+            prompts = [tuple(prompt) for prompt in job.prompts]
+            if job.sampling.guide is None:
+                call.submit(prompts, job.sampling)
+            else:  # Compiles the schema, which takes time.
+                await asyncio.to_thread(call.submit, prompts, job.sampling)
+            if job.stream is not None:
+                return EventStream(_events(call, job.stream, log, logged=logged))
+            answers = await complete_answers(call, asyncio.ensure_future(_disconnected(request)))
+            log.update(tokens=call.generated)
+            if answers is None:
+                raise ClientDisconnect
+            if logged:
+                log.update(answer=[answer.text for answer in answers])
+            return JSONResponse(job.form.response(answers))
+
+        return answer
+
+
+async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
+    """Server-sent events. Closed when the client disconnects, which cancels the call. logged: log the answers."""
+    texts: dict[int, str] = {}
+    try:
+        for event in form.opening():
+            yield _event(event)
+        async for pieces in call.pieces():
+            for piece in pieces:
+                texts[piece.choice] = texts.get(piece.choice, "") + piece.text
+                yield _event(form.event(piece))
+        for event in form.closing():
+            yield _event(event)
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        log.update(error=error.status)
+        yield _event(error.body())
+    finally:
+        call.cancel()
+        log.update(tokens=call.generated)
+        if logged:
+            log.update(answer=list(texts.values()))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, which end when the client disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str]):
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """Headers that allow only the page's own script and style, and connections only to this server."""
+    hashes = {}
+    for tag in ("script", "style"):
+        text = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        hashes[tag] = b64encode(sha256(text.encode()).digest()).decode()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            *(f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items()),
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    return {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+async def _megatron_completions(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
+    """The job of Megatron-LM's /completions, which always has log-probabilities."""
+    return await completion_job({"logprobs": 0, **body}, model, config)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class Gate:
+    """An ASGI application around another.
+
+    Args:
+        app: the routes.
+        keys: requests must have one of them; empty: no key is required.
+        hosts: without keys, the allowed names in the Host header. IP addresses are always allowed.
+        paths: paths of the routes, for the counts.
+        log: called with a line for each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[bytes],
+        hosts: Collection[str],
+        paths: Collection[str],
+        metrics: ServerMetrics,
+        readiness: Readiness,
+        log: Callable[[str], None],
+    ):
+        self._app, self._keys, self._hosts, self._paths = app, keys, hosts, paths
+        self._metrics, self._readiness, self._log = metrics, readiness, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes: dict[str, Any] = {}
+        scope["state"] = {"log": notes}
+        began, status, writes = time.monotonic(), CLIENT_GONE, scope["method"] not in SAFE_METHODS
+
+        async def record(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._readiness.active += writes
+        try:
+            self._demand_access(scope)
+            await self._app(scope, receive, record)
+        except ClientDisconnect:
+            status = CLIENT_GONE
+        except RequestError as error:
+            await error_response(error)(scope, receive, record)
+        except Exception:
+            # The client has its answer already, or the connection ends with a part of it.
+            self._log(traceback.format_exc())
+        finally:
+            self._readiness.active -= writes
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.add(1, route=path, code=str(status))
+            self._log(line(scope, status, time.monotonic() - began, notes))
+
+    def _demand_access(self, scope: Scope) -> None:
+        """Raises RequestError without a key or, on a server without keys, for an unknown host name: after DNS
+        rebinding, a browser sends requests of a web page to this address, with the page's host name, without a key."""
+        if scope["path"] in PUBLIC_ROUTES:
+            return
+        headers = dict(scope["headers"])
+        if not self._keys:
+            host = host_of(headers.get(b"host", b"").decode("latin-1"))
+            if host not in self._hosts and not is_ip_address(host):
+                raise RequestError(
+                    403, f"the Host header names {host[:60]!r}: add the name to server.hosts to allow it"
+                )
+            return
+        key_sent = _key(headers.get(b"authorization", b""))
+        # Compare all keys, so that the time does not reveal which key is similar.
+        if not sum([compare_digest(key, key_sent) for key in self._keys]):
+            raise RequestError(401, "a key is required: send the header Authorization: Bearer KEY")
 
 
 def build_application(
@@ -28,12 +334,7 @@ def build_application(
     """The ASGI application of a model. Raises UserError for an invalid file of keys."""
     metrics = ServerMetrics()
     routes = Routes(model, config, metrics, readiness, log_prompts=access.log_prompts).table()
-    handlers: dict[Any, Any] = {
-        RequestError: _error,
-        UserError: _user_error,
-        HTTPException: _http_error,
-        Exception: _fault,
-    }
+    handlers: dict[Any, Any] = dict.fromkeys((RequestError, UserError, HTTPException, Exception), _answer_error)
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     paths = {route.path for route in routes}
@@ -41,29 +342,28 @@ def build_application(
     return Gate(app, keys=access.keys(), hosts=hosts, paths=paths, metrics=metrics, readiness=readiness, log=log)
 
 
-async def _error(request: Request, error: RequestError) -> Response:
-    del request
-    return error_response(error)
+def error_response(error: RequestError) -> JSONResponse:
+    """The error as JSON, with the headers that its status requires."""
+    return JSONResponse(error.body(), error.status, headers=error.headers())
 
 
-async def _user_error(request: Request, error: UserError) -> Response:
-    """An error of a tokenizer about tokens or text."""
-    del request
-    return error_response(RequestError(400, str(error)))
+def line(scope: Scope, status: int, seconds: float, notes: Mapping[str, Any]) -> str:
+    """The log line of a request, without its headers; prompts only if they are in the notes."""
+    client = scope.get("client") or ("-",)
+    path = scope.get("raw_path", b"").decode("ascii", errors="replace")[:200]
+    more = "".join(f" {name}={json.dumps(value)}" for name, value in notes.items())
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{now} {client[0]} {scope['method'][:16]} {path} {status} {seconds:.3f}s{more}"
 
 
-async def _fault(request: Request, error: Exception) -> Response:
-    """An internal error, without details for the client. Starlette raises it again, and the gate logs it."""
-    del request, error
-    return error_response(RequestError(500, "the server failed on this request; see its log"))
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Unknown paths and methods."""
-    message = f"no route {request.url.path[:200]}" if error.status_code == 404 else str(error.detail)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"{request.method[:16]} is not allowed here" + f": use {allowed}" * bool(allowed)
-    response = error_response(RequestError(error.status_code, message))
-    response.headers.update(error.headers or {})
-    return response
+def _key(header: bytes) -> bytes:
+    """The key of Authorization: Bearer KEY, or of Basic with the key as password, which browsers prompt for."""
+    scheme, _, value = header.strip().partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return b64decode(value.strip(), validate=True).partition(b":")[2]
+    except (Base64Error, ValueError):
+        return b""

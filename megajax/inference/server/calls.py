@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from megajax.inference.request import Output, Refused, Request
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.server.errors import failed, refused, shutting_down
+from megajax.inference.server.body import failed, refused, shutting_down
 from megajax.inference.server.metrics import ServerMetrics
 from megajax.inference.worker import Worker
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from megajax.inference.request import Output
 from megajax.inference.sampling_settings import TOKEN, Limit, Sampling
-from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.errors import invalid
-from megajax.inference.server.fields import (
+from megajax.inference.server.body import (
     FLAG,
     STRING,
     Field,
@@ -17,14 +15,14 @@ from megajax.inference.server.fields import (
     Unsupported,
     check,
     demand,
+    invalid,
     names_by_setting,
     number,
 )
-from megajax.inference.server.fields import sampling as read_sampling
-from megajax.inference.server.models import ServedModel
-from megajax.inference.server.openai import Job
-from megajax.inference.server.prompts import split_prompts
-from megajax.inference.server.scores import TokenTexts, finite
+from megajax.inference.server.body import sampling as read_sampling
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.models import ServedModel, split_prompts
+from megajax.inference.server.openai import Job, TokenTexts, finite
 
 
 def _within(limit: Limit) -> Callable[[Any], Any]:

@@ -1,7 +1,15 @@
-"""Counts and times of the server, in Prometheus's text format."""
+"""The server's state, and its counts and times in Prometheus's text format."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from megajax.command_line.help import field_texts
+from megajax.inference.engine import Statistics
+from megajax.inference.worker import Worker
+
+type Status = Literal["ok", "draining", "stalled", "failed"]
 
 PREFIX = "megajax_"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -62,6 +70,37 @@ class ServerMetrics:
     def lines(self) -> Iterator[str]:
         for metric in (self.requests, self.answers, self.first_token_seconds, self.token_seconds, self.seconds):
             yield from metric.lines()
+
+
+class Readiness:
+    """The state reported by /health."""
+
+    def __init__(self, name: str, worker: Worker):
+        """name: name of the model."""
+        self._name, self._worker, self._texts = name, worker, field_texts(Statistics)
+        self.draining = False
+        self.active = 0
+        """Number of requests being answered, without GET and HEAD."""
+
+    def status(self) -> Status:
+        if self.failed():
+            return "failed"
+        if self.draining:
+            return "draining"
+        return "ok" if self._worker.healthy() else "stalled"
+
+    def failed(self) -> bool:
+        """Whether the engine has failed."""
+        return self._worker.failure is not None
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._worker.close()
+
+    def lines(self) -> Iterator[str]:
+        """Statistics of the engine in Prometheus's text format."""
+        for name, value in asdict(self._worker.statistics()).items():
+            yield from gauge(name, self._texts[name], value, model=self._name)
 
 
 def gauge(name: str, text: str, value: float, **labels: str) -> Iterator[str]:

@@ -14,9 +14,9 @@ from waiting import wait_until
 from megajax.inference.engine import Engine
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig
+from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.server import Server, address, listening_socket
-from megajax.inference.server.state import Readiness
 from megajax.inference.worker import Worker
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import ByteTokenizerConfig

@@ -12,7 +12,7 @@ from served import Running, start, stop
 
 from megajax.config import load
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.run import parameter_count
+from megajax.inference.server.server import parameter_count
 
 
 @pytest.fixture(scope="module", params=["plain", None], ids=["chat", "no chat template"])

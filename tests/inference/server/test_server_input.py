@@ -10,8 +10,7 @@ import pytest
 from served import Running
 
 from megajax.inference.sampling_settings import LIMITS, Sampling
-from megajax.inference.server.errors import RequestError
-from megajax.inference.server.fields import CHAT, COMPLETIONS, Field, check, sampling
+from megajax.inference.server.body import CHAT, COMPLETIONS, Field, RequestError, check, sampling
 
 CHATS = [{"role": "user", "content": "a"}]
 

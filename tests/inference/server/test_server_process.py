@@ -19,7 +19,7 @@ from served import start, stop
 
 from megajax.config.errors import UserError
 from megajax.inference.server.config import Access, ServerConfig, is_loopback
-from megajax.inference.server.run import Serving
+from megajax.inference.server.server import Serving
 from megajax.serve import main
 
 
