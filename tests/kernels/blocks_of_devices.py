@@ -1,10 +1,7 @@
-"""How many blocks of scores each device computes of a row, and how many of them hold a score that a query needs.
+"""Number of blocks of scores that each device computes for a row, and of those that hold a needed score.
 
-The Pallas kernels visit a range of blocks of keys for each block of queries, and backward also a range of blocks of
-queries for each block of keys: `pallas_attention.visited`. Blocks that a device may skip are those before a window,
-after the diagonal, or between documents. cuDNN gets lengths instead, see kernels/context/chunks.py.
-
-T positions of a row, S of a device, C devices.
+The Pallas kernels visit a range of blocks of keys for each block of queries, and in the backward pass also a range of
+blocks of queries for each block of keys: `pallas_attention.visited`.
 """
 
 from typing import NamedTuple

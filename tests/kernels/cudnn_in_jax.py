@@ -47,7 +47,7 @@ def _no_backward(*arrays: Any, scale: float) -> tuple[Array, ...]:
 
 
 def _pieces(starts: Array, lengths: Array, rows: int, length: int) -> tuple[Array, Array]:
-    """Of each position [B, S]: number of its piece, -1 outside all, and its place there. Starts count positions."""
+    """Of each position [B, S]: number of its piece, -1 outside all, and position in it. Starts count positions."""
     places = jnp.arange(rows * length)[None]
     inside = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
     number = jnp.where(inside.any(0), inside.argmax(0), -1)
@@ -66,7 +66,7 @@ def call(backward: bool, config: dict, shapes: list[tuple[int, ...]], *operands:
         starts, key_starts = jnp.arange(rows) * length, jnp.arange(rows) * keys
     else:
         lengths, key_lengths = (x.ravel() for x in rest[:2])
-        # One after the other through all rows; what is left of the array is padding.
+        # One after the other through all rows; the rest of the array is padding.
         starts = rest[2].ravel()[: lengths.size] // (heads * q.shape[3])
         key_starts = rest[3].ravel()[: lengths.size] // (k.shape[2] * k.shape[3])
     piece, place = _pieces(starts, lengths, rows, length)

@@ -24,7 +24,7 @@ PADDED = [13, 0]
 
 
 def documents(borders: Sequence[Sequence[int]] = BORDERS, length: int = LENGTH) -> np.ndarray:
-    """int32 [B, T] of documents that begin at these positions, and at 0."""
+    """int32 [B, T] of documents that begin at these positions and at 0."""
     return np.stack([np.searchsorted(row, np.arange(length), side="right") for row in borders]).astype(np.int32)
 
 
@@ -92,7 +92,7 @@ def on_one_device(case: Case) -> list[np.ndarray]:
 
 
 def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passes | None = None) -> list[np.ndarray]:
-    """The same, of rows that are sharded, put back in order."""
+    """The same for sharded rows, put back in order."""
     sharding, shape = case.sharding(), (case.context, case.tensor)
     mesh = Mesh(np.array(jax.devices()[: case.context * case.tensor]).reshape(shape), ("context", "tensor"))
     passes = over_context(sharding, kernel) if isinstance(kernel, str) else over_devices(sharding, kernel, rectangles)

@@ -41,7 +41,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
-    """What cuDNN makes of a call: piece by piece of the flat arrays, of lengths and at offsets as it is told.
+    """cuDNN's result of a call: piece by piece of the flat arrays, with the given lengths and offsets.
 
     What no piece covers is NaN: cuDNN need not write there.
     """
@@ -52,7 +52,7 @@ def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
     statistics, dout = (rest.pop(0), rest.pop(0)) if backward else (None, None)
     bias = rest.pop(0) if biased else None
     if backward:
-        rest.pop(0)  # the output, of which the kernel needs its product with the gradient alone
+        rest.pop(0)  # The output, of which the kernel needs only its product with the gradient.
         saved_statistics = np.asarray(operands[5 + biased], np.float64)
         delta = (saved_statistics * dout).sum(-1)
     most, (batch, length, heads, _), key_length = config["max_seg_per_batch"], q.shape, k.shape[1]
@@ -101,7 +101,7 @@ BACKENDS = pytest.mark.parametrize("name", ["reference", "pallas", "cudnn", "cud
 
 @pytest.fixture
 def passes(name: str, monkeypatch: pytest.MonkeyPatch) -> Passes:
-    # Float32 here: the formula, not the rounding, is what is compared.
+    # Float32 here: the formula is compared, not the rounding.
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16") if name.startswith("cudnn") else None
     stand_in(monkeypatch)
     return PALLAS if name == "pallas" else PASSES[name]
@@ -175,7 +175,7 @@ def test_output_log_sum_exp_and_gradients_match_the_formula(case: str, name: str
 )
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole_rows", "documents"])
 def test_a_sink_and_its_gradient_are_exact(masked: bool, name: str, passes: Passes) -> None:
-    """Fused backends know no sinks: the result is scaled, and the backward kernel handed the lengthened sum."""
+    """Fused backends have no sinks: the result is scaled, and the backward kernel receives the increased sum."""
     q, k, v, dout = inputs(32, 16, 16)
     sink = jnp.asarray([-2.0, 3.0])
     mask = mask_of_rows(32, documents(32) if masked else None)
@@ -236,7 +236,7 @@ def test_documents_are_isolated_bitwise_on_a_gpu(name: str) -> None:
     rng = np.random.default_rng(0)
     heads = [(HEADS, 64), (GROUPS, 64), (GROUPS, 64), (HEADS, 64)]
     arrays = [jnp.asarray(rng.normal(size=(*shape, *head_shape)), jnp.bfloat16) for head_shape in heads]
-    # cuDNN's backward kernel adds up with atomics, so that two runs on the same inputs need not agree to the bit.
+    # cuDNN's backward kernel accumulates with atomics, so two runs on the same inputs need not agree to the bit.
     check_isolation(PASSES[name], arrays, segments, rounded=3 if name.startswith("cudnn") else 0)
 
 
@@ -261,7 +261,7 @@ def check_formula(passes: Passes, case: str, length: int) -> None:
     exact, exact_lse = plain(q, k, v, mask)
     np.testing.assert_allclose(lse, exact_lse, atol=2**-8 * np.abs(exact_lse).max())
     for value, reference in zip((out, *actual), (exact, *gradients), strict=True):
-        # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
+        # bfloat16 keeps 8 bits; the longest path from inputs to a gradient rounds a few times.
         np.testing.assert_allclose(np.asarray(value, np.float32), reference, atol=2**-6 * np.abs(reference).max())
 
 
@@ -281,7 +281,7 @@ def test_the_check_for_gpus_passes_for_the_cpu_replacements(name: str, passes: P
 
 
 def test_rows_with_too_many_documents_use_the_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those with a document in two pieces: which of the two it is, only the running program knows."""
+    """Also rows with a document in two pieces: which case it is, only the running program knows."""
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")
     monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
     stand_in(monkeypatch)
@@ -303,7 +303,7 @@ def test_rows_with_too_many_documents_use_the_pallas_kernel(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_partial_results_combine_by_log_sum_exp(name: str, passes: Passes) -> None:
-    """As ring attention does: keys in two halves, in blocks that are out of order, and gradients half by half."""
+    """As in ring attention: keys in two halves, in blocks out of order, and gradients half by half."""
     q, k, v, dout = inputs(32, 16, 16)
     order = jnp.asarray(np.r_[16:32, 0:16])
     segments = documents(32)
@@ -342,7 +342,7 @@ def test_fully_masked_blocks_are_skipped() -> None:
     mask = mask_of_rows(256, segments)
     walk = pallas_attention._split_into_blocks(mask, 1, Blocks(32, 32, 4))
     first, last = np.asarray(walk.keys_of)[0]
-    # Two blocks to a document: the first of them walks over one block, the second over two.
+    # Two blocks a document: the first visits one block, the second two.
     np.testing.assert_array_equal(last - first, [1, 2] * 4)
     np.testing.assert_array_equal(first, np.repeat([0, 2, 4, 6], 2))
     first, last = np.asarray(

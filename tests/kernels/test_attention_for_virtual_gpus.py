@@ -1,4 +1,4 @@
-"""Attention compiled for virtual GPU devices: which kernels its programs call, and that none holds the scores."""
+"""Attention compiled for virtual GPU devices: the kernels its programs call, and that none stores the scores."""
 
 import re
 from functools import partial
@@ -74,7 +74,7 @@ CASES = {
 def test_an_h100_calls_cudnn_and_stores_no_scores(case: str) -> None:
     targets, temporary = compiled("h100", "cudnn", **CASES[case])
     assert [target for target in targets if target != TRITON] == FUSED
-    # Rows with too many documents, or whose padding is not at their end, have kernels of their own beside cuDNN's.
+    # Rows with too many documents, or with padding before their end, have kernels of their own beside cuDNN's.
     assert targets.count(TRITON) == (3 if {"documents", "padded"} & set(CASES[case]) else 0)
     expected = LENGTH * HEADS * (2 * CASES[case].get("wide", 64) + 4)
     assert temporary < expected + SCORES // 2, "the residuals, and less than half the scores of a head"

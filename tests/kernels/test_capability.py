@@ -1,4 +1,4 @@
-"""Which attention backend is taken on which GPU, and what is said where one asked for can't."""
+"""The attention backend chosen on each GPU, and the message if a requested one is unsupported."""
 
 from dataclasses import replace
 
@@ -170,13 +170,13 @@ def test_auto_chooses_by_the_strategy_too(request_: Request, sharding: ContextSh
 
 
 @pytest.mark.parametrize("sharding", [GATHER, RING, GROUPS])
-def test_a_mask_of_scores_is_for_whole_rows(sharding: ContextSharding) -> None:
+def test_masks_of_scores_need_whole_rows(sharding: ContextSharding) -> None:
     with pytest.raises(UserError, match=r"with a mask takes whole rows, and has parts of them over parallel.context=4"):
         choose("cudnn_mask", replace(PLAIN, sharding=sharding), H100)
     assert choose("cudnn_mask", replace(PLAIN, sharding=HEADS), H100).kernel == "cudnn_mask"
 
 
-def test_the_reference_and_pallas_take_any_cut() -> None:
+def test_the_reference_and_pallas_take_any_sharding_of_rows() -> None:
     for sharding in (GATHER, RING, GROUPS, HEADS, PLAIN_CHUNKS):
         hard = replace(PLAIN, window=3, documents=True, sink=True, sharding=sharding)
         assert BACKENDS["pallas"].refusal(hard, H100) is None

@@ -1,4 +1,4 @@
-"""cuDNN over rows that are sharded: triangles, rectangles and squares, with its calls in plain jax."""
+"""cuDNN over sharded rows: triangles, rectangles and squares, with its calls in plain jax."""
 
 import re
 from collections.abc import Callable
@@ -62,7 +62,7 @@ FIRST = ("gather, documents", "ring")
 @pytest.mark.parametrize(
     "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FIRST)]
 )
-def test_the_calls_of_cudnn_add_up_to_whole_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_of_cudnn_sum_to_whole_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = CASES[name]
     actual = stand_in(monkeypatch, pallas=False)
     check(case, "cudnn")
@@ -79,7 +79,7 @@ def test_two_and_eight_devices(strategy: str, context: int, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_rows_with_too_many_documents_in_a_chunk_or_one_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have another kernel, and are right."""
+    """They use another kernel, and are right."""
     stand_in(monkeypatch)
     monkeypatch.setattr(cudnn, "DOCUMENTS", 2)
     check(Case(segments=documents(), context=2), "cudnn")
@@ -90,7 +90,7 @@ def test_rows_with_too_many_documents_in_a_chunk_or_one_in_two_pieces(monkeypatc
 
 
 @pytest.mark.slow
-def test_a_window_in_chunks_is_not_computed_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_over_chunks_is_refused_or_right(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     for strategy in ("all_gather", "ring"):
         with pytest.raises(ValueError, match="chunks have no windows, window=3"):
@@ -98,7 +98,7 @@ def test_a_window_in_chunks_is_not_computed_in_silence(monkeypatch: pytest.Monke
 
 
 def calls_of_a_layer(strategy: str, *, manual: bool = True, length: int = 64, **settings: object) -> list[str]:
-    """Mask types that a layer of attention hands to cuDNN on context 4 x tensor 2, within a step or by `jax.jit`."""
+    """Mask types that an attention layer passes to cuDNN on context 4 x tensor 2, within a step or by `jax.jit`."""
     parallel = ParallelConfig(data=1, context=4, tensor=2, context_strategy=strategy)
     sharding = SequenceSharding.of(parallel, causal=True)
     layer = LayerSettings(layout=Layout(Plan.of(parallel), rows=sharding), hidden=64, std=0.1, output_std=0.1)
@@ -127,11 +127,11 @@ def calls_of_a_layer(strategy: str, *, manual: bool = True, length: int = 64, **
 )
 def test_layers_call_cudnn_by_chunks(strategy: str, calls: list[str]) -> None:
     assert calls_of_a_layer(strategy) == calls
-    # Outside a step rows are in plain chunks, one a device.
+    # Outside a step, rows are in plain chunks, one per device.
     assert calls_of_a_layer(strategy, manual=False) == ["CAUSAL", "PADDING"]
 
 
-def test_layers_refuse_what_cudnn_cannot_over_context() -> None:
+def test_layers_refuse_unsupported_cudnn_attention_over_context() -> None:
     with pytest.raises(UserError, match=r"has no windows in parts of rows, and window=8 over parallel.context=4"):
         calls_of_a_layer("all_gather", window=8)
     # Of the whole row's 72 positions, not of a device's 18.
@@ -140,7 +140,7 @@ def test_layers_refuse_what_cudnn_cannot_over_context() -> None:
 
 
 def check_rectangle(start: int, segments: bool, chunk: int) -> None:
-    """A chunk that begins at `start` of rows of four chunks, in bfloat16, beside the formula in float32."""
+    """A chunk that begins at `start` of rows of four chunks, in bfloat16, against the formula in float32."""
     rng, length, heads, groups, size = np.random.default_rng(0), 4 * chunk, 4, 2, 64
     shapes = [(2, chunk, heads, size), *[(2, length, groups, size)] * 2, (2, chunk, heads, size)]
     q, k, v, dout = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
@@ -151,7 +151,7 @@ def check_rectangle(start: int, segments: bool, chunk: int) -> None:
     def passes(forward: Callable, backward: Callable, *arrays: jax.Array) -> tuple:
         q, k, v, dout = arrays
         out, lse = forward(q, k, v, mask, scale=0.125)
-        # In a row the log-sum-exp is of more keys, and finite.
+        # In a row the log-sum-exp is over more keys, and finite.
         total = jnp.logaddexp(lse, 1.0)
         return out, jnp.exp(lse), *backward(q, k, v, mask, out, total, dout, scale=0.125)
 

@@ -1,4 +1,4 @@
-"""No device computes a block of scores that it may skip, and in zigzag all compute as many."""
+"""No device computes a block of scores that it may skip, and in zigzag all compute the same number."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_blocks_that_no_query_needs_are_skipped(strategy, exchanging, rounds, se
 def test_in_zigzag_all_devices_have_the_same_work(strategy: str, exchanging: int, rounds: int) -> None:
     counts = blocks_of_devices(SequenceSharding(8, rounds, strategy, exchanging), LENGTH, BLOCKS)
     assert counts.imbalance() <= 1.05
-    # In all as many as one device has of the row.
+    # In total as many as one device has for the row.
     unsharded = blocks_of_devices(SequenceSharding(), LENGTH, BLOCKS)
     assert counts.by_query.sum() == unsharded.needed.sum() == unsharded.by_query.sum()
     # In plain chunks the last device has nearly twice the mean.
@@ -50,7 +50,7 @@ def test_more_rounds_balance_documents_better() -> None:
     assert one_round > 1.2 > four > sixteen
 
 
-def test_needed_blocks_are_those_with_a_visible_score() -> None:
+def test_needed_blocks_have_a_visible_score() -> None:
     """The count itself, against all scores of a small row."""
     length, blocks, sharding = 256, Blocks(16, 16, 4), SequenceSharding(4, 1)
     segments = np.searchsorted([3, 64, 65, 200], np.arange(length), side="right")

@@ -1,6 +1,6 @@
-"""Attention over rows that are sharded, forward and backward in a loop over layers, compiled for virtual H100s.
+"""Attention over sharded rows, forward and backward in a loop over layers, compiled for virtual H100s.
 
-Within a loop, as in a model: alone, forward and backward pass would share what they gather.
+Within a loop, as in a model: otherwise forward and backward pass would share what they gather.
 """
 
 import re
@@ -77,7 +77,7 @@ def compiled(
 
 
 def kernels(text: str) -> Counter:
-    """Calls in the program by what they are; those in a loop count once."""
+    """Calls in the program by kind; those in a loop count once."""
     return Counter(re.findall(r'custom_call_target="(?:__cudnn\$|__gpu\$xla.gpu.)(fmha\w+|triton)"', text))
 
 
@@ -98,11 +98,11 @@ FORWARD, BACKWARD = "fmhaSoftmax", "fmhaSoftmaxBackward"
 
 
 @pytest.mark.parametrize("fsdp", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_transfers_of_a_ring_but_the_last_run_beside_a_kernel(fsdp: bool) -> None:
+def test_all_transfers_of_a_ring_but_the_last_overlap_with_a_kernel(fsdp: bool) -> None:
     text, mesh = compiled(SequenceSharding(CONTEXT, 1, "ring"), "cudnn", fsdp=fsdp)
     assert kernels(text) == {FORWARD: CONTEXT, BACKWARD: CONTEXT}
     assert branches(text) == 0
-    # Keys with values in both passes, sums of their gradients in the second, and those on their way home.
+    # Keys with values in both passes, sums of their gradients in the second, and those on their way back.
     assert moved(text, mesh, "collective-permute") == (3 * (CONTEXT - 1) + 1, 1)
 
 
@@ -125,7 +125,7 @@ def test_documents_have_another_kernel_for_rows_that_do_not_fit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, LENGTH // 16])
-def test_a_ring_by_pallas_has_no_branch_and_no_kernel_for_keys_out_of_reach(window: int | None) -> None:
+def test_a_ring_by_pallas_has_no_branch_and_skips_keys_out_of_reach(window: int | None) -> None:
     text, mesh = compiled(SequenceSharding(CONTEXT, 1, "ring"), "pallas", segments=True, window=window)
     steps = CONTEXT if window is None else 3
     assert kernels(text) == {"triton": 3 * steps}

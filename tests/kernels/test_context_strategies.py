@@ -1,4 +1,4 @@
-"""Attention over rows that are sharded over devices, by each strategy, against the reference on one device."""
+"""Attention over sharded rows, by each strategy, against the reference on one device."""
 
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ def laid_out(case: Case, strategy: str, context: int, tensor: int = 1) -> Case:
 
 @pytest.mark.parametrize(("strategy", "context", "tensor"), FIRST)
 def test_every_strategy_equals_one_device(strategy: str, context: int, tensor: int) -> None:
-    """With documents across chunks, on their borders and one position long, a window, sinks, GQA and MLA at once."""
+    """With documents across chunks, on their borders and one position long, a window, sinks, GQA and MLA together."""
     check(laid_out(EVERYTHING, strategy, context, tensor))
 
 
@@ -73,8 +73,8 @@ def test_every_layout_equals_one_device(name: str, strategy: str, context: int, 
     check(laid_out(FEATURES[name], strategy, context, tensor))
 
 
-def test_dropout_in_a_ring_is_that_of_whole_rows() -> None:
-    """Its numbers are of positions in the row, wherever keys are held."""
+def test_dropout_in_a_ring_equals_that_of_whole_rows() -> None:
+    """Its random numbers follow positions in the row, wherever keys are stored."""
     check(Case(strategy="ring", context=2, rate=0.3, window=9, length=32))
 
 
@@ -107,15 +107,15 @@ def test_in_16_bits_statistics_are_in_float32(strategy: str) -> None:
 
 @SLOW
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_in_16_bits_results_round_as_inputs_do(strategy: str) -> None:
-    """bfloat16 keeps 8 bits, so that rounding a number once changes it by up to 2^-9 of itself."""
+def test_in_16_bits_results_round_like_inputs(strategy: str) -> None:
+    """bfloat16 keeps 8 bits, so rounding a number once changes it by up to 2^-9 of itself."""
     check(laid_out(replace(EVERYTHING, dtype=jnp.bfloat16), strategy, 4), most=2**-7)
 
 
 @SLOW
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_documents_are_isolated_bitwise(strategy: str) -> None:
-    """Another document changes no bit of the others' results and gradients, on whichever device they are."""
+    """Another document changes no bit of the others' results and gradients, on any device."""
 
     class Changed(Case):
         def arrays(self) -> list[jax.Array]:
@@ -140,7 +140,7 @@ def test_the_pallas_kernels_take_positions_in_zigzag(strategy: str, monkeypatch:
     check(laid_out(case, strategy, 2), PALLAS)
 
 
-def test_a_ring_passes_by_devices_whose_keys_no_window_reaches() -> None:
+def test_a_ring_skips_devices_whose_keys_no_window_reaches() -> None:
     index = jnp.arange(8)
     mask = Mask(index, index, None, None)
     for devices, rounds, window, expected in (

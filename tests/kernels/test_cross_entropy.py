@@ -42,7 +42,7 @@ def dense(inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def test_the_closed_form_is_the_derivative(inputs):
-    """What the other tests compare with, itself compared with automatic differentiation."""
+    """The formula that the other tests compare with, against automatic differentiation."""
 
     def loss(x, table):
         log_p = jax.nn.log_softmax(x @ table[:SIZE].T)
@@ -66,7 +66,7 @@ def test_any_chunk_gives_the_dense_loss_and_gradients(inputs, chunk):
     np.testing.assert_allclose(losses_by_name["loss"], losses, rtol=1e-5)
 
 
-def test_a_bias_is_a_column_of_the_table_that_meets_ones(inputs):
+def test_a_bias_is_a_column_of_the_table_times_ones(inputs):
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
     wide = {"x": np.pad(inputs["x"], ((0, 0), (0, 1)), constant_values=1), "table": np.c_[inputs["table"], bias]}
     losses, dx, dtable = dense(inputs | wide)
@@ -86,8 +86,8 @@ def test_padding_does_not_change_the_loss(inputs):
     assert not np.any(dtable[SIZE:])
 
 
-def test_a_masked_token_has_no_effect_whatever_its_label(inputs):
-    """Label -100 (none at all) and a label in the padding, at weight 0."""
+def test_a_masked_token_has_no_effect_with_any_label(inputs):
+    """Label -100 (no label) and a label in the padding, at weight 0."""
     shard = VocabularyShard(0, SIZE, ())
     masked = inputs | {"weights": inputs["weights"].copy()}
     masked["weights"][:2] = 0
@@ -124,7 +124,7 @@ def test_bfloat16_keeps_loss_and_table_gradient_in_float32(inputs):
     loss = sums["loss"]
     losses, dense_dx, dense_dtable = dense(rounded)
     assert (loss.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    # Logits, softmax and loss lose nothing; gradients go through matmuls of bfloat16 operands.
+    # Logits, softmax and loss lose no precision; gradients pass through matmuls of bfloat16 operands.
     np.testing.assert_allclose(loss, losses @ inputs["weights"], rtol=1e-5)
     np.testing.assert_allclose(np.asarray(dx, np.float32), dense_dx, atol=2**-6)
     np.testing.assert_allclose(dtable, dense_dtable, atol=2**-6)

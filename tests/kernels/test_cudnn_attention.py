@@ -1,4 +1,4 @@
-"""cuDNN attention without a GPU: the calls it lowers to, beside jax's own, and what recomputation keeps of it."""
+"""cuDNN attention without a GPU: its calls, compared with jax's own, and what recomputation saves of it."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def whole_row(segments: np.ndarray | None) -> Mask:
 
 
 def tower(attend, recompute: str, mesh: Mesh, x: jax.Array) -> jax.Array:
-    """LAYERS layers that are little but attention, scanned and in an island, as the model has it: [B, S, N, H]."""
+    """LAYERS layers of mostly attention, scanned and in an island, as in the model: [B, S, N, H]."""
     island = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 
     def layer(x: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def test_the_forward_kernel_is_recomputed_only_if_nothing_is_saved(recompute):
 def test_a_stack_saves_the_residuals_of_the_backward_kernel_once(segments, recompute):
     hidden = HEADS * SIZE
     settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.3, output_std=0.3)
-    # With its own way to isolate documents comes a kernel for rows with too many, which needs a GPU to be lowered for.
+    # Isolated documents bring a kernel for rows with too many of them, which needs a GPU to be lowered for.
     kernel = "cudnn" if segments is None else "cudnn_mask"
     block = BlockConfig(mixer=AttentionConfig(heads=HEADS, kv_heads=GROUPS, kernel=kernel), mlp=GatedMLPConfig(ffn=24))
     cfg = StackConfig(pattern=(block,), repeats=LAYERS)
@@ -105,19 +105,19 @@ def test_a_stack_saves_the_residuals_of_the_backward_kernel_once(segments, recom
     args = weights, jax.ShapeDtypeStruct((ROWS, LENGTH, hidden), jnp.bfloat16)
     assert kernels(lowered(gradient, *args)) == EXPECTED[recompute]
     stacked = scan_outputs(gradient, *args)
-    # As large as the output are the queries too.
+    # The queries are as large as the output.
     assert stacked.count(((LAYERS, *QUERIES), jnp.bfloat16)) == (0 if recompute == "full" else 2)
     assert stacked.count(((LAYERS, ROWS, HEADS, LENGTH), jnp.float32)) == (0 if recompute == "full" else 1)
 
 
 def calls(text: str) -> list[tuple]:
-    """Of cuDNN in a program's text: target, number of operands, configuration, layouts and types."""
+    """cuDNN's calls in a program's text: target, number of operands, configuration, layouts and types."""
     actual = []
     for line in text.splitlines():
         if match := re.search(r"custom_call @(__cudnn\$fmha\w+)\((.*?)\) \{.*backend_config = \"(.*?)\"(.*)$", line):
             target, operands, config, rest = match.groups()
             config = json.loads(config.replace(r"\22", '"'))
-            # How the calls came about: jax may have them in functions of their own, and with metadata.
+            # The origin of the calls: jax may have them in functions of their own, and with metadata.
             actual.append((target, operands.count("%"), config, re.sub(r"[\w.]+ = \{.*?\},? ?|loc\(.*\)", "", rest)))
     return actual
 
@@ -160,7 +160,7 @@ CALLS = {
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CALLS)
 def test_the_custom_calls_equal_those_of_jax(case, dtype, monkeypatch):
-    """Same kernels, same settings, same operands: a jax that calls cuDNN in another way is found here."""
+    """Same kernels, same settings, same operands: this finds a jax that calls cuDNN in another way."""
     monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(theirs, "check_compute_capability", lambda _: True)
     monkeypatch.setattr("megajax.kernels.attention.cudnn.DOCUMENTS", 4)
@@ -232,7 +232,7 @@ def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dt
 )
 @MASKS
 def test_gradients_from_saved_residuals_match_the_reference(segments, recompute, jit):
-    """By the rule all fused backends share, around forward and backward functions in plain jax."""
+    """By the rule shared by all fused backends, around forward and backward functions in plain jax."""
     with jax.default_matmul_precision("highest"):
         actual = gradients(partial(attend, PASSES["reference"]), recompute, segments, jit)
         expected = gradients(reference_attention, recompute, segments, True)

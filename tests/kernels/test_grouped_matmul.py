@@ -73,8 +73,8 @@ def test_the_reference_equals_a_dense_product(groups: tuple[int, ...]) -> None:
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_wide_matrices_get_wide_gradients() -> None:
-    """Rows in bfloat16, matrices in float32: the gradient is summed in float32 and not rounded after."""
+def test_wide_matrices_have_wide_gradients() -> None:
+    """Rows in bfloat16, matrices in float32: the gradient is accumulated in float32 and not rounded afterwards."""
     x, w, dy, sizes = arrays(GROUPS["uneven, some empty"])
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     y, dx, dw = of_reference(x, w, dy, sizes)
@@ -97,7 +97,7 @@ def test_tiles_cover_each_group_once(block: int, align: int) -> None:
         owner = np.repeat(np.arange(5), sizes)
         for group, first, end in zip(*actual[:3], strict=True):
             assert end - first // align * align <= block and (owner[first:end] == group).all()
-    # Each group begins just before a multiple of align: no division needs more tiles.
+    # Each group begins just before a multiple of align: no other division needs more tiles.
     worst = jnp.array([align - 1] + [block] * 3, jnp.int32)
     assert tiled(worst, align - 1 + 3 * block, block, align).live <= most_tiles(align - 1 + 3 * block, 4, block, align)
 
@@ -142,12 +142,12 @@ FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
         (H100, None, None, "mosaic", ()),
     ],
 )
-def test_auto_chooses_the_fastest_kernel_that_can(device, dtype, sizes, kernel, why) -> None:
+def test_auto_chooses_the_fastest_supported_kernel(device, dtype, sizes, kernel, why) -> None:
     assert choose_grouped("auto", dtype, device, sizes=sizes) == Choice(kernel, why)
     assert choose_grouped(kernel, dtype, device, sizes=sizes).kernel == kernel
 
 
-def test_a_kernel_that_cannot_is_an_error_with_an_alternative() -> None:
+def test_an_unsupported_kernel_is_an_error_with_an_alternative() -> None:
     with pytest.raises(UserError) as caught:
         choose_grouped("mosaic", "bfloat16", A100, "model.block.mlp.kernel")
     assert str(caught.value) == (
@@ -158,8 +158,8 @@ def test_a_kernel_that_cannot_is_an_error_with_an_alternative() -> None:
         grouped_matmul(jnp.ones((16, 16)), jnp.ones((2, 16, 16)), jnp.array([8, 8]), "triton")
 
 
-def test_auto_takes_what_the_first_device_allows(monkeypatch) -> None:
-    """A named one is not held against it."""
+def test_auto_follows_the_first_device(monkeypatch) -> None:
+    """A kernel that is named is not refused for it."""
     calls, x, w = [], jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64))
     monkeypatch.setattr(module, "_multiply", lambda products, x, w, sizes: calls.append(products) or x)
     for device in (CPU, A100, H100):
@@ -190,14 +190,14 @@ def check(products: Products, groups: tuple[int, ...], count: int, inner: int, o
         return product_and_gradients(lambda x, w: grouped_matmul(x, w, sizes, products), x, w, dy)
 
     expected = of_reference(*inputs)
-    # Memory of a program that nothing was written to is NaN there; a read that no barrier orders is an error.
+    # Memory that the program has not written is NaN; a read that no barrier orders is an error.
     with mosaic_gpu.force_gpu_interpret_mode(CAREFUL) if products is SMALL["mosaic"] else nullcontext():
         y, dx, dw = jax.block_until_ready(run(*inputs))
     assert dw.dtype == jnp.float32
     np.testing.assert_allclose(dw, expected[2], atol=1e-5 * float(jnp.abs(expected[2]).max()))
     for a, b in zip((y, dx), expected[:2], strict=True):
         a, b = (np.asarray(array[:live], np.float32) for array in (a, b))
-        # Sums in another order: a result next to the middle of two bfloat16 numbers may become the other one.
+        # Sums in another order: a result close to the middle of two bfloat16 numbers may round to the other one.
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-5 * np.abs(b).max(initial=0.0))
 
 
@@ -211,7 +211,7 @@ SMALL = {
 
 
 def test_the_triton_kernels_equal_the_reference() -> None:
-    """Sides that its blocks don't divide."""
+    """Sizes that its blocks don't divide."""
     check(SMALL["triton"], LIVE, TALL, 48, 80)
 
 

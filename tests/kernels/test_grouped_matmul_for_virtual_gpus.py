@@ -1,4 +1,4 @@
-"""The grouped matmul compiled for virtual GPU devices: its kernels, and that nothing is stored beside the results."""
+"""The grouped matmul compiled for virtual GPU devices: its kernels, and no storage beside the results."""
 
 import re
 

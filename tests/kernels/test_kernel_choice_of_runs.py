@@ -1,4 +1,4 @@
-"""What a run says of its attention kernels: errors before anything is built, and lines of the start banner."""
+"""What a run reports about its attention kernels: errors before anything is built, and lines of the start banner."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -94,7 +94,7 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
     ]
 
 
-def test_a_kernel_that_cannot_is_refused_in_every_section() -> None:
+def test_an_unsupported_kernel_is_refused_in_every_section() -> None:
     refused = replace(ENCODER_ATTENTION, kernel="cudnn", dropout=0.1)
     with pytest.raises(
         UserError, match=r"model\.encoder\.pattern\.0\.mixer\.kernel=cudnn: .* no dropout .* Set .*reference"
@@ -116,7 +116,7 @@ def test_a_kernel_that_cannot_is_refused_in_every_section() -> None:
             ("precision.compute=float32",),
             ["attention reference", "reference, because cudnn, pallas, cudnn_mask:"],
         ),
-        # What has no GPU has no faster kernel to speak of.
+        # Without a GPU there is no faster kernel to mention.
         (Device(name="cpu"), (), ["attention reference"]),
     ],
 )
@@ -131,7 +131,7 @@ def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, mo
 
 
 def moe(**settings: Any) -> SimpleNamespace:
-    """What is read of the config of a run of a mixture of experts."""
+    """The settings of a mixture of experts that are read."""
     experts = MoEConfig(experts=8, expert=GatedMLPConfig(ffn=128), **settings)
     block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=experts)
     model = DecoderConfig(
@@ -177,7 +177,7 @@ def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_the_banner_names_the_strategy_of_a_cut_of_rows(settings, line, why, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_banner_names_the_strategy_of_sharded_rows(settings, line, why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.program.local_device", lambda: H100)
     monkeypatch.setattr(banner, "local_device", lambda: H100)
     (_, kernels), *reasons = banner._kernels(SimpleNamespace(cfg=config("parallel.context=4", *settings)))
@@ -185,7 +185,7 @@ def test_the_banner_names_the_strategy_of_a_cut_of_rows(settings, line, why, mon
     assert [why in text for _, text in reasons] == [True] * bool(why)
 
 
-def test_a_kernel_that_lacks_the_strategy_is_an_error_before_anything_is_built() -> None:
+def test_a_kernel_without_the_strategy_is_an_error_before_anything_is_built() -> None:
     cfg = config("parallel.context=4", "parallel.context_strategy=ring", f"{MIXER}.kernel=cudnn")
     with pytest.raises(UserError) as caught:
         demand_kernels(cfg, H100)
@@ -196,7 +196,7 @@ def test_a_kernel_that_lacks_the_strategy_is_an_error_before_anything_is_built()
 
 
 def problems(mixer: AttentionConfig, **settings: Any) -> list[str]:
-    """What a block of this attention says of a mesh."""
+    """Mesh problems of a block with this attention."""
     parallel = ParallelConfig(data=1, **settings)
     model = DecoderConfig(
         hidden=64,
@@ -220,7 +220,7 @@ def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
         "ring, or exchange heads over 2 devices: parallel.context_heads with ring+all_to_all, parallel.context with "
         "all_to_all"
     )
-    # One key-value head of two is copied to both devices that exchange; the four devices of `tensor` have copies too.
+    # One of two key-value heads is copied to both devices that exchange; the four devices of `tensor` have copies too.
     assert not problems(AttentionConfig(heads=8, kv_heads=2), context=2, context_strategy="all_to_all", tensor=4)
     (problem,) = problems(AttentionConfig(heads=12, kv_heads=3), **EXCHANGE)
     assert "heads=12 and 3 key-value heads cannot be exchanged over 4 devices" in problem
@@ -232,7 +232,7 @@ def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all", "ring+all_to_all"])
-def test_biases_of_scores_and_another_section_need_gathered_keys(strategy) -> None:
+def test_biases_of_scores_and_other_sections_need_gathered_keys(strategy) -> None:
     biased = AttentionConfig(heads=4, relative=RelativeBiasConfig())
     (refusal,) = problems(biased, context=4, context_strategy=strategy)
     assert "mixer.relative: biases need the keys of whole rows on each device, and parallel.context=4" in refusal

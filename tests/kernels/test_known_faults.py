@@ -1,4 +1,4 @@
-"""Faults that others reported are refused by versions, devices and sizes, and named."""
+"""Reported faults of cuDNN are refused by versions, devices and sizes, and named."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def test_a_fault_is_refused_where_it_was_reported(kernel: str, request_: Request
     assert without.refusal(request_, device) is None, "refused by another rule: the row would never be reached"
 
 
-def test_the_error_names_fault_version_range_report_and_what_to_change() -> None:
+def test_the_error_names_fault_and_version_range_and_report_and_remedy() -> None:
     with pytest.raises(UserError) as caught:
         choose("cudnn_mask", replace(DOCUMENTS, length=704), H200, "mixer.kernel")
     assert str(caught.value) == (
@@ -78,13 +78,13 @@ def test_the_error_names_fault_version_range_report_and_what_to_change() -> None
         choose("cudnn", replace(DOCUMENTS, window=128), on(H200, 9, 14, 0))
 
 
-def test_auto_takes_the_next_kernel_and_says_why() -> None:
+def test_auto_takes_the_next_kernel_and_gives_the_reason() -> None:
     choice = choose("auto", replace(BOTH_WAYS, length=704), H200)
     assert choice.kernel == "pallas"
     assert "cudnn: gives NaN gradients" in choice.reasons[0] and FRONTEND in choice.reasons[0]
 
 
-def test_every_row_belongs_to_a_backend_and_knows_what_to_change() -> None:
+def test_every_row_belongs_to_a_backend_and_has_a_remedy() -> None:
     assert {kernel for fault in KNOWN_FAULTS for kernel in fault.kernels} == {"cudnn", "cudnn_mask"}
     for fault in KNOWN_FAULTS:
         assert all(fault in BACKENDS[kernel].faults for kernel in fault.kernels)

@@ -20,7 +20,7 @@ __all__ = ["passes"]  # a fixture
 
 
 class Case(NamedTuple):
-    """Lengths of the texts of rows, in rows of `queries` and `keys` positions; none: no padding, no segments."""
+    """Lengths of the texts of rows with `queries` and `keys` positions; none: no padding, no segments."""
 
     queries: int
     keys: int
@@ -40,7 +40,7 @@ class Case(NamedTuple):
         return Mask(jnp.arange(self.queries), jnp.arange(self.keys), *segments, self.window, self.causal, padded)
 
     def arrays(self, dtype: jnp.dtype = jnp.float32) -> list[jax.Array]:
-        """Queries, keys, values, and a gradient of the result, which on padding is no zero either."""
+        """Queries, keys, values, and a gradient of the result, which is not zero on padding either."""
         rng, rows = np.random.default_rng(0), 2 if self.texts is None else len(self.texts)
         shapes = ((self.queries, HEADS), (self.keys, GROUPS), (self.keys, GROUPS), (self.queries, HEADS))
         return [jnp.asarray(rng.normal(size=(rows, *shape, self.size)), dtype) for shape in shapes]
@@ -108,8 +108,8 @@ def test_results_and_gradients_match_the_formula(case: str, name: str, passes: P
     "row",
     ["padded first", *(pytest.param(row, marks=pytest.mark.slow) for row in ("padded between", "padded last"))],
 )
-def test_cudnn_leaves_rows_it_has_no_lengths_for_to_the_pallas_kernel(row, monkeypatch) -> None:
-    """Also rows with padding before the text are right; which rows there are, only the running program knows."""
+def test_cudnn_leaves_unsupported_rows_to_the_pallas_kernel(row, monkeypatch) -> None:
+    """Rows with padding before the text are right too; which rows there are, only the running program knows."""
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")
     stand_in(monkeypatch)
     ids = {"padded first": [0, 0, 1], "padded between": [1, 0, 1], "padded last": [1, 1, 0]}[row]
@@ -149,5 +149,5 @@ def check_rounded(passes: Passes, case: Case) -> None:
     """In bfloat16."""
     arrays = case.arrays(jnp.bfloat16)
     for value, reference in zip(computed(passes, case, *arrays), formula(case, *arrays), strict=True):
-        # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
+        # bfloat16 keeps 8 bits; the longest path from inputs to a gradient rounds a few times.
         np.testing.assert_allclose(np.asarray(value, np.float32), reference, atol=2**-6 * np.abs(reference).max())

@@ -15,7 +15,7 @@ from megajax.kernels.paged.paged import KERNELS, tiled
 from megajax.kernels.paged.pools import Pools
 
 ANYWHERE = ("reference", "tiled")
-"""Those that run on a CPU; test_paged_triton.py has the other."""
+"""Kernels that run on a CPU; test_paged_triton.py has the other."""
 ROWS, HEADS, SIZE, BLOCK, LENGTH = 4, 6, 16, 4, 48
 
 
@@ -32,7 +32,7 @@ def rows(groups: int, seed: int = 0) -> tuple[Any, Any, Any, Any]:
 
 
 def with_leftovers(pools: Pools, table: Any, positions: Any) -> Pools:
-    """The same with numbers that are not finite behind the end of each row, as an earlier request may leave them."""
+    """The same with NaN and infinity past the end of each row, as an earlier request may leave them."""
     behind = jnp.arange(LENGTH)[None] > positions.max(1)[:, None]
     mark = jnp.zeros(pools.keys.shape[:2], bool).at[table].set(behind.reshape(ROWS, -1, BLOCK))[..., None, None]
     return replace(pools, keys=jnp.where(mark, jnp.nan, pools.keys), values=jnp.where(mark, jnp.nan, pools.values))
@@ -63,7 +63,7 @@ def test_queries_see_the_keys_of_their_rows(
 
 
 @pytest.mark.parametrize("kernel", ANYWHERE)
-def test_values_may_be_the_beginning_of_keys(kernel: Any) -> None:
+def test_values_may_be_the_first_part_of_keys(kernel: Any) -> None:
     q, _, pools, table = rows(1)
     positions = jnp.asarray([[5], [47], [16], [0]], jnp.int32)
     run = partial(KERNELS[kernel], scale=0.2)
@@ -85,7 +85,7 @@ def test_scaled_keys_and_values_are_multiplied_by_their_scales(kernel: Any) -> N
     np.testing.assert_allclose(scaled, run(q[:, :1], Pools(*plain, SIZE), table, positions), atol=1e-5)
 
 
-def test_the_order_of_a_rows_sums_does_not_depend_on_other_rows() -> None:
+def test_the_order_of_a_row_s_sums_does_not_depend_on_other_rows() -> None:
     q, _, pools, table = rows(2)
     positions = jnp.asarray([[17], [47], [3], [30]], jnp.int32)
     run = jax.jit(partial(tiled, scale=0.2, tile=8))

@@ -28,7 +28,7 @@ BLOCK, TABLE = 16, 36
 
 
 def step(width: int, heads: int, groups: int, size: int, *, latent: int | None = None, stored: str = "float32"):
-    """Queries of five rows and their cache. Row 0 is full, row 1 begins, row 2 is half a step, row 4 is no row."""
+    """Queries of five rows and their cache. Row 0 is full, row 1 begins, row 2 is half a step, row 4 is empty."""
     draw = np.random.default_rng(width + heads + size)
     rows, blocks = 5, 5 * TABLE + 3
 
@@ -98,14 +98,14 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("device", "request_", "kernel", "why"), CHOICES)
-def test_auto_chooses_the_fastest_kernel_that_all_layers_can_have(device, request_, kernel, why) -> None:
+def test_auto_chooses_the_fastest_kernel_that_supports_all_layers(device, request_, kernel, why) -> None:
     choice = choose_paged("auto", [PagedRequest(), request_], device)
     assert choice.kernel == kernel and (why or "") in "; ".join(choice.reasons)
     assert bool(choice.reasons) == (why is not None)
     assert choose_paged(kernel, [request_], device).kernel == kernel
 
 
-def test_a_kernel_that_can_not_be_had_is_refused_with_another() -> None:
+def test_an_unsupported_kernel_is_refused_with_an_alternative() -> None:
     assert list(PAGED_BACKENDS) == list(KERNELS)
     with pytest.raises(UserError) as caught:
         choose_paged("triton", [PLAIN, replace(PLAIN, bias=True)], H100, "engine.kernel")

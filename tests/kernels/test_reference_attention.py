@@ -1,4 +1,4 @@
-"""Attention against a loop in float64, and its dropout against what every layout must agree on."""
+"""Attention against a loop in float64, and its dropout against the masks that every layout must share."""
 
 from typing import NamedTuple
 
@@ -106,7 +106,7 @@ def test_bfloat16_rounds_only_inputs_and_outputs():
     actual = reference_attention(*low, whole_row(), scale=SCALE)
     exact = looped(*[np.asarray(x, np.float32) for x in low], None)
     assert actual.dtype == jnp.bfloat16
-    # Weights and output are rounded to 8 bits each; scores that were would be several times further off.
+    # Weights and output are rounded to 8 bits each; rounding scores would be several times less accurate.
     np.testing.assert_allclose(np.asarray(actual, np.float32), exact, atol=2**-7)
 
 
@@ -117,7 +117,7 @@ def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarra
 
 @pytest.mark.slow
 def test_dropout_is_the_same_for_a_part_of_the_heads():
-    """A device with some rows, heads and queries draws for them what one device would."""
+    """A device with some rows, heads and queries draws the same numbers for them as one device would."""
     weights = jnp.ones((3, 4, 8, 16))
     first_draw = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
     second_draw = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)

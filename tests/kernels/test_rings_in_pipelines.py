@@ -19,7 +19,7 @@ def mesh_of(pipeline: int, context: int) -> jax.sharding.Mesh:
 
 
 def around(sharding: SequenceSharding, places: int, x: Array) -> Array:
-    """Of a device's x [1, 1]: what comes around the ring, once on the first stage and twice on the second."""
+    """Of a device's x [1, 1]: what arrives around the ring, once on the first stage and twice on the second."""
 
     def turn(_: Array, x: Array) -> Array:
         return from_before(sharding, x, places)

@@ -1,4 +1,4 @@
-"""The recurrence of Mamba against a loop in float64; documents apart to the bit."""
+"""The recurrence of Mamba against a loop in float64; documents are isolated to the bit."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_matches_a_float64_loop():
     np.testing.assert_allclose(actual["state"], state, rtol=1e-5, atol=1e-5)
 
 
-def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours():
+def test_a_document_is_bitwise_independent_of_its_neighbours():
     arrays, other_arrays = inputs(0), inputs(1)
     changed = {
         name: np.where((IDS == 2).reshape(*IDS.shape, 1), arrays[name], other_arrays[name])

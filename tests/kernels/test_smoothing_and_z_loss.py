@@ -21,12 +21,12 @@ NAMES = ["smoothed", "z", "both"]
 
 @pytest.fixture(scope="module")
 def inputs() -> dict[str, np.ndarray]:
-    """Two tokens are masked, with a label that does not exist and one in the padding."""
+    """Two tokens are masked, one with a label that does not exist and one with a label in the padding."""
     rng = np.random.default_rng(0)
     labels, weights = rng.integers(0, SIZE, TOKENS).astype(np.int32), rng.random(TOKENS).astype(np.float32)
     labels[:2], weights[:2] = (-100, SIZE + 1), 0
     return {
-        # Logits are not centred, as log(Z) is not invariant to a shift.
+        # Logits are not centred, because log(Z) is not invariant to a shift.
         "x": rng.normal(0.3, 1, size=(TOKENS, HIDDEN)).astype(np.float32),
         "table": rng.normal(0.3, 1, size=(ROWS, HIDDEN)).astype(np.float32),
         "labels": labels,
@@ -52,7 +52,7 @@ def plain(objective: Objective, x: Any, table: Any, labels: Any, weights: Any) -
 
 
 def check(actual: tuple, objective: Objective, inputs: dict[str, np.ndarray]) -> None:
-    """(minimised, losses, dx, dtable) as automatic differentiation has them."""
+    """(minimised, losses, dx, dtable) by automatic differentiation."""
     with jax.default_matmul_precision("highest"):
         differentiated = jax.value_and_grad(lambda *a: plain(objective, *a), (0, 1), has_aux=True)
         (minimised, losses), gradients = differentiated(*inputs.values())
@@ -80,7 +80,7 @@ def test_any_chunk_gives_the_plain_loss_and_gradients(inputs, objective, chunk):
     "objective", [*(pytest.param(slow, marks=pytest.mark.slow) for slow in OBJECTIVES[:2]), OBJECTIVES[2]], ids=NAMES
 )
 def test_sharded_vocabulary_equals_unsharded(inputs, objective):
-    """The mean of logits is of all ids, not of a device's, which is what Megatron-LM takes."""
+    """The mean of logits is over all ids, not over a device's, as Megatron-LM's is."""
     mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def local(x, table, labels, weights):

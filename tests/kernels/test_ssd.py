@@ -30,7 +30,7 @@ def inputs(length: int, *, steepest: float = 16.0) -> dict[str, np.ndarray]:
 
 
 def segments(length: int) -> np.ndarray:
-    """Three documents a row, and an id that comes again: a new document all the same."""
+    """Three documents a row, and a repeated id: a new document all the same."""
     rng = np.random.default_rng(length + 1)
     rows = []
     for _ in range(ROWS):
@@ -70,7 +70,7 @@ def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated):
         np.testing.assert_allclose(state, expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_chunks_are_those_of_the_recurrence():
+def test_gradients_of_chunks_equal_those_of_the_recurrence():
     arrays, ids = inputs(70), segments(70)
     rng = np.random.default_rng(3)
     weights = [rng.normal(size=shape).astype(np.float32) for shape in (arrays["x"].shape, arrays["state"].shape)]
@@ -88,13 +88,13 @@ def test_gradients_of_chunks_are_those_of_the_recurrence():
 
 
 def test_large_decays_cost_no_accuracy():
-    """Differences of cumulative sums would be off by 1e-3 here: sums up to 1e4, of which some are small again."""
+    """Differences of cumulative sums would be off by 1e-3 here: sums up to 1e4, with small differences."""
     arrays = inputs(64, steepest=500.0)
     y, _ = jax.jit(partial(scanned, ids=None, of=ssd, chunk=64))(arrays)
     np.testing.assert_allclose(y, looped(arrays, None)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours():
+def test_a_document_is_bitwise_independent_of_its_neighbours():
     """Values and gradients of positions 20 to 44 of 70, between other documents, borders and steps."""
     arrays, document = inputs(70), slice(20, 45)
     ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
@@ -119,7 +119,7 @@ def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours():
         assert np.any(value[:, :20] != another[name][:, :20])
 
 
-def test_steps_of_one_position_are_the_recurrence():
+def test_steps_of_one_position_equal_the_recurrence():
     arrays = inputs(6)
     y, last = jax.jit(partial(scanned, ids=None, of=ssd, chunk=16))(arrays)
     state, step = arrays["state"], jax.jit(ssd_step)
@@ -131,7 +131,7 @@ def test_steps_of_one_position_are_the_recurrence():
 
 
 def test_rows_continue_from_a_state():
-    """Two halves are the whole row, also where a document goes on in the second and ends there."""
+    """Two halves equal the whole row, also where a document continues in the second half and ends there."""
     arrays, ids = inputs(40), np.array([[1] * 30 + [2] * 10, [1] * 5 + [2] * 35], np.int32)
     by_chunks = jax.jit(partial(scanned, of=ssd, chunk=16))
     expected, last = by_chunks(arrays, ids)
@@ -144,7 +144,7 @@ def test_rows_continue_from_a_state():
     np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
 
 
-def test_convolution_sees_its_own_document_alone():
+def test_convolution_sees_only_its_own_document():
     rng = np.random.default_rng(0)
     x, kernel, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 12, 3), (4, 3), (3,)))
     before = rng.normal(size=(2, 3, 3)).astype(np.float32)

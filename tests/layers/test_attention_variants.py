@@ -1,4 +1,4 @@
-"""What attention can be told, each against numbers worked out another way."""
+"""Options of attention, each against an independent computation."""
 
 from dataclasses import replace
 from math import log
@@ -63,7 +63,7 @@ def turned(x: np.ndarray) -> np.ndarray:
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
 
 
-def test_query_and_key_heads_are_normalised_each_and_scaled_as_told():
+def test_query_and_key_heads_are_normalised_separately_and_scaled_as_configured():
     cfg = AttentionConfig(heads=3, head_dim=4, qk_norm=RMSNormConfig(zero_centred=True), scale=0.7)
     actual, w = layer_output(cfg)
     q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
@@ -71,7 +71,7 @@ def test_query_and_key_heads_are_normalised_each_and_scaled_as_told():
     np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.7), w["output"]), atol=1e-4)
 
 
-def test_a_gate_is_of_the_input_and_comes_before_the_output():
+def test_a_gate_depends_on_the_input_and_is_applied_before_the_output_matrix():
     actual, w = layer_output(AttentionConfig(heads=3, head_dim=4, gate=True, qkv_bias=True))
     q, k, v, gate = (
         np.einsum("bsd,dnh->bsnh", X, w[name]) + w[f"{name}_bias"] for name in ("query", "key", "value", "gate")
@@ -91,7 +91,7 @@ def test_relative_bias_is_looked_up_by_distance():
     np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.5, bias), w["output"]), atol=1e-4)
 
 
-def test_buckets_are_those_of_t5():
+def test_buckets_equal_those_of_t5():
     """32 buckets both ways: 16 each, 8 of them of one distance, the last from 128 on."""
     two_way = RelativeBiasConfig(both_ways=True)
     after = np.array([0, -1, 1, -7, 7, -8, 8, -127, 127, -128, -5000, 5000], np.int32)
@@ -170,7 +170,7 @@ def test_problems_are_named(cfg, message):
     assert str(problem).startswith(message)
 
 
-def test_problems_with_the_model_around():
+def test_problems_that_depend_on_the_model():
     attention = AttentionConfig(heads=2, window=16, rope=RopeConfig(fraction=0.3))
     problems = [str(problem) for problem in attention.shape_problems(hidden=20, length=16)]
     assert problems[0].startswith("window: 16 reaches beyond sequence_length=16")

@@ -1,4 +1,4 @@
-"""Tokens on four devices reach their experts as on one: outputs, gradients, what is dropped and counted."""
+"""Tokens on four devices reach their experts as on one: outputs, gradients, dropped tokens and counts."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -24,7 +24,7 @@ def weighted_products(rows: Array, sizes: Array, weights: Array, matrices: Array
 
 
 def dense(x: np.ndarray, weights: np.ndarray, experts: np.ndarray, matrices: np.ndarray) -> Array:
-    """The same without any rows: every expert on every token. An expert of number E is none."""
+    """The same without any rows: every expert on every token. Expert number E stands for none."""
     outputs = jnp.einsum("td,edf->tef", x, matrices)
     one_hot = jax.nn.one_hot(experts, matrices.shape[0])
     return jnp.einsum("tk,tke,tef->tf", weights, one_hot, outputs)
@@ -90,12 +90,12 @@ WAYS = ("gather", "ragged", "capacity")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_what_one_device_gives(way):
+def test_every_way_equals_one_device(way):
     """Numbers of tokens that are no multiples of 8; then all tokens to one expert; then experts without any."""
     dispatch = Dispatch(experts=8, top_k=2, axes=AXES)
     check(way, dispatch, case(4 * 13, 8, 2))
     check(way, dispatch, case(4 * 13, 8, 2, every=5))
-    # Expert 8 of 8 is none: a token that a capacity has dropped before.
+    # Expert 8 of 8 stands for none: a token dropped earlier by a capacity.
     x, weights, experts, matrices = case(4 * 13, 8, 2)
     experts[::3, 1] = 8
     check(way, dispatch, (x, weights, experts, matrices))
@@ -116,7 +116,7 @@ def test_all_sizes(way, tokens, experts, k, chunks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_experts_over_two_axes_and_cut_ones_with_their_tokens(way):
+def test_experts_over_two_axes_and_sharded_experts_with_their_tokens(way):
     axes = ("expert", "tensor")
     check(way, Dispatch(experts=8, top_k=2, axes=axes), case(4 * 6, 8, 2), axes)
 
@@ -127,7 +127,7 @@ def test_chunks_compute_the_same():
 
 
 def kept_rows(requested: np.ndarray, room: int) -> np.ndarray:
-    """Sizes [G], the fullest of them cut to one number such that they add up to at most `room`."""
+    """Sizes [G], the fullest of them reduced to one number such that their sum is at most `room`."""
     level = next(level for level in range(int(requested.max()), -1, -1) if np.minimum(requested, level).sum() <= room)
     return np.minimum(requested, level)
 
@@ -146,7 +146,7 @@ def test_rows_are_sorted_and_within_the_room():
     np.testing.assert_array_equal(rows.sizes, kept_rows(np.array([2, 1, 5]), 4))
     np.testing.assert_array_equal(rows.sizes, [1, 1, 1])
     assert float(rows.dropped) == 5
-    # Token 0's slot for group 0, token 1's for group 1, token 0's for group 2, and one row of none.
+    # Token 0's slot for group 0, token 1's for group 1, token 0's for group 2, and one empty row.
     np.testing.assert_array_equal(rows.source, [1, 3, 0, 10])
     np.testing.assert_array_equal(rows.place, [[2, 0], [4, 1], [4, 4], [4, 4], [4, 4]])
 
@@ -183,7 +183,7 @@ def limited(way: str, room: float, given: tuple[np.ndarray, ...], experts: int, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("every", [None, 3], ids=["any", "all to one"])
 def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, every):
-    """What has no row adds nothing to y and to no gradient; counts are exact; nothing else changes."""
+    """A slot without a row adds nothing to y and to no gradient; counts are exact; nothing else changes."""
     experts, k, tokens = 8, 2, 4 * 13
     inputs = case(tokens, experts, k, every=every)
     keep, per_device = limited(way, 1.0, inputs, experts, k)

@@ -1,4 +1,4 @@
-"""The ragged exchange compiled for virtual GPUs: XLA's own collective, which CPUs do not have."""
+"""The ragged exchange compiled for virtual GPUs: XLA's own collective, which CPUs lack."""
 
 import re
 
@@ -43,5 +43,5 @@ def test_rows_travel_in_ragged_all_to_alls(number: int) -> None:
     with jax.set_mesh(mesh):
         lowered = jax.jit(mapped).lower(*abstract)
         text = lowered.compile(compiler_options=compiler_options(*DEVICELESS)).as_text()
-    # Rows there and back, and their gradients; weights there, and theirs back.
+    # Rows both ways, and their gradients; weights one way, and their gradients back.
     assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == 6

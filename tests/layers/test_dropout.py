@@ -1,4 +1,4 @@
-"""Dropout that is the same on every layout and however layers are grouped; stacks and what they recompute."""
+"""Dropout is the same on every layout and for any grouping of layers; recomputation draws the same masks."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_masks_are_the_same_on_every_layout():
     np.testing.assert_array_equal(actual, dropped(single, context()))
 
 
-def test_masks_follow_the_row_and_differ_by_layer_and_place():
+def test_masks_follow_the_row_and_differ_by_layer_and_position():
     layout = Layout(Plan.of(ParallelConfig()))
     masks = np.asarray(dropped(layout, context()))
     np.testing.assert_array_equal(masks[2:], dropped(layout, context(2, first=2)))
@@ -81,9 +81,9 @@ def abstract(pattern: int, recompute: str) -> nnx.Module:
     return nnx.eval_shape(lambda: cfg.build(settings, recomputing=Recomputing(recompute=recompute)))
 
 
-@pytest.mark.slow  # masks follow from keys, which the tests above have
-def test_a_stack_is_the_same_however_grouped_and_recomputed():
-    """Dropout on: masks are drawn again in the recomputation and must be the same masks."""
+@pytest.mark.slow  # Masks follow from keys, which the tests above cover.
+def test_a_stack_is_the_same_for_any_grouping_and_recomputation():
+    """With dropout: masks are drawn again in the recomputation and must be the same."""
     rng = np.random.default_rng(1)
     values = {
         path.split(".", 2)[2]: rng.normal(0, 0.3, spec.shape) for path, spec in specs(abstract(1, "none")).items()

@@ -86,7 +86,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"data{p.data}-tensor{p.tensor}-sequence{p.sequence:d}")
-def test_as_plain_indexing_on_every_layout(given, expected, parallel):
+def test_equal_to_plain_indexing_on_every_layout(given, expected, parallel):
     layout = Layout(Plan.of(parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
         actual = jax.jit(lambda: on_layout(layout, given))()
@@ -97,7 +97,7 @@ def test_as_plain_indexing_on_every_layout(given, expected, parallel):
     assert not np.any(actual.dhead[SIZE:])
 
 
-def test_without_a_mesh_as_well(given, expected):
+def test_equal_without_a_mesh_too(given, expected):
     actual = on_layout(Layout(Plan.of(ParallelConfig())), given)
     for array, reference in zip(actual, expected, strict=True):
         np.testing.assert_allclose(array, reference, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What is written as it is for the compiler's sake: LayerNorm's gradient, gelu, biases, what elementwise parts keep."""
+"""Functions written for the compiler: LayerNorm's gradient, gelu, biases, arrays saved by elementwise parts."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN
 
 @pytest.mark.parametrize("shape", [(2, 5, HIDDEN), (2, 3, 4, HIDDEN)])
 @pytest.mark.parametrize("zero_centred", [False, True])
-def test_the_gradient_of_layer_norm_is_that_of_its_formula(shape, zero_centred) -> None:
+def test_the_gradient_of_layer_norm_equals_that_of_its_formula(shape, zero_centred) -> None:
     module = LayerNormConfig(epsilon=1e-3, zero_centred=zero_centred).build(SETTINGS)
     x, dy = (jnp.asarray(RNG.normal(1, 2, shape), jnp.float32) for _ in range(2))
     weights = {name: jnp.asarray(RNG.normal(1, 0.3, HIDDEN), jnp.float32) for name in ("gain", "bias")}
@@ -38,7 +38,7 @@ def test_the_gradient_of_layer_norm_is_that_of_its_formula(shape, zero_centred) 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), pullback(dy), exact(dy))
 
 
-def test_gradients_of_layer_norm_come_in_the_dtypes_of_what_they_are_of() -> None:
+def test_gradients_of_layer_norm_have_the_dtypes_of_their_inputs() -> None:
     """A float32 residual stream, with weights in bfloat16 in use."""
     module = LayerNormConfig().build(SETTINGS)
     weights = {name: jnp.ones(HIDDEN, jnp.bfloat16) for name in ("gain", "bias")}
@@ -48,7 +48,7 @@ def test_gradients_of_layer_norm_come_in_the_dtypes_of_what_they_are_of() -> Non
     assert dx.dtype == jnp.float32
 
 
-def test_layer_norm_keeps_no_array_of_its_inputs_size_but_the_input() -> None:
+def test_layer_norm_saves_only_its_input() -> None:
     module = LayerNormConfig().build(SETTINGS)
     x = jnp.ones((2, 3, HIDDEN), jnp.bfloat16)
     _, pullback = jax.vjp(module, x)
@@ -65,7 +65,7 @@ def test_gelu_by_a_sigmoid() -> None:
     np.testing.assert_allclose(gelu(x), wide * half, rtol=1e-5, atol=1e-6)
     slope = half + wide * half * (1 - half) * 2 * np.sqrt(2 / np.pi) * inner_slope
     np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), slope, rtol=1e-5, atol=1e-6)
-    # In bfloat16 it is off by half a unit in the last place, which is more than 2^-9 of the value only near 0.
+    # In bfloat16 it is off by half a unit in the last place, which exceeds 2^-9 of the value only near 0.
     rough = x.astype(jnp.bfloat16)
     np.testing.assert_allclose(gelu(rough).astype(jnp.float32), gelu(rough.astype(jnp.float32)), rtol=2**-8, atol=0)
 
@@ -80,8 +80,8 @@ def test_gelu_by_a_sigmoid() -> None:
     ],
     ids=["dense", "gated", "rms", "layer"],
 )
-def test_layers_keep_what_they_are_given_and_what_matmuls_give(layer) -> None:
-    """Where nothing is computed again by name: no results of single elementwise operations."""
+def test_layers_save_their_inputs_and_the_results_of_matmuls(layer) -> None:
+    """Where nothing is recomputed by name: no results of single elementwise operations."""
     module = layer.build(SETTINGS)
     half = {path: jnp.zeros(spec.shape, jnp.bfloat16) for path, spec in specs(module).items()}
     x = jnp.ones((4, 32, HIDDEN), jnp.bfloat16)
@@ -90,7 +90,7 @@ def test_layers_keep_what_they_are_given_and_what_matmuls_give(layer) -> None:
     saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.ndim == 3 and leaf.shape[:2] == x.shape[:2]]
     large = [leaf for leaf in saved if leaf.shape[2] > 1]
     assert {leaf.dtype for leaf in large} <= {jnp.dtype(jnp.bfloat16)}
-    # x; of an MLP also up, or gate and up, and their product, which the last matmul's weights need.
+    # x; of an MLP also up, or gate and up, and their product, which the gradient of the last matrix needs.
     assert len(large) <= 4
 
 

@@ -90,14 +90,14 @@ def forward(lora: LoRAConfig | None) -> Any:
 
 
 def weights(*, fresh: bool = False) -> dict[str, np.ndarray]:
-    """Random ones of the model with adapters. fresh: the second matrix of each adapter is zero, as at the start."""
+    """Random weights of the model with adapters. fresh: the second matrix of each adapter is zero, as at the start."""
     rng = np.random.default_rng(1)
     values = {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(LORA)).items()}
     return {path: w * np.float32(not (fresh and path.endswith(LORA_B))) for path, w in values.items()}
 
 
 def merged(params: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """The weights without adapters, with what these add."""
+    """The weights without adapters, plus the products of the adapters."""
     declared = specs(abstract(LORA))
     return {
         path: merge(params[path], params[path + LORA_A], params[path + LORA_B], scale, leading(declared[path]))
@@ -129,7 +129,7 @@ def test_fresh_adapters_leave_logits_bit_equal() -> None:
         ("bsr,rnh->bsnh", (6, 5, 2), 1, ("batch", "seq", "heads", "head_dim")),
     ],
 )
-def test_dot_adds_what_numpy_says(equation: str, shape: tuple[int, ...], inputs: int, out: tuple[str, ...]) -> None:
+def test_dot_equals_numpy(equation: str, shape: tuple[int, ...], inputs: int, out: tuple[str, ...]) -> None:
     settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
     layer = matrix(settings, shape, (None,) * len(shape), inputs=inputs)
     layer.adapt(2, 1.5, 0.0)
@@ -174,7 +174,7 @@ def test_targets_choose_matrices() -> None:
     assert matrices == {"0.mixer.query", "1.mixer.query", "0.mlp.experts.down"}
 
 
-def test_wrong_targets_are_refused() -> None:
+def test_invalid_targets_are_refused() -> None:
     with pytest.raises(UserError, match=r"model\.lora\.targets=\*\.quary matches no matrix.*did you mean .*query"):
         abstract(replace(LORA, targets=("*.quary",)))
     with pytest.raises(UserError, match=r"dropout=0\.1 is not possible for stack\.blocks\.0\.mlp\.experts\.down"):
@@ -207,6 +207,6 @@ def test_dropout_zeroes_the_input_of_each_adapter_by_the_keys_of_rows() -> None:
 
 
 @pytest.mark.parametrize(("rank", "kernel"), [(64, "mosaic"), (16, "triton"), (8, "reference")])
-def test_adapters_of_experts_take_the_next_kernel_that_takes_their_rank(rank: int, kernel: str) -> None:
+def test_adapters_of_experts_use_the_next_kernel_that_supports_their_rank(rank: int, kernel: str) -> None:
     assert capable_grouped("mosaic", "bfloat16", GroupedSizes(4096, 8, 512, rank)) == kernel
     assert capable_grouped("auto", "bfloat16", GroupedSizes(4096, 8, 512, rank)) == "auto"

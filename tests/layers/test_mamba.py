@@ -1,4 +1,4 @@
-"""State-space layers: token by token as in whole rows, documents apart, initial values, decay, what is refused."""
+"""State-space layers: steps equal whole rows, documents are isolated, initial values, decay, refusals."""
 
 from functools import cache
 
@@ -57,8 +57,8 @@ def rows_of_step(width: int, counts: list[int], slots: list[int], first: int) ->
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_steps_are_the_whole_row(name):
-    """Prompts of 7 and 5 positions in slots that others left, then one position after another."""
+def test_steps_equal_the_whole_row(name):
+    """Prompts of 7 and 5 positions in slots that others have left, then one position after another."""
     mixer, x, slots = layer(name), inputs(0), [2, 0]
     full_row = jax.jit(lambda x: mixer(x, context(None)))(x)
     leaves = mixer.cfg.cache_leaves(HIDDEN, 1)
@@ -68,7 +68,7 @@ def test_steps_are_the_whole_row(name):
     rows = [[outputs[:count]] for outputs, count in zip(y.reshape(2, 7, HIDDEN), lengths, strict=True)]
     step = jax.jit(lambda x, cache, ctx: mixer.step(x, cache, ctx))
     while min(lengths) < LENGTH:
-        # Where a row has ended, no row is in its place.
+        # Where a row has ended, no row takes its place.
         runs, at = [count < LENGTH for count in lengths], [min(count, LENGTH - 1) for count in lengths]
         ctx = rows_of_step(1, runs, [slot if run else 99 + slot for slot, run in zip(slots, runs, strict=True)], 0)
         ctx = ctx._replace(positions=jnp.asarray(at)[:, None])
@@ -82,7 +82,7 @@ def test_steps_are_the_whole_row(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name):
+def test_a_document_is_bitwise_independent_of_its_neighbours(name):
     mixer, x = layer(name), inputs(0)
     ids = np.array([[3] * 4 + [4] * 5 + [5] * 3] * 2, np.int32)
     other_ids = np.array([[8] * 2 + [9] * 2 + [4] * 5 + [3] * 2 + [6]] * 2, np.int32)
@@ -103,7 +103,7 @@ def test_initial_values_are_those_of_the_paper():
     rates, steps = np.exp(values["a_log"]), np.log1p(np.exp(values["dt_bias"].astype(np.float64)))
     assert 1 <= rates.min() < 1.2 and 15.8 < rates.max() <= 16.001
     assert 0.000999 < steps.min() < 0.0011 and 0.09 < steps.max() < 0.1001
-    # Even in their logarithm: half of them are below the geometric mean.
+    # Uniform in their logarithm: half of them are below the geometric mean.
     assert abs(np.mean(steps < 0.01) - 0.5) < 0.08
     assert np.all(values["skip"] == 1)
     assert 0.45 < np.abs(values["conv_x.kernel"]).max() <= 0.5
@@ -132,7 +132,7 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
         (Mamba1Config(inner=9, rank=0), {}, "rank", "must be a number above 0, got 0"),
     ],
 )
-def test_what_is_refused(cfg, sizes, setting, message):
+def test_refusals(cfg, sizes, setting, message):
     (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1} | sizes))
     assert problem.setting == setting
     assert message in problem.message

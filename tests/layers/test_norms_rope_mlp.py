@@ -70,7 +70,7 @@ def test_a_zero_centred_gain_is_one_more_than_its_weight(config):
 
 @pytest.mark.parametrize("config", [LayerNormConfig(), RMSNormConfig()])
 def test_norms_of_bfloat16_are_computed_in_float32(config):
-    """Around 100, bfloat16 is 0.5 apart: a mean or a variance rounded to it would be far off."""
+    """Around 100, bfloat16 numbers are 0.5 apart: a mean or a variance rounded to it would be far off."""
     module, weights = weighted(config, jnp.bfloat16)
     x = jnp.asarray(RNG.normal(100, 3, (4, HIDDEN)), jnp.bfloat16)
     exact = normalised(np.asarray(x, np.float32), weights, 1e-5)
@@ -128,7 +128,7 @@ def test_rope_is_as_exact_at_a_million_positions_as_at_the_first(config):
     np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-6)
 
 
-def test_a_part_of_a_head_is_rotated_and_the_rest_left_alone():
+def test_a_part_of_a_head_is_rotated_and_the_rest_unchanged():
     """A quarter of 16 dimensions: two pairs, with the wavelengths of a head of 4."""
     rope = RopeConfig(base=1000.0, fraction=0.25).build(16)
     x = RNG.normal(size=(2, 5, 3, 16)).astype(np.float32)
@@ -138,7 +138,7 @@ def test_a_part_of_a_head_is_rotated_and_the_rest_left_alone():
     np.testing.assert_allclose(actual[..., :4], rotated(x[..., :4], positions, np.array([1, 1000**-0.5])), atol=2e-5)
 
 
-def test_interleaved_rope_turns_neighbours():
+def test_interleaved_rope_rotates_neighbours():
     x = RNG.normal(size=(2, 5, 3, 8)).astype(np.float32)
     positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
     apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
@@ -154,7 +154,7 @@ def test_interpolated_positions_are_divided():
     np.testing.assert_allclose(actual, RopeConfig().build(8)(x, positions), atol=1e-6)
 
 
-def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom():
+def test_yarn_keeps_high_frequencies_and_stretches_low_ones():
     """The paper's ramp, pair by pair, over the number of turns within the original length."""
     scaling = YarnScalingConfig(factor=40.0, original=4096, fast=32.0, slow=1.0)
     plain = RopeConfig().build(64).frequencies().astype(np.float64)
@@ -167,7 +167,7 @@ def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom():
     assert 0 < np.abs(unrounded / actual - 1).max() < 0.5
 
 
-def test_yarn_lengthens_what_it_turns():
+def test_yarn_scales_the_rotated_part():
     x = RNG.normal(size=(1, 4, 2, 8)).astype(np.float32)
     positions = np.arange(4, dtype=np.int32)[None]
     longer = {
@@ -181,8 +181,8 @@ def test_yarn_lengthens_what_it_turns():
         np.testing.assert_allclose(np.linalg.norm(actual), np.linalg.norm(x) * expected, rtol=1e-5)
 
 
-def test_stretched_rope_is_llama_3_1s():
-    """Wavelengths below original/high stay, above original/low grow by factor, between they are mixed."""
+def test_stretched_rope_equals_llama_3_1():
+    """Wavelengths below original/high stay, above original/low grow by factor, and are interpolated between."""
     scaling = Llama3ScalingConfig(factor=8.0, low=1.0, high=4.0, original=8192)
     plain = RopeConfig(base=500000.0).build(128).frequencies()
     actual = RopeConfig(base=500000.0, scaling=scaling).build(128).frequencies()
@@ -231,7 +231,7 @@ def test_gated_mlp(activation, bias):
     np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)
 
 
-def test_a_clamped_gated_mlp_cuts_the_gate_above_and_the_other_on_both_sides():
+def test_a_clamped_gated_mlp_clips_the_gate_above_and_the_other_on_both_sides():
     module, w = weighted(GatedMLPConfig(ffn=20, activation="quick_gelu", bias=True, clamp=0.7, offset=1.0))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):

@@ -1,4 +1,4 @@
-"""Quantized matrices in models: every layer that multiplies by one, on one device and on two."""
+"""Quantized matrices in models: every layer with a matrix, on one device and on two."""
 
 from dataclasses import replace
 from functools import cache
@@ -46,7 +46,7 @@ def random_values(cfg: DecoderConfig) -> dict[str, np.ndarray]:
 def quantized(
     cfg: DecoderConfig, how: QuantizationConfig, params: dict[str, np.ndarray]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of the quantized model, and the float weights that they stand for."""
+    """Values of the quantized model, and the float weights that they represent."""
     stored, dequantized = dict(params), dict(params)
     for path, matrix in matrices_of(abstract(replace(cfg, quantization=how))).items():
         if isinstance(matrix.quantized, Quantized):
@@ -84,7 +84,7 @@ def logits(cfg: DecoderConfig, values: dict[str, Any], parallel: ParallelConfig 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOW)
-def test_every_kind_of_matrix_multiplies_as_if_scaled_back(name: str) -> None:
+def test_every_kind_of_matrix_multiplies_like_its_dequantized_one(name: str) -> None:
     params, cfg = random_values(EVERY_LAYER), replace(EVERY_LAYER, quantization=HOW[name])
     stored, dequantized = quantized(EVERY_LAYER, HOW[name], params)
     declared = specs(abstract(cfg))
@@ -95,7 +95,7 @@ def test_every_kind_of_matrix_multiplies_as_if_scaled_back(name: str) -> None:
     largest = np.abs(expected).max()
     np.testing.assert_allclose(logits(cfg, stored), expected, rtol=0, atol=1e-5 * largest)
     assert np.abs(expected - plain).max() > 1e-3 * largest
-    # Everything but tables, norms, routers, biases and what belongs to a recurrence.
+    # Everything except tables, norms, routers, biases and the parameters of a recurrence.
     float_weights = {path for path in params if declared[path].dtype == "float32"} - {"tokens", "head", "norm.gain"}
     unquantized = ("norm", "bias", "router", "a_log", "skip", "filter", "gain", "conv", "dt")
     unexpected = [path for path in float_weights if not any(word in path for word in unquantized)]
@@ -147,5 +147,5 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         ({"weights": "fp8", "static": True}, "static"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], name: str) -> None:
+def test_settings_that_exclude_each_other(settings: dict[str, Any], name: str) -> None:
     assert [problem.setting for problem in QuantizationConfig(**settings).problems()] == [name]

@@ -1,4 +1,4 @@
-"""Routers against written-out formulas in numpy, and on several devices against one."""
+"""Routers against formulas in numpy, and on several devices against one."""
 
 from functools import partial
 from math import ceil
@@ -63,7 +63,7 @@ def test_weights_of_the_chosen_experts(case):
     np.testing.assert_allclose(chosen_experts(cfg), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_expert_keeps_its_score_where_scores_need_not_add_up():
+def test_one_expert_keeps_its_score_where_scores_need_not_sum_to_one():
     sigmoid = RouterConfig(score="sigmoid")
     np.testing.assert_allclose(chosen_experts(sigmoid, k=1), best(SIGMOID, 1) * SIGMOID, rtol=1e-5)
     np.testing.assert_array_equal(chosen_experts(RouterConfig(), k=1), best(SOFTMAX, 1).astype(np.float32))
@@ -94,17 +94,17 @@ def test_a_bias_decides_the_choice_and_not_the_weights():
     cfg = RouterConfig(score="sigmoid", balance_rate=0.1, normalise="all")
     expected = SIGMOID * (bias > 0)
     np.testing.assert_allclose(chosen_experts(cfg, bias=bias), expected, rtol=1e-5)
-    # Without the setting there is no bias, whatever the state holds.
+    # Without the setting there is no bias, whatever the state contains.
     assert not np.array_equal(chosen_experts(RouterConfig(score="sigmoid", normalise="all"), bias=bias), expected)
 
 
-def test_forced_balance_gives_each_expert_as_many_tokens_with_the_weights_of_its_scores():
+def test_forced_balance_gives_each_expert_the_same_number_of_tokens():
     actual = chosen_experts(RouterConfig(force_balance=True, normalise="all"))
     np.testing.assert_array_equal((actual > 0).sum(0), TOKENS * K // EXPERTS)
     np.testing.assert_allclose(actual, SOFTMAX * (actual > 0), rtol=1e-5)
 
 
-def test_the_bias_goes_up_for_experts_below_the_mean_and_down_for_those_above():
+def test_the_bias_rises_for_experts_below_the_mean_and_falls_for_those_above():
     state = np.stack([np.full(4, 0.5), np.zeros(4)]).astype(np.float32)
     observed = np.stack([np.zeros(4), [2, 4, 4, 6]]).astype(np.float32)
     updated = ExpertLoad(0.01).updated(jnp.asarray(state), jnp.asarray(observed), jnp.ones(()))
@@ -114,10 +114,10 @@ def test_the_bias_goes_up_for_experts_below_the_mean_and_down_for_those_above():
 
 
 def written_out(cfg: RouterConfig, logits: jax.Array, tokens_before: np.ndarray) -> dict[str, jax.Array]:
-    """The losses of all tokens as means, differentiable through the scores alone."""
+    """The losses of all tokens as means, differentiable through the scores only."""
     values = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[cfg.score](logits)
     p = values / values.sum(-1, keepdims=True)
-    hot = jnp.asarray(best(LOGITS).astype(np.float32))  # the order of scores is that of logits
+    hot = jnp.asarray(best(LOGITS).astype(np.float32))  # The order of scores is that of logits.
     rows, hot_rows = p.reshape(ROWS, LENGTH, EXPERTS), hot.reshape(ROWS, LENGTH, EXPERTS)
     total = hot.sum(0) + tokens_before
     losses = {
@@ -149,7 +149,7 @@ def test_losses_and_their_gradients(score):
     np.testing.assert_allclose(balanced.gradient / TOKENS, gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_a_loss_that_is_not_asked_for_is_not_reported():
+def test_a_loss_that_is_off_is_not_reported():
     def values(cfg: RouterConfig) -> object:
         return jax.eval_shape(lambda logits, tokens: balance(cfg, logits, ROWS, K, tokens, ONE), LOGITS, NO_BIAS)
 

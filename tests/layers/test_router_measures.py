@@ -1,4 +1,4 @@
-"""What routers report, in numbers that were counted by hand."""
+"""What routers report, against counts by hand."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ LOADS = np.array(
 )
 
 
-def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_are_none() -> None:
+def test_load_of_experts_is_in_the_order_of_layers_without_padding_rows() -> None:
     path = "stack.blocks.0.mlp.load.sum"
     metrics = measurements({path: declared((5, -1, 3, 4), load_measures())}, {path: LOADS})
     largest, entropy, tokens = (
@@ -39,7 +39,7 @@ def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_
     assert tokens.of(4) == [2, 2, 4, 0] and tokens.of(2) is None and tokens.text == ""
 
 
-def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_was_chosen() -> None:
+def test_losses_are_means_over_microbatches_and_dropped_tokens_are_fractions() -> None:
     measures = report_measures(("aux", "z"), "dispatch.room")
     observed = np.array([report(aux=8, z=2, chosen=64, parts=4), report(aux=4, z=6, chosen=64, dropped=16, parts=4)])
     metrics = measurements(
@@ -53,7 +53,7 @@ def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_wa
     assert "raise dispatch.room" in metrics["dropped_share"].measure.warning
 
 
-def test_before_the_first_step_numbers_are_unknown_and_nothing_dropped_is_not_shown() -> None:
+def test_before_the_first_step_numbers_are_null_and_zero_drops_are_not_shown() -> None:
     of_load, of_report = declared((0,), load_measures()), declared((0,), report_measures(("aux",), ""))
     metrics = measurements(
         {"a.load.sum": of_load, "a.report.sum": of_report},
@@ -63,7 +63,7 @@ def test_before_the_first_step_numbers_are_unknown_and_nothing_dropped_is_not_sh
     assert not metrics["dropped_share"].is_shown and metrics["dropped_share"].text == ""
 
 
-def test_layers_of_other_stacks_and_outside_of_one_have_names() -> None:
+def test_layers_of_other_stacks_and_outside_of_stacks_have_names() -> None:
     spec = declared((0, 1), load_measures())
     paths = {"encoder.stack.blocks.0.mlp.load.sum": spec, "stack.blocks.1.mlp.load.sum": spec}
     paths["predictions.1.block.mlp.load.sum"] = declared((), load_measures())

@@ -55,7 +55,7 @@ def test_any_layers_can_be_cut_anywhere() -> None:
             assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
 
 
-def test_rows_of_a_weight_that_some_layers_have() -> None:
+def test_rows_of_a_weight_that_only_some_layers_have() -> None:
     """Nine layers in chunks of 3, 2, 2 and 2, two on each stage: stage 0 has chunks 0 and 2."""
     partition = Partition.even(9, 2, 2)
     assert [list(chunk) for chunk in partition.stored()] == [[0, 1, 2], [5, 6], [3, 4], [7, 8]]

@@ -1,4 +1,4 @@
-"""Bytes that layers save for the backward pass: by formula, and in the traced program; and what is refused."""
+"""Bytes that layers save for the backward pass: by formula and in the traced program; and refusals."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ ROWS, FLOAT = 6, 4
 
 
 def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float, float]]:
-    """(layers, bytes on the device, bytes in host memory) for each way in which layers save."""
+    """(layers, bytes on the device, bytes in host memory) for each way of saving."""
     residual_width = FLOAT if model.residual == "float32" else width
     share = Share(tokens=ROWS * LENGTH, width=width, residual_width=residual_width)
     named_kernels = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None)))
@@ -84,7 +84,7 @@ def small(**changes: Any) -> DecoderConfig:
 
 
 def latent(**changes: Any) -> DecoderConfig:
-    """Latent attention, of which queries have a latent of their own."""
+    """Latent attention whose queries have a latent of their own."""
     mixer = LatentAttentionConfig(heads=4, query_rank=12, key_value_rank=8, content_dim=6, position_dim=4, value_dim=5)
     (block,) = llama().stack.pattern
     model = llama(repeats=2)
@@ -100,7 +100,7 @@ def gated(**changes: Any) -> DecoderConfig:
 
 
 def reading(**changes: Any) -> T5Config:
-    """A decoder that reads another section, of which rows are of another length."""
+    """A decoder that reads another section with rows of another length."""
     model, (block,) = llama(repeats=2), small().stack.pattern
     cross = CrossAttentionConfig(heads=4, kv_heads=2)
     across = CrossBlockConfig(mixer=block.mixer, cross=cross, mlp=block.mlp, norm=block.norm)
@@ -130,14 +130,14 @@ def mamba1(**changes: Any) -> DecoderConfig:
 
 
 @pytest.mark.parametrize("build", [small, latent, gated, reading, mamba2, pytest.param(mamba1, marks=pytest.mark.slow)])
-def test_every_part_saves_its_tensors_and_no_more(build: Any):
+def test_every_part_saves_exactly_its_tensors(build: Any):
     pairs = (("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"))
     for recompute in (SELECTIVE, *pairs, "full"):
         model = build(recompute=recompute)
         assert formula(model) == traced(model), recompute
 
 
-def test_what_is_offloaded_is_saved_in_host_memory():
+def test_offloaded_tensors_are_in_host_memory():
     model = small(recompute="selective", offload=("query_key_value", "mlp"))
     assert formula(model) == traced(model)
     ((_, device, host),) = formula(small(recompute="full", offload=("input",)))
@@ -153,7 +153,7 @@ def test_some_layers_and_several_together():
 
 
 def test_the_residual_stream_may_be_float32():
-    """What is computed from it stays in bfloat16."""
+    """Arrays computed from it stay in bfloat16."""
     for parts in ((), ("residual",), ("norm", "query_key_value", "mlp")):
         recompute = tuple(part for part in PARTS if part not in ("input", *parts))
         for residual in ("compute", "float32"):
@@ -161,7 +161,7 @@ def test_the_residual_stream_may_be_float32():
             assert formula(model, width=2) == traced(model, "bfloat16"), (parts, residual)
 
 
-def test_without_recomputation_more_is_saved_than_has_names():
+def test_without_recomputation_more_is_saved_than_the_named_tensors():
     ((_, device, _),) = formula(small(recompute="none"))
     ((_, everything, _),) = traced(small(recompute="none"))
     assert device < everything < 2 * device

@@ -1,4 +1,4 @@
-"""Stacks of several patterns: how layers are cut into segments, and that the cut changes nothing."""
+"""Stacks of several patterns: how layers are divided into segments, without any change of numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
 
 
 def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
-    """Training loss with the library's own initial weights, and the norm of its gradients."""
+    """Training loss with the library's initial weights, and the norm of its gradients."""
     program = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
     with within(program):
         arguments = program.fresh_state()().inputs, place(program, rows()), np.float32(1)
@@ -55,14 +55,14 @@ def repeated() -> list[float]:
     return losses(StackConfig(pattern=(A, B), repeats=2))
 
 
-def test_a_repeated_pattern_is_the_same_as_its_segments() -> None:
-    """Dropout and initial values go by the number of the layer, wherever its block is."""
+def test_a_repeated_pattern_equals_its_segments() -> None:
+    """Dropout and initial values follow the number of the layer, wherever its block is."""
     first, second = (first_loss(stack) for stack in (one_by_one(A, A), StackConfig(pattern=(A,), repeats=2)))
     np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_repeated_pattern_of_two_is_the_same_as_its_segments(repeated: list[float]) -> None:
+def test_a_repeated_pattern_of_two_equals_its_segments(repeated: list[float]) -> None:
     np.testing.assert_allclose(losses(one_by_one(A, B, A, B)), repeated, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of one sub-layer: two of them are a block of two, in values, facts and plans."""
+"""Blocks with one sub-layer: two of them equal a block with both, in values, facts and plans."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from megajax.planning.virtual_devices import GPUS
 
 
 def halved(model: DecoderConfig) -> DecoderConfig:
-    """The model with each block cut between its sub-layers."""
+    """The model with each block divided between its sub-layers."""
     pattern = []
     for block in model.stack.pattern:
         assert isinstance(block, BlockConfig)
@@ -34,7 +34,7 @@ def halved(model: DecoderConfig) -> DecoderConfig:
     return replace(model, stack=StackConfig(pattern=tuple(pattern), repeats=model.stack.repeats))
 
 
-def test_two_blocks_of_one_sub_layer_are_one_block_of_two() -> None:
+def test_two_blocks_of_one_sub_layer_equal_one_block_of_two() -> None:
     paired = llama()
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH) % VOCABULARY
     first, second = (build_program(model, ONE, microbatches=4) for model in (paired, halved(paired)))
@@ -51,7 +51,7 @@ def test_two_blocks_of_one_sub_layer_are_one_block_of_two() -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
-def test_facts_of_the_halves_are_those_of_the_whole() -> None:
+def test_facts_of_the_halves_equal_those_of_the_whole() -> None:
     paired = llama3("8b")
     halves = halved(paired)
     assert halves.parameter_count() == paired.parameter_count()
@@ -63,7 +63,7 @@ def test_facts_of_the_halves_are_those_of_the_whole() -> None:
         )
         assert actual.matmul_seconds == pytest.approx(theirs.matmul_seconds)
         assert actual.memory.weights == pytest.approx(theirs.memory.weights)
-        # Inputs of the second halves are saved whether or not they are called the residual stream.
+        # Inputs of the second halves are saved whether or not they are named residual.
         assert actual.memory.activations == pytest.approx(theirs.memory.activations)
     (mixer, mlp), (block,) = halves.stack.pattern, paired.stack.pattern
     assert f"{mixer.summary(4096)}, {mlp.summary(4096)}" == block.summary(4096)
@@ -71,7 +71,7 @@ def test_facts_of_the_halves_are_those_of_the_whole() -> None:
         assert memory_report(halves, setting) is None, "Megatron-LM's report knows no hybrids"
 
 
-def test_weights_are_those_that_modules_declare() -> None:
+def test_weights_equal_those_that_modules_declare() -> None:
     cfg = halved(gpt())
     held = specs(nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig())))))
     for place, block in enumerate(cfg.stack.pattern):
@@ -82,7 +82,7 @@ def test_weights_are_those_that_modules_declare() -> None:
     )
 
 
-def test_what_does_not_fit_is_said_of_the_sub_layer() -> None:
+def test_problems_name_the_sub_layer() -> None:
     cfg = build_program(halved(llama()), ONE, microbatches=4).cfg
     with pytest.raises(ConfigError) as caught:
         check(cfg.but(parallel=ParallelConfig(tensor=5)), 5)

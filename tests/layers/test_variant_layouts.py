@@ -130,7 +130,7 @@ def batch() -> Batch:
 
 @cache
 def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """(what is reported and the loss that is minimised, gradients by path), documents apart."""
+    """(what is reported and the loss that is minimised, gradients by path), with isolated documents."""
     cfg, plan = VARIANTS[name], Plan.of(parallel)
     if parallel.data_sharding == "fsdp":
         cfg = replace(cfg, recompute="selective")
@@ -167,7 +167,7 @@ APART = ("qk norm, biases, window, zero-centred", "l2 norm, learned sink, gate, 
 SHARED = VARIANTS["relative bias that layers share"].stack.pattern[1].mixer
 TOGETHER = model(*(VARIANTS[name].stack.pattern[0].mixer for name in APART), SHARED)
 VARIANTS["one after another"] = replace(TOGETHER, stack=replace(TOGETHER.stack, repeats=1))
-"""What the default suite compares: one program instead of four."""
+"""The comparison of the default suite: one program instead of four."""
 
 
 def every_pair() -> list:
@@ -186,13 +186,13 @@ def test_losses_equal_those_of_one_device(name, layout):
         np.testing.assert_allclose(actual[key], value, rtol=1e-5, err_msg=key)
     top = max(np.abs(g).max() for g in expected.values())
     for path, g in expected.items():
-        # The gradient of a key's bias that is not rotated is zero but for the rounding of what it is summed from.
+        # The gradient of a key's bias without rotation is zero except for rounding.
         scale = top if path.endswith("key_norm.bias") else max(np.abs(g).max(), 1e-3 * top)
         np.testing.assert_allclose(grads[path], g, atol=1e-5 * scale, err_msg=path)
 
 
 @pytest.mark.slow
-def test_what_predicts_further_is_reported_apart():
+def test_further_predictions_are_reported_separately():
     losses, _ = gradients("predictions", ParallelConfig(data=1))
     assert set(losses) == {"loss", "loss_2_ahead", "loss_3_ahead", "minimised"}
     assert losses["minimised"] > losses["loss"] + 0.1

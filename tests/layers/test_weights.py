@@ -1,4 +1,4 @@
-"""What is declared of weights, and values that depend on seed, path and layer alone."""
+"""Declarations of weights, and values that depend only on seed, path and layer."""
 
 from functools import cache
 
@@ -41,7 +41,7 @@ def abstract(*pattern: BlockConfig, repeats: int) -> nnx.Module:
 
 
 PARTS = ("mixer.key", "mixer.output", "mlp.gate", "mlp.up", "mlp_norm.gain")
-"""The weights whose values are looked at: each costs compile time."""
+"""The weights whose values are checked: each costs compile time."""
 
 
 def some(*pattern: BlockConfig, repeats: int) -> dict[str, ParamSpec]:
@@ -82,7 +82,7 @@ def test_specs_of_a_block_with_everything():
     assert sum(spec.role == "bias" for spec in actual.values()) == 4 + 2 + 2
 
 
-def test_values_have_their_spread_and_no_two_are_alike():
+def test_values_have_their_spread_and_all_differ():
     actual = values(LLAMA, repeats=4)
     for path, array in actual.items():
         if path.endswith("gain"):
@@ -99,7 +99,7 @@ def test_values_have_their_spread_and_no_two_are_alike():
     assert np.isin(np.asarray(initial_values(up, 1)["blocks.0.mlp.up"]), actual["blocks.0.mlp.up"]).mean() < 0.01
 
 
-def test_values_do_not_depend_on_how_layers_are_grouped():
+def test_values_do_not_depend_on_the_grouping_of_layers():
     single, paired = values(LLAMA, repeats=4), values(LLAMA, LLAMA, repeats=2)
     assert len(paired) == 2 * len(single) == 2 * len(PARTS)
     for path, array in paired.items():
@@ -116,12 +116,12 @@ def test_values_are_the_same_on_every_layout():
         actual = jax.jit(lambda: initial_values(declared, 0), out_shardings=shardings)()
     assert actual["blocks.0.mlp.up"].addressable_shards[0].data.shape == (4, HIDDEN // 2, 12)
     for path, array in values(LLAMA, repeats=4).items():
-        # The random bits are equal; the compiler's vector and scalar code for the Gaussian differ in the last place.
+        # The random bits are equal; the compiler's vector and scalar code for the Gaussian differ in the last bit.
         np.testing.assert_allclose(array, actual[path], rtol=5e-7, err_msg=path)
         assert np.mean(array != np.asarray(actual[path])) < 0.1, path
 
 
-def test_bound_values_are_the_modules_own():
+def test_bound_values_are_those_of_the_module():
     stack = abstract(LLAMA, repeats=2)
     numbered = {path: np.full(spec.shape, n, np.float32) for n, (path, spec) in enumerate(specs(stack).items())}
     module = bind(stack, numbered)

@@ -1,4 +1,4 @@
-"""Rows cut over `context` train as whole rows do: by every strategy, and together with every other axis.
+"""Rows sharded over `context` train like whole rows: by every strategy, and with every other axis.
 
 Cases are in tests/context_cases.py, and `python benchmarks/layouts.py --context` prints their differences.
 """
@@ -28,7 +28,7 @@ QUICKEST = (Case("Llama, documents", over_context(4, RING)),)
 
 @pytest.fixture(autouse=True)
 def small_memory():
-    """Forgets compiled programs, each of which is used once."""
+    """Drops compiled programs, each of which is used once."""
     yield
     jax.clear_caches()
 
@@ -39,13 +39,13 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", QUICKEST, ids=lambda case: case.name)
-def test_a_step_is_that_of_one_device(case: Case) -> None:
+def test_a_step_equals_that_of_one_device(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICKEST], ids=lambda case: case.name)
-def test_every_strategy_makes_the_step_of_one_device(case: Case) -> None:
+def test_every_strategy_gives_the_step_of_one_device(case: Case) -> None:
     check(case)
 
 
@@ -83,7 +83,7 @@ def has_experts(model: DecoderConfig) -> bool:
 
 
 def alone(model: DecoderConfig, microbatches: int = 2) -> Trained:
-    """One device's run of the same model."""
+    """The run of the same model on one device."""
     return train(model, ONE, microbatches=microbatches, evaluated=False, draw=long_rows)
 
 
@@ -140,7 +140,7 @@ def test_averages_and_evaluation(strategy: ContextStrategy, average: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [GATHER, RING, HEADS])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_what_is_recomputed_does_not_matter(recompute: Recompute, strategy: ContextStrategy) -> None:
+def test_recomputation_does_not_change_numbers(recompute: Recompute, strategy: ContextStrategy) -> None:
     model, layout = replace(windows(), recompute=recompute), on(4, strategy)
     compare(train(model, layout, microbatches=2, evaluated=False, draw=long_rows), alone(windows()))
 
@@ -161,8 +161,8 @@ def test_two_layers_are_recomputed_together(parallel: ParallelConfig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [GATHER, RING, HEADS, GROUPS])
-def test_bfloat16_computes_low_in_every_strategy(strategy: ContextStrategy) -> None:
-    """No further from float32 than 1.5 times one device in bfloat16."""
+def test_bfloat16_computes_in_low_precision_in_every_strategy(strategy: ContextStrategy) -> None:
+    """At most 1.5 times as far from float32 as one device in bfloat16."""
     options = {"microbatches": 2, "evaluated": False, "draw": long_rows}
     low = train(windows(), on(4, strategy), compute="bfloat16", **options)
     unsplit, exact = train(windows(), compute="bfloat16", **options), train(windows(), **options)
@@ -173,7 +173,7 @@ def test_bfloat16_computes_low_in_every_strategy(strategy: ContextStrategy) -> N
 
 
 @pytest.mark.parametrize(("sharding", "parts"), [("replicate", 1), ("zero1", 8), ("fsdp", 8)])
-def test_weights_at_rest_and_moments_are_cut_over_context(sharding: Any, parts: int) -> None:
+def test_weights_at_rest_and_moments_are_sharded_over_context(sharding: Any, parts: int) -> None:
     """Over data 2 x context 4, by the shardings of the state; nothing is compiled."""
     program = build_program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
     for path in ("stack.blocks.0.mlp.up", "stack.blocks.0.mixer.query", "tokens"):
@@ -223,7 +223,7 @@ def scored(parallel: ParallelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray
     ids=lambda p: f"{p.context_strategy}-{p.context_rounds}-tensor{p.tensor}",
 )
 def test_changing_a_document_leaves_the_losses_of_others_bit_equal(parallel: ParallelConfig) -> None:
-    """Documents cross the borders of chunks; each has a loss of its own, which moves with its own tokens alone."""
+    """Documents cross the borders of chunks; each has its own loss, which changes only with its own tokens."""
     before, after, inside = scored(parallel)
     assert (before > 1).all() and before.shape[1] == LONG and len(before) >= 10
     np.testing.assert_array_equal(before[~inside], after[~inside])
@@ -236,7 +236,7 @@ def test_changing_a_document_leaves_the_losses_of_others_bit_equal(parallel: Par
 
 
 def test_the_documents_of_the_cases_cross_chunks() -> None:
-    """The comparisons above mean something: rows have documents of one token, and longer ones than a chunk."""
+    """This keeps the comparisons above meaningful: rows have documents of one token, and some longer than a chunk."""
     segments = long_rows()["segment_ids"]
     sizes = [np.bincount(row) for row in segments]
     assert min(map(min, sizes)) == 1 and max(len(row) for row in sizes) >= 4

@@ -1,4 +1,4 @@
-"""What looks along a row beside attention, where rows are cut over `context`: losses and gradients of one device."""
+"""Parts other than attention that look along a row sharded over `context`: losses and gradients of one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -92,10 +92,10 @@ def on_devices(sharding: SequenceSharding, local: Callable, *arrays: np.ndarray)
 @pytest.mark.parametrize(
     "sharding", [SequenceSharding(4), SequenceSharding(2, 1), SequenceSharding(4, 2)], ids=["plain", "zigzag", "rounds"]
 )
-def test_the_next_position_is_that_of_the_row(sharding: SequenceSharding) -> None:
+def test_the_next_position_follows_the_row(sharding: SequenceSharding) -> None:
     draw = np.random.default_rng(0)
     x, segments = draw.integers(1, 9, (2, 32)), np.sort(draw.integers(0, 6, (2, 32)), axis=1)
-    segments[:, 16:] += segments[:, 15:16] - segments[:, 16:17] + np.array([[0], [1]])  # on a border, and across it
+    segments[:, 16:] += segments[:, 15:16] - segments[:, 16:17] + np.array([[0], [1]])  # On a border, and across it.
     layout = Layout(Plan.of(ParallelConfig(context=sharding.devices)), rows=sharding)
 
     def local(x: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
@@ -166,7 +166,7 @@ def test_heads_that_predict_further_ahead_over_a_run() -> None:
 
 
 def without_counted(seed: int) -> Batch:
-    """Rows whose tokens of the first and the last quarter do not count: the first of two devices has none."""
+    """Rows whose first and last quarter of tokens do not count: the first of two devices has none."""
     batch = tiny_runs.rows(seed)
     quarter = LENGTH // 4
     inside = (np.arange(LENGTH) >= quarter) & (np.arange(LENGTH) < 3 * quarter)
@@ -260,12 +260,12 @@ def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str |
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [replace(PIPELINE, tensor=1), replace(MIXED, context_strategy="ring")])
 def test_a_run_answers_in_a_notebook(parallel: ParallelConfig) -> None:
-    """There the compiler cuts rows, in plain chunks of any length."""
+    """There the compiler shards rows, in plain chunks of any length."""
     actual, expected = ask_scores(parallel), ask_scores(ONE)
     for scores, expected_scores in zip(actual[0], expected[0], strict=True):
         np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
-    # A text takes a limited time, so that the other may be longer.
+    # A text has a time limit, so that the other may be longer.
     assert actual[2] is not None and expected[2] is not None and actual[2][:120] == expected[2][:120]
 
 
@@ -274,7 +274,7 @@ CLASSES = ClassHeadConfig(classes=3, pooling="last")
 
 @dataclass(frozen=True, kw_only=True)
 class OwnConfig(ModelConfig):
-    """A user's, which says nothing of `allows_context`."""
+    """A user's model, which does not declare `allows_context`."""
 
     stack: StackConfig = field(default_factory=lambda: llama().stack)
 

@@ -1,4 +1,4 @@
-"""State-space layers whose rows are cut over `context`: outputs and gradients as with whole rows, documents apart."""
+"""State-space layers with rows sharded over `context`: outputs and gradients of whole rows, isolated documents."""
 
 import math
 import re
@@ -39,7 +39,7 @@ LAYERS = {
     "mamba 1": Mamba1Config(inner=22, rank=3, state=5, chunk=3, bias=True),
 }
 SHORT = 16, ParallelConfig(data=1, context=4)
-"""Chunks shorter than what a convolution sees."""
+"""Chunks shorter than the reach of a convolution."""
 ROUNDS = 48, ParallelConfig(data=1, context=2, context_rounds=2)
 DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT}
 CASES = [
@@ -53,7 +53,7 @@ CASES = [
 
 
 def segments(length: int) -> np.ndarray:
-    """Documents across borders of chunks, on them, and of one position; an id that comes again."""
+    """Documents across borders of chunks, on them, and of one position; a repeated id."""
     row, second_row = np.zeros((2, length), np.int32)
     row[3:] = 1
     row[length // 4 :] = 2
@@ -69,7 +69,7 @@ def random_values(length: int) -> np.ndarray:
 
 @cache
 def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
-    """With the same weights on every layout, all of them random."""
+    """With the same random weights on every layout."""
     layout = Layout(Plan.of(parallel), rows=SequenceSharding.of(parallel, causal=True))
     settings = LayerSettings(layout=layout, hidden=HIDDEN, std=0.3, output_std=0.3)
     abstract = nnx.eval_shape(lambda: LAYERS[name].build(settings))
@@ -81,7 +81,7 @@ def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
 def applied(
     weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, sharding: SequenceSharding
 ) -> Array:
-    """The layer on what a device holds of rows."""
+    """The layer on a device's part of rows."""
     index = sharding.local_index(x.shape[1])
     return nnx.merge(graph, weights)(x, Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids))
 
@@ -140,7 +140,7 @@ def alike(actual, expected, what: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "length", "parallel", "isolated"), CASES)
-def test_layers_on_cut_rows_are_those_on_whole_rows(name, length, parallel, isolated) -> None:
+def test_layers_on_sharded_rows_equal_those_on_whole_rows(name, length, parallel, isolated) -> None:
     ids, x = segments(length) if isolated else None, random_values(length)
     y, gradients = results(name, parallel, x, ids)
     expected, expected_gradients = results(name, ONE, x, ids)
@@ -151,7 +151,7 @@ def test_layers_on_cut_rows_are_those_on_whole_rows(name, length, parallel, isol
 
 
 @pytest.mark.parametrize("name", ["mamba 2", "mamba 1"])
-def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name) -> None:
+def test_a_document_is_bitwise_independent_of_its_neighbours(name) -> None:
     length, parallel = DEFAULT[name]
     ids, x = segments(length), random_values(length)
     changed = (np.arange(ROWS) == 0)[:, None] & (ids == 5)
@@ -162,7 +162,7 @@ def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name) -> None
 
 
 @pytest.mark.parametrize("name", ["mamba 2", pytest.param("mamba 1", marks=pytest.mark.slow)])
-def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
+def test_plain_jit_shards_rows_into_chunks_in_order(name) -> None:
     parallel, x, ids = ParallelConfig(data=1, context=2, tensor=1), random_values(12), segments(12)
     unsplit = results(name, ONE, x, ids)[0]
     graph, weights = nnx.split(layer(name, parallel))
@@ -184,7 +184,7 @@ def test_devices_send_states_and_no_rows(name) -> None:
         traffic[operation] += math.prod(map(int, shape.split(",")))
     mamba1, chunks = name == "mamba 1", sharding.devices * sharding.chunks
     channels = cfg.inner if mamba1 else cfg.heads * cfg.head_dim
-    # The elements of a head's or channel's state are cut over two devices: 5 are padded to 6, 6 x 5 are not.
+    # The elements of a head's or channel's state are sharded over two devices: 5 are padded to 6, 6 x 5 are not.
     state = ROWS * sharding.chunks * channels * (6 if mamba1 else cfg.state)
     convolved = channels if mamba1 else channels + 2 * cfg.groups * cfg.state
     boundary_inputs, ids, factors = chunks * (cfg.conv_kernel - 1) * convolved, length, chunks * cfg.heads

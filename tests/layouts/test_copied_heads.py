@@ -38,7 +38,7 @@ FULL = model(qkv_bias=True, qk_norm=RMSNormConfig())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_gradients_are_those_of_one_device(layout):
+def test_losses_and_gradients_equal_those_of_one_device(layout):
     expected, actual = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-6)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-6)
@@ -62,7 +62,7 @@ def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
     "layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in ("zero1", "pipeline", "fsdp")]
 )
 def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
-    """Everything else is moved as with a head for each device; numbers of data parallelism too."""
+    """All other traffic is as with a head for each device, including that of data parallelism."""
     parallel = LAYOUTS[layout]
     split, copied = collectives(4, parallel), collectives(2, parallel)
 
@@ -71,19 +71,19 @@ def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
         return sorted((c.place.path, c.kind, c.groups.name, c.elements) for c in inside)
 
     def summed(actual: list[Collective]) -> int:
-        """Numbers added up over `tensor` once a step."""
+        """Elements summed over `tensor` once a step."""
         outside = [c for c in actual if not c.place.path and c.groups.name == "tensor"]
         return sum(c.elements for c in outside if c.kind == "all-reduce")
 
     assert moved(copied) == moved(split)
-    size = 2 * 2 * 32 * 2 * 4 // (parallel.data * parallel.pipeline)  # keys and values, of two layers
-    squares = 2  # of gradients that are cut over devices, for the norm
+    size = 2 * 2 * 32 * 2 * 4 // (parallel.data * parallel.pipeline)  # Keys and values, of two layers.
+    squares = 2  # Of sharded gradients, for the norm.
     assert summed(copied) - summed(split) == size - squares
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_a_model_is_called_with_weights_at_rest(layout):
-    """By plain jax.jit, as a notebook does; and differentiated."""
+    """By plain jax.jit, as in a notebook; and differentiated."""
     tokens = rows()["tokens"][:4]
     actual = []
     for parallel in (ONE, LAYOUTS[layout]):

@@ -12,7 +12,7 @@ from megajax.training import setup
 
 STEPS = 20
 FALL = {"bert": 0.5, "t5": 0.5, "vit": 0.3, "llava": 0.5}
-"""By how much the loss falls in these steps, at least."""
+"""Minimum decrease of the loss in these steps."""
 
 
 @cache

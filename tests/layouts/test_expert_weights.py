@@ -1,4 +1,4 @@
-"""Weights of experts, sharded over `expert`, under every data sharding: where they rest, and their gradients."""
+"""Weights of experts, sharded over `expert`, under every data sharding: layout at rest, and gradients."""
 
 from itertools import chain
 from math import prod
@@ -32,7 +32,7 @@ X = np.random.default_rng(1).integers(-3, 4, (TOKENS, HIDDEN)).astype(np.float32
 
 @pytest.mark.parametrize("sizes", PARALLEL.values(), ids=PARALLEL)
 @pytest.mark.parametrize("sharding", ["replicate", "zero1", "fsdp"])
-def test_gradients_of_experts_equal_one_device_and_their_weights_are_spread(
+def test_gradients_of_experts_equal_one_device_and_their_weights_are_sharded(
     sharding: Any, sizes: dict[str, int]
 ) -> None:
     """Every expert sees every token: half the sum of squares of x w has the gradient x^T x w."""

@@ -67,9 +67,9 @@ LOAD = "stack.blocks.0.mlp.load.sum"
 """Biases and tokens of experts, of each layer."""
 
 
-@pytest.mark.slow  # the default suite has routers and dispatch on four devices
+@pytest.mark.slow  # The default suite has routers and dispatch on four devices.
 def test_first_step_over_data_and_experts():
-    """The cheapest of all: one step, nothing evaluated."""
+    """The cheapest case: one step, without evaluation."""
     model, short = moe(DROPS, "capacity"), {"microbatches": 3, "steps": 1, "evaluated": False}
     actual, expected = train(model, DATA, **short), train(moe(DROPS), ONE, **short)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_first_step_over_data_and_experts():
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_cut_experts():
+def test_a_pipeline_with_sharded_experts():
     check(moe(LOSSES), PIPELINE)
 
 
@@ -123,7 +123,7 @@ def test_recomputation_does_not_matter(recompute):
 
 
 @pytest.mark.slow
-def test_chunks_do_not_matter():
+def test_chunks_do_not_change_numbers():
     check(moe(LOSSES, "gather", chunks=2), DATA)
 
 
@@ -133,8 +133,8 @@ def shards(run: Trained, arrays: Any, path: str) -> int:
 
 
 @pytest.mark.slow
-def test_weights_of_experts_and_their_moments_are_spread():
-    """Over `expert`, and over `data` besides where the layout spreads master weights or all weights."""
+def test_weights_of_experts_and_their_moments_are_sharded():
+    """Over `expert`, and also over `data` where the layout shards master weights or all weights."""
     path = "stack.blocks.0.mlp.experts.up"
     for parallel, weights, moments in ((LAYOUTS["zero1"], 8, 8), (FSDP, 8, 8), (DATA, 4, 4)):
         run = train(moe(BIASED, "gather"), parallel, microbatches=3)

@@ -85,8 +85,8 @@ def test_recomputation_on_a_pipeline(recompute: Any) -> None:
 
 
 @pytest.mark.slow
-def test_no_result_depends_on_what_buffers_hold() -> None:
-    """Rings of stages with fewer layers have places that nothing is written to."""
+def test_no_result_depends_on_the_contents_of_buffers() -> None:
+    """Rings of stages with fewer layers have places that are never written."""
     program = build_program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
     with within(program):
         inputs, batch = start(program).inputs, place(program, rows())

@@ -16,7 +16,7 @@ from megajax.mesh.config import ParallelConfig
 
 @pytest.fixture(autouse=True)
 def small_memory():
-    """Forgets compiled programs, each of which is used once."""
+    """Drops compiled programs, each of which is used once."""
     yield
     jax.clear_caches()
 
@@ -28,13 +28,13 @@ def compare(combination: Combination) -> None:
 
 
 @pytest.mark.parametrize("combination", QUICKEST, ids=lambda combination: combination.name)
-def test_trains_as_one_device_does(combination: Combination) -> None:
+def test_trains_like_one_device(combination: Combination) -> None:
     compare(combination)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c not in QUICKEST], ids=lambda c: c.name)
-def test_every_pair_trains_as_one_device_does(combination: Combination) -> None:
+def test_every_pair_trains_like_one_device(combination: Combination) -> None:
     compare(combination)
 
 
@@ -49,7 +49,7 @@ def possible(first: tuple[str, object], second: tuple[str, object]) -> bool:
             return a not in {"virtual stages", "schedule", "loss wait", "microbatches", "cut"}
         case ("pipeline", 1, _, _):
             return b not in {"virtual stages", "schedule", "loss wait", "microbatches", "cut"}
-        # These need devices of data or context, and of tensor; without them they mean nothing.
+        # These need devices of data or context, and of tensor; without them they have no effect.
         case ("pipeline", 8, "sequence" | "sharding", _) | ("sequence", _, "tensor", 1):
             return False
         # 24 layers or more.
@@ -79,15 +79,15 @@ def test_any_two_values_occur_together() -> None:
     assert always >= {("sequence", True), ("tied", True), ("tied", False), ("dropout", True)}
 
 
-def test_training_drops_and_evaluation_does_not() -> None:
+def test_training_uses_dropout_and_evaluation_does_not() -> None:
     """On one device, on the rows of the first step; test_layouts_train_alike.py has that evaluation has no dropout."""
     combination = next(combination for combination in QUICKEST if combination.model == "gpt")
     evaluated = train(gpt(repeats=combination.repeats), microbatches=4, steps=0, isolated=combination.isolated)
     assert combination.average == "tokens" and abs(evaluated.before / combination.on_one_device().losses[0] - 1) > 1e-5
 
 
-def test_a_difference_is_seen() -> None:
-    """The comparison above means something: of one gradient's element, of one loss, of a row that is no layer."""
+def test_a_difference_is_detected() -> None:
+    """This keeps the comparison above meaningful: one gradient's element, one loss, a padding row."""
     combination = next(combination for combination in QUICKEST if combination.model == "gpt")
     expected = combination.on_one_device()
 
@@ -124,7 +124,7 @@ def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: object) ->
     ],
     ids=["interleaved-zero1-stated", "1f1b-sequence-uneven", "gpipe-one-microbatch"],
 )
-def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
+def test_evaluates_like_one_device(model, parallel, microbatches) -> None:
     """Before any step, on two batches of rows."""
     actual, expected = (
         train(model, on, microbatches=count, steps=0) for on, count in ((parallel, microbatches), (ONE, 4))
@@ -143,8 +143,8 @@ def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
     ],
     ids=["1f1b-zero1", "interleaved-sequence", "gpipe-tensor"],
 )
-def test_bfloat16_computes_low_on_every_layout(parallel) -> None:
-    """No further from float32 than one device in bfloat16 is; the weights and their gradients stay float32."""
+def test_bfloat16_computes_in_low_precision_on_every_layout(parallel) -> None:
+    """At most as far from float32 as one device in bfloat16; the weights and their gradients stay float32."""
     low = train(llama(repeats=8), parallel, microbatches=4, compute="bfloat16", evaluated=False)
     expected = train(llama(repeats=8), microbatches=4, compute="bfloat16", evaluated=False)
     exact = train(llama(repeats=8), microbatches=4, evaluated=False)

@@ -1,4 +1,4 @@
-"""The same config trains to the same losses on every layout: with masked labels, isolated documents and dropout."""
+"""The same config has the same losses on every layout: with masked labels, isolated documents and dropout."""
 
 from dataclasses import replace
 from itertools import product
@@ -34,7 +34,7 @@ def name(value: object) -> str:
 
 
 def assert_same_training(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
-    """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
+    """Losses and gradient norms of every step, the first with smaller tolerances, and the evaluation after the last."""
     assert actual.tokens == expected.tokens
     for values, reference in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
         np.testing.assert_allclose(values[0], reference[0], rtol=first)
@@ -65,8 +65,8 @@ def test_every_combination(model, parallel, microbatches):
     assert_same_training(train(model, parallel, microbatches=microbatches), train(model, ONE, microbatches=4))
 
 
-def test_the_run_learns_and_starts_where_it_should():
-    """The comparisons above mean something: losses move, and the first is that of guessing."""
+def test_the_run_learns_and_starts_at_the_expected_loss():
+    """This keeps the comparisons above meaningful: losses change, and the first is that of uniform guessing."""
     actual = train(llama(), ONE, microbatches=4)
     assert abs(actual.losses[0] - np.log(VOCABULARY)) < 0.1
     assert actual.losses[2] < actual.losses[1] < actual.losses[0] - 0.05
@@ -104,13 +104,13 @@ PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
         for layout, parallel in (("alone", ONE), ("pipeline", PIPELINE))
     ],
 )
-def test_what_layers_keep_does_not_matter(changes, parallel):
+def test_saved_tensors_do_not_change_numbers(changes, parallel):
     model = llama("none", repeats=4)
     assert_same_training(train(replace(model, **changes), parallel, microbatches=4), train(model, ONE, microbatches=4))
 
 
-@pytest.mark.slow  # tests/layers/test_variant_layouts.py has it over tensor
-def test_a_table_for_all_layers_has_the_gradients_of_all():
+@pytest.mark.slow  # tests/layers/test_variant_layouts.py has it over tensor.
+def test_a_table_shared_by_all_layers_has_the_gradients_of_all():
     """The table of T5's biases is used on every stage."""
     model = with_relative(RelativeBiasConfig(buckets=8, shared=True))
     actual = train(model, ParallelConfig(pipeline=2, data=1, tensor=2), microbatches=4)
@@ -121,31 +121,31 @@ def test_a_table_for_all_layers_has_the_gradients_of_all():
 
 
 def test_evaluation_is_the_training_loss_without_dropout():
-    """That training drops is in test_layouts_matrix.py."""
+    """test_layouts_matrix.py checks that training uses dropout."""
     plain = train(llama(), ONE, microbatches=4)
     np.testing.assert_allclose(plain.before, plain.losses[0], rtol=1e-6)
     dropped, undropped = (train(gpt(dropout=rate), ONE, microbatches=4, steps=0) for rate in (0.1, 0.0))
     assert dropped.before == undropped.before
 
 
-def test_isolation_is_switched_on():
+def test_isolation_of_documents_has_an_effect():
     isolated, open_rows = (train(llama(), ONE, microbatches=4, steps=0, isolated=flag) for flag in (True, False))
     assert abs(open_rows.before / isolated.before - 1) > 1e-6
 
 
 @pytest.mark.slow
 def test_mean_of_microbatch_means():
-    """Runs of two rows weigh the same however they meet on devices, and not as their tokens do."""
+    """Runs of two rows weigh the same however they meet on devices, rather than in proportion to their tokens."""
     expected = train(llama(), ONE, microbatches=4, average="microbatches")
     assert_same_training(train(llama(), on(2, 1), microbatches=2, average="microbatches"), expected)
     by_token = train(llama(), ONE, microbatches=4)
-    # The reported loss is the tokens' mean either way; the gradient is another.
+    # The reported loss is the tokens' mean either way; the gradient differs.
     np.testing.assert_allclose(expected.losses[0], by_token.losses[0], rtol=1e-6)
     assert abs(expected.norms[0] / by_token.norms[0] - 1) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_float32_residual_stream_goes_through_a_pipeline():
+def test_a_float32_residual_stream_passes_through_a_pipeline():
     model = replace(llama("selective", repeats=4), residual="float32")
     parallel = ParallelConfig(pipeline=2, data=1, tensor=2)
     staged, expected = (train(model, p, microbatches=4, compute="bfloat16") for p in (parallel, ONE))
@@ -154,7 +154,7 @@ def test_a_float32_residual_stream_goes_through_a_pipeline():
     assert not np.array_equal(low.losses, expected.losses)
 
 
-def test_bfloat16_computes_low_and_keeps_high():
+def test_bfloat16_computes_in_low_precision_and_stores_in_high():
     """Before training; the next test has the steps."""
     low = train(llama(), ONE, microbatches=4, steps=0, compute="bfloat16")
     high = train(llama(), ONE, microbatches=4)
@@ -166,7 +166,7 @@ def test_bfloat16_computes_low_and_keeps_high():
 
 
 @pytest.mark.slow
-def test_bfloat16_trains_as_float32_does():
+def test_bfloat16_trains_like_float32():
     low = train(llama(), ONE, microbatches=4, compute="bfloat16", evaluated=False)
     high = train(llama(), ONE, microbatches=4)
     np.testing.assert_allclose(low.losses, high.losses, rtol=2e-3)

@@ -18,7 +18,7 @@ def adapted(model: DecoderConfig, **changes: object) -> DecoderConfig:
 
 
 def experts() -> DecoderConfig:
-    """A llama with experts in its second block, and a head that predicts further."""
+    """A llama with experts in its second block, and a head that predicts further ahead."""
     model = llama(repeats=1)
     (block,) = model.stack.pattern
     mixture = replace(block, mlp=MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=16)))

@@ -33,7 +33,7 @@ class CountingConfig(GatedMLPConfig):
 
 @dataclass(frozen=True, slots=True)
 class Halved:
-    """An updater: what layers read is half of what was seen before, plus the loss scale where there was nothing."""
+    """An updater: layers read half of the previous value, plus the loss scale where there was none."""
 
     def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
         return (*seen, 2)
@@ -73,7 +73,7 @@ def observing(parallel: ParallelConfig, recompute: Recompute, microbatches: int)
 
 @cache
 def seen(parallel: ParallelConfig, recompute: Recompute, microbatches: int) -> dict[str, np.ndarray]:
-    """Observations of a step, rows in the order of the layers; and that rows that are no layer have none."""
+    """Observations of a step, rows in the order of the layers; padding rows have none."""
     program = observing(parallel, recompute, microbatches)
     with within(program):
         inputs, batch = start(program).inputs, place(program, rows())
@@ -99,7 +99,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if "pipeline" in name else pytest.mark.slow) for name in LAYOUTS]
 )
-def test_sums_and_maxima_are_those_of_one_device(layout: str) -> None:
+def test_sums_and_maxima_equal_those_of_one_device(layout: str) -> None:
     first, second = seen(ONE, "none", 1), seen(*LAYOUTS[layout])
     mlp = "stack.blocks.0.mlp"
     assert set(first) == set(second) == {f"{mlp}.positions.sum", f"{mlp}.positive.sum", f"{mlp}.largest.max"}
@@ -109,7 +109,7 @@ def test_sums_and_maxima_are_those_of_one_device(layout: str) -> None:
     assert first[f"{mlp}.positive.sum"].min() > 0 and first[f"{mlp}.positive.sum"].max() < ROWS * LENGTH
 
 
-def test_updaters_make_state_of_them_and_the_optimizer_never_meets_them() -> None:
+def test_updaters_turn_them_into_state_and_the_optimizer_never_sees_them() -> None:
     program = observing(ONE, "none", 1)
     state = program.state_like()
     assert set(state.observed) == set(program.observed) and not set(program.observed) & set(program.declared)

@@ -1,4 +1,4 @@
-"""Several processes train as one process does: the same losses, step by step, and each goes on from the other's steps.
+"""Several processes have the losses of one process, step by step, and each resumes from the other's steps.
 
 Real processes over gloo. A further layout is a further line of LAYOUTS.
 """
@@ -44,10 +44,10 @@ def start(tmp_path):
 
 
 def run(start, processes: int, layout: str, run_dir: Path, *settings: str) -> dict[int, float]:
-    """Train with the devices of a layout shared out over so many processes. -> step -> loss."""
+    """Train with the devices of a layout divided among so many processes. -> step -> loss."""
     devices, parallel = LAYOUTS[layout]
     rows = ["--batch.micro_size=2", f"--devices=cpu:{devices // processes}", f"--run_dir={run_dir}"]
-    # Each process settles the options with a compiler of its own, beside those it has by default.
+    # Each process chooses the options with a compiler of its own, beside its defaults.
     rows += ["--xla=xla_cpu_enable_fast_math=false"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *rows, *parallel, *settings]
     gang = start(*(gangs.launcher(processes=processes) if processes > 1 else ()), *command)
@@ -62,7 +62,7 @@ def check(losses: dict[int, float], expected: dict[int, float]) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_a_device_each(start, tmp_path, alone):
+def test_two_processes_with_one_device_each(start, tmp_path, alone):
     check(run(start, 2, "zero1", tmp_path / "run", "--evaluation.at_end=false"), alone)
 
 
@@ -80,7 +80,7 @@ def test_two_devices(start, tmp_path, alone, layout):
 
 
 @pytest.mark.slow
-def test_going_on_with_another_number_of_processes(start, tmp_path, alone):
+def test_resuming_with_another_number_of_processes(start, tmp_path, alone):
     """Two processes, then one from their third step, then two from its third step."""
     check(run(start, 2, "zero1", tmp_path / "run"), alone)
     assert gangs.saved(tmp_path / "run") == [3, 6]

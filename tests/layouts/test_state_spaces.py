@@ -1,4 +1,4 @@
-"""Mamba-2 with documents apart trains on every layout as on one device, pipelines included."""
+"""Mamba-2 with isolated documents has the losses of one device on every layout, pipelines included."""
 
 from dataclasses import replace
 

@@ -34,7 +34,7 @@ def test_devices_that_share_a_head_are_neighbours():
     assert copy_heads(LAYOUT, W, AXES) is W, "without a mesh"
 
 
-def test_gradients_of_copies_are_summed_by_hand_and_by_autodiff():
+def test_gradients_of_copies_are_summed_explicitly_and_by_autodiff():
     g = np.random.default_rng(1).normal(size=(2, 6, 4, 3)).astype(np.float32)
     expected = g.reshape(2, 6, 2, 2, 3).sum(3)
     with jax.set_mesh(build_mesh(PARALLEL)):

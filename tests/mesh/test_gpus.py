@@ -1,4 +1,4 @@
-"""Which GPUs a process sees, and which of them it has: functions of an environment and a folder of device files."""
+"""The GPUs that a process sees, and those it uses: functions of an environment and a folder of device files."""
 
 import json
 from pathlib import Path
@@ -31,13 +31,13 @@ MIG = "MIG-3d2f5f0a-1111-5222-8333-444444444444"
         ("MIG-GPU-8932f937/1/0", ("MIG-GPU-8932f937/1/0",)),
     ],
 )
-def test_cuda_shows(visible, expected):
+def test_CUDA_variables_restrict_GPUs(visible, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_gpus(environment | {"NVIDIA_VISIBLE_DEVICES": "0"}, EIGHT) == expected
     assert visible_gpus(environment, ()) == (), "no device file, no GPU"
 
 
-def test_a_container_has_the_device_files_it_was_given(tmp_path: Path):
+def test_a_container_has_only_its_device_files(tmp_path: Path):
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "nvidia-caps", "nvidia-modeset", "null"):
         (tmp_path / name).touch()
     assert installed_gpus(tmp_path) == ("2", "10")
@@ -118,26 +118,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_right_is_refused(case):
+def test_impossible_assignments_are_refused(case):
     told, words = REFUSED[case]
     answer = assign(told)
     assert isinstance(answer, str) and all(word in answer for word in words), answer
 
 
-def test_machines_are_judged_apart():
+def test_machines_are_judged_separately():
     one, other = (claims(2, cuda("0,1")) for _ in range(2))
     told = one | {2 + process: claim._replace(machine="other") for process, claim in other.items()}
     assert assign(told) == {0: [0], 1: [1], 2: [0], 3: [1]}
 
 
-def test_the_gpus_of_a_process_that_the_launcher_left_out_stay_free():
+def test_the_GPUs_of_a_process_without_a_share_stay_free():
     told = claims(4)
     del told[2]
     assert assign(told) == {0: [0, 1], 1: [2, 3], 3: [6, 7]}
 
 
-def test_processes_that_are_said_to_be_alone_are_not_compared():
-    """For schedulers that bind GPUs in a way of their own: MEGAJAX_LOCAL_PROCESSES=1."""
+def test_processes_declared_alone_are_not_compared():
+    """For schedulers that bind GPUs in their own way: MEGAJAX_LOCAL_PROCESSES=1."""
     told = {index: claim._replace(local_index=0, local_count=1) for index, claim in claims(2, cuda("0")).items()}
     assert assign(told) == {0: None, 1: None}
 

@@ -30,7 +30,7 @@ def test_equal_processes_do_not_differ():
     config = load("gpt2.py:debug")
     flags = {"skip_train": False}
     assert difference(find_identity(config, flags), find_identity(config, flags)) is None
-    # Folders of caches may be local ones.
+    # Cache folders may be local.
     cache = load("gpt2.py:debug", "xla.compile_cache_dir=/local/cache")
     assert difference(find_identity(cache, flags), find_identity(config, flags)) is None
 
@@ -53,7 +53,7 @@ def test_many_differences_are_counted_and_long_values_shortened():
     many = {"settings": section({f"name{number}": "x" * 500 for number in range(9)})}
     text = difference(many, {"settings": section({f"name{number}": "y" * 500 for number in range(9)})})
     assert text is not None and "and 5 more" in text and len(text) < 1200
-    # Values that do not fit are compared all the same.
+    # Values that do not fit are compared too.
     longer = {"settings": section({f"name{number}": "x" * 70 for number in range(90)})}
     text = difference(longer, many)
     assert text is not None and text.startswith("settings: digest ") and longer["settings"].values is None
@@ -155,7 +155,7 @@ def line(identity: dict[str, Section]) -> bytes:
 
 
 def test_messages_with_long_sections_and_strange_names_fit():
-    """Otherwise process 0 would take the process for a stranger, and wait for it."""
+    """Otherwise process 0 would ignore the process and wait for it."""
     names = ("a" * 250 + ".py", "zero\u200bwidth.py", "line\n.py")
     strange = section(dict.fromkeys(names, "1"))
     assert difference({"code": strange}, {"code": section(dict.fromkeys(names, "2"))}) is not None

@@ -1,4 +1,4 @@
-"""What is wrong with an installation for GPUs: found, needed, what to do."""
+"""Faults of a GPU installation: what was found, what is needed, and the remedy."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_a_complete_installation_has_no_fault():
     assert Installation(0, None, plain(), frozenset()).faults() == [], "a machine without GPUs needs nothing"
 
 
-def test_a_driver_too_old_for_one_cuda_may_do_for_another():
+def test_a_driver_too_old_for_one_cuda_may_support_another():
     packages = {name.replace("12", "13"): VERSION for name in NAMES}
     (fault,) = replace(WHOLE, packages=packages).faults()
     assert "needs 580" in fault and "extra cuda12" in fault

@@ -1,4 +1,4 @@
-"""Laying out by logical axes: with a mesh, inside manual code and without either."""
+"""Shardings by logical axes: with a mesh, inside manual code and without either."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_manual_axes_are_dropped():
 
 
 def test_gather_and_reduce_are_inverse():
-    """embed [6] over data: gathered it is whole, and its transpose adds up what both copies got."""
+    """embed [6] over data: gathered it is whole, and its transpose sums the cotangents of both copies."""
     mesh = build_mesh(PARALLEL)
     w, dy = X[0], np.stack([X[1], X[2]])
 

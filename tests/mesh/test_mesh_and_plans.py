@@ -22,14 +22,14 @@ def test_the_mesh_has_all_five_axes_with_tensor_innermost():
 
 
 class VirtualDevice:
-    """A device there is not, for meshes that are larger than the tests' eight devices."""
+    """A virtual device, for meshes larger than the tests' eight devices."""
 
     def __init__(self, number: int):
         self.id, self.process_index, self.platform, self.device_kind = number, number // 8, "gpu", "virtual"
 
 
 def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
-    """Ids of the devices that talk to each other along an axis."""
+    """Ids of the devices that communicate along an axis."""
     ids = np.moveaxis(mesh.device_ids, mesh.axis_names.index(axis), -1)
     return sorted(ids.reshape(-1, ids.shape[-1]).tolist())
 
@@ -108,7 +108,7 @@ def test_plans_differ_in_the_sharding_of_embed():
         plan = Plan.of(ParallelConfig(data_sharding=sharding))
         layer = plan.rules_in_step(("layer", *axes))
         by_axis[sharding] = [rules.spec(axes) for rules in (plan.compute, layer, plan.params, plan.optimizer)]
-        # Tables outside the stack are used whole at once: nothing is gained by gathering them later.
+        # Tables outside the stack are used whole at once: gathering them later has no advantage.
         assert plan.rules_in_step(("vocab", "embed")) == plan.compute
     gathered = P(None, "tensor")
     assert by_axis == {

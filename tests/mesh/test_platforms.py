@@ -1,4 +1,4 @@
-"""What is decided by the platform before a mesh exists: devices found, how processes connect, what jax is told."""
+"""Decisions by platform before a mesh exists: devices found, how processes connect, what jax is told."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, fro
 
 @pytest.fixture
 def actual(monkeypatch) -> list[object]:
-    """What jax.devices gives; an error is raised. No platform is asked for."""
+    """What jax.devices returns; an error is raised. No platform is requested."""
     answers: list[object] = []
 
     def devices() -> object:
@@ -39,12 +39,12 @@ def actual(monkeypatch) -> list[object]:
     return answers
 
 
-def test_gpus_are_used_without_a_warning(actual, recwarn):
+def test_GPUs_are_used_without_a_warning(actual, recwarn):
     actual.append(SimpleNamespace(platform="gpu"))
     assert find_devices() == actual and not recwarn
 
 
-def test_falling_back_to_the_cpu_with_gpus_is_a_warning(actual, monkeypatch, recwarn):
+def test_falling_back_to_the_CPU_with_GPUs_is_a_warning(actual, monkeypatch, recwarn):
     actual.append(SimpleNamespace(platform="cpu"))
     with pytest.warns(UserWarning, match="(?s)training on the CPU: 8 NVIDIA GPUs found, but no CUDA plugin"):
         find_devices()
@@ -60,7 +60,7 @@ def test_falling_back_to_the_cpu_with_gpus_is_a_warning(actual, monkeypatch, rec
 @pytest.mark.parametrize(
     ("found_gpus", "texts"), [(GPUS, "8 NVIDIA GPUs found"), (Installation(0, None, {}, frozenset()), "extra cuda12")]
 )
-def test_missing_gpus_are_an_error_with_the_remedy(actual, found_gpus, texts, monkeypatch):
+def test_missing_GPUs_are_an_error_with_the_remedy(actual, found_gpus, texts, monkeypatch):
     actual.append(RuntimeError("no CUDA-capable device"))
     monkeypatch.setattr(mesh, "find_installation", lambda: found_gpus)
     with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
@@ -134,7 +134,7 @@ def device_folder(folder: Path, gpus: int) -> Path:
     ("platforms", "gpus", "expected"),
     [("cpu", 8, True), ("cuda", 8, False), ("cuda", 0, False), (None, 8, False), (None, 0, True)],
 )
-def test_processes_on_cpus_connect_over_gloo_and_those_on_gpus_do_not(
+def test_processes_on_CPUs_connect_over_gloo_and_those_on_GPUs_do_not(
     platforms, gpus, expected, told, tmp_path, monkeypatch
 ):
     start_on(monkeypatch, told, device_folder(tmp_path, gpus), platforms, 2)
@@ -143,7 +143,7 @@ def test_processes_on_cpus_connect_over_gloo_and_those_on_gpus_do_not(
     assert told["local_device_ids"] == ([4, 5, 6, 7] if gpus and platforms != "cpu" else None)
 
 
-def test_processes_that_are_shown_no_gpu_connect_over_gloo(told, tmp_path, monkeypatch):
+def test_processes_without_visible_GPUs_connect_over_gloo(told, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     start_on(monkeypatch, told, device_folder(tmp_path, 8), None, 2)
     assert told["jax_cpu_collectives_implementation"] == "gloo" and told["local_device_ids"] is None
@@ -160,7 +160,7 @@ def test_processes_that_are_shown_no_gpu_connect_over_gloo(told, tmp_path, monke
         (None, 0, 8, None),
     ],
 )
-def test_nccl_is_told_how_many_gpus_a_process_drives(platforms, gpus, count, variable, told, tmp_path, monkeypatch):
+def test_NCCL_is_told_how_many_GPUs_a_process_drives(platforms, gpus, count, variable, told, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     start_on(monkeypatch, told, device_folder(tmp_path, gpus), platforms, count)
     present = {each.name: os.environ.get(each.name) for each in (SEVERAL_GPUS, ONE_GPU)}
@@ -170,7 +170,7 @@ def test_nccl_is_told_how_many_gpus_a_process_drives(platforms, gpus, count, var
     assert text == ", ".join(["NCCL_DEBUG=WARN (environment)", *own])
 
 
-def test_the_users_variable_of_nccl_is_kept(told, tmp_path, monkeypatch):
+def test_the_user_s_NCCL_variable_is_kept(told, tmp_path, monkeypatch):
     monkeypatch.setenv(ONE_GPU.name, "0")
     start_on(monkeypatch, told, device_folder(tmp_path, 8), None, 8)
     assert nccl_variables({ONE_GPU.name: os.environ[ONE_GPU.name]}) == f"{ONE_GPU.name}=0 (environment)"
@@ -190,5 +190,5 @@ def test_local_device_ids(devices, platforms, count, files, tmp_path, monkeypatc
         (tmp_path / name).touch()
     monkeypatch.setattr(command_line, "Path", lambda path: tmp_path if path == "/dev" else Path(path))
     command_line.use_devices(devices)
-    # Where there is a GPU, the check for its libraries is left on.
+    # With a GPU, the check of its libraries stays on.
     assert [os.environ.get(name) for name in names] == [platforms, count, None if files else "1"]

@@ -1,4 +1,4 @@
-"""Processes meet before jax connects them: here in threads, each with a socket of its own."""
+"""Processes meet before jax connects them: here as threads, each with its own socket."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def _quick(monkeypatch):
 
 
 class Meeting:
-    """Processes that come to one meeting; what became of each."""
+    """Processes that join one meeting, and their outcomes."""
 
     def __init__(self, patience: float = 20.0):
         self.port, self.patience = free_port(), patience
@@ -91,7 +91,7 @@ class Meeting:
         return sorted(self.outcomes, key=lambda outcome: outcome[0])
 
     def errors(self, code: int, *texts: str) -> list[tuple[int, StartError]]:
-        """All of them fail with this code, and process 0 with these words; the others do not repeat them."""
+        """All of them fail with this code, and process 0 with this message; the others do not repeat it."""
         errors = [(index, error) for index, error in self.results() if isinstance(error, StartError)]
         assert len(errors) == len(self.threads)
         first = next(error for index, error in errors if index == 0)
@@ -140,7 +140,7 @@ def test_a_wrong_number_of_processes():
 
 @pytest.mark.parametrize("token", ["", "t"])
 def test_other_settings(token):
-    """Complete, so it is certain that all are of this run."""
+    """Complete, so all messages are certainly of this run."""
     meeting = Meeting()
     for index in range(5):
         meeting.join(index, 5, seed=(0, 0, 3, 3, 4)[index], token=token)
@@ -156,8 +156,8 @@ def test_other_settings(token):
 
 
 @pytest.mark.parametrize(("token", "code"), [("", 1), ("t", 2)])
-def test_differences_before_all_are_there(token, code):
-    """Reported long before the others are given up; retried where it may have been a process of another run."""
+def test_differences_before_all_have_connected(token, code):
+    """Reported long before the limit of missing processes; retried, because it may be a process of another run."""
     meeting = Meeting(patience=300)
     meeting.join(0, 3, token=token)
     meeting.join(1, 3, seed=1, token=token)
@@ -174,8 +174,8 @@ def test_a_difference_is_forgotten_when_its_process_ends():
     assert meeting.results() == [(0, Place(f"127.0.0.1:{meeting.port}")), (1, Place()), (2, Place())]
 
 
-def test_a_run_starts_without_a_stranger_that_claims_a_place():
-    """Without a token: as soon as all of the run are there."""
+def test_a_run_starts_despite_a_stranger_that_claims_a_place():
+    """Without a token: as soon as all processes of the run have connected."""
     meeting = Meeting()
     meeting.join(0, 2)
     with connect(meeting.port) as stranger:
@@ -206,7 +206,7 @@ def test_processes_of_another_start_are_ignored(capfd):
         stranger.close()
 
 
-def test_a_process_waits_until_its_own_process_0_is_there():
+def test_a_process_waits_until_its_own_process_0_listens():
     """While an earlier attempt still holds the port, it asks again."""
     meeting = Meeting()
     with socket.create_server(("127.0.0.1", meeting.port)) as former:
@@ -238,7 +238,7 @@ def test_many_silent_connections_keep_no_process_out(monkeypatch):
 
 
 def test_no_file_descriptors_left(monkeypatch):
-    """Process 0 closes silent connections, and goes on."""
+    """Process 0 closes silent connections, and continues."""
     accept, failures = socket.socket.accept, iter(range(3))
     meeting = Meeting(patience=60)
     meeting.join(0, 2)
@@ -275,7 +275,7 @@ def test_a_port_in_use(token, code):
         meeting.errors(code, f"port {meeting.port} of 127.0.0.1 is in use")
 
 
-def test_a_coordinator_on_another_machine_than_process_0():
+def test_a_coordinator_that_is_not_on_the_machine_of_process_0():
     meeting = Meeting()
     meeting.join(0, 2, host="203.0.113.7")
     meeting.errors(2, f"process 0 runs on {socket.gethostname()}", "203.0.113.7", "an address of the machine")
@@ -289,10 +289,10 @@ def test_an_unknown_host(index, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(StartError, match=r"'nowhere' cannot be resolved .*Name or service not known") as error:
         meet(World(2, index, "nowhere:4000"), NO_GPUS, patience=0.5, identity={})
-    assert error.value.code == 1  # its machine may start later
+    assert error.value.code == 1  # Its machine may start later.
 
 
-def test_nobody_at_the_coordinator():
+def test_nobody_listens_at_the_coordinator():
     port = free_port()
     began = time.monotonic()
     with pytest.raises(StartError, match=rf"megajax: found no process 0 at 127.0.0.1:{port} within 1 s") as error:
@@ -316,7 +316,7 @@ def test_a_foreign_server_at_the_coordinators_address():
 
 
 def test_foreign_connections_are_ignored():
-    """Half a line, noise, and one that came and went are not the process that is awaited."""
+    """Half a line, noise, and a connection that closes are not the awaited process."""
     meeting = Meeting()
     meeting.join(0, 3)
     strangers = []
@@ -351,7 +351,7 @@ def test_all_processes_learn_their_gpus():
     assert [place.gpus for _, place in meeting.results()] == [[0, 1], [2, 3], None, None]
 
 
-def test_too_few_gpus_are_said_by_all_processes_at_once():
+def test_too_few_GPUs_are_reported_by_all_processes_at_once():
     meeting = Meeting()
     for index in range(3):
         meeting.join(index, 3, gpus=GpuClaim("one a1b2", ("0", "1"), None, False, index, 3))

@@ -1,4 +1,4 @@
-"""Which of how many processes this is: what flags and launchers say in the environment."""
+"""The index and number of processes: flags and the variables of launchers."""
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_open_mpi():
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, POD, STEP | TORCHRUN], ids=["torchrun", "pod", "torchrun in srun"])
-def test_torchrun_is_refused_with_what_to_start_instead(variables):
+def test_torchrun_is_refused_with_the_command_to_use_instead(variables):
     with pytest.raises(StartError) as error:
         find_world(variables)
     assert error.value.code == 2
@@ -99,7 +99,7 @@ def test_torchrun_is_refused_with_what_to_start_instead(variables):
     assert not error.value.reported
 
 
-def test_mpich_is_refused_with_what_to_start_instead():
+def test_mpich_is_refused_with_the_command_to_use_instead():
     mpich = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
     with pytest.raises(StartError, match="process 1 of 4 of the mpirun of MPICH or Intel MPI") as error:
         find_world(mpich)
@@ -110,7 +110,7 @@ def test_mpich_is_refused_with_what_to_start_instead():
     assert find_world(mpich | OURS) == World(3, 2, "a:1")
 
 
-def test_pytorchs_variables_beside_those_of_a_launcher():
+def test_PyTorch_s_variables_beside_those_of_a_launcher():
     same_step = STEP | POD | {"RANK": "9", "WORLD_SIZE": "20"}
     assert find_world(same_step) == find_world(STEP)
     assert find_world(TORCHRUN | OURS) == World(3, 2, "a:1")
@@ -128,7 +128,7 @@ def test_the_token_of_a_run():
     assert find_world(OURS | {"MEGAJAX_RUN_TOKEN": "a5"}).token == "a5"
 
 
-def test_kubernetes_and_jaxs_own():
+def test_kubernetes_and_jax_s_own_variables():
     pod = {"MEGAJAX_COORDINATOR": "job-workers-0-0.job:1", "MEGAJAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "3"}
     assert find_world(pod) == World(4, 3, "job-workers-0-0.job:1")
     assert process_index(pod) == 3
@@ -174,7 +174,7 @@ def test_addresses():
 def environment(monkeypatch):
     for name in (*OURS, *STEP, *MPI, "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "MEGAJAX_LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
+        monkeypatch.setenv(name, "")  # So that variables set meanwhile are reset.
     return monkeypatch
 
 

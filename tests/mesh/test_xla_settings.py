@@ -1,4 +1,4 @@
-"""Options of XLA on the command line, in files and in the environment; what is set before jax starts."""
+"""XLA options on the command line, in files and in the environment; variables that are set before jax starts."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def parsed(*arguments: str):
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
-    """`parse` sets what jax reads at its import."""
+    """`parse` sets the variables that jax reads at import."""
     for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr("megajax.command_line.parser._device_problems", lambda devices: [])
@@ -84,7 +84,7 @@ def test_other_mappings_still_take_no_new_entries():
         ({"compile_cache_gib": 0.0}, "compile_cache_gib"),
     ],
 )
-def test_settings_that_cannot_be(changes, setting):
+def test_impossible_settings(changes, setting):
     assert [problem.setting for problem in XlaConfig(**changes).problems()] == [setting]
     assert XlaConfig().problems() == []
 
@@ -98,7 +98,7 @@ def test_settings_that_cannot_be(changes, setting):
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, "0.6"),
     ],
 )
-def test_the_users_memory_fraction_is_kept(environment, share):
+def test_the_user_s_memory_fraction_is_kept(environment, share):
     set_process(XlaConfig(), environment)
     assert memory_fraction(environment) == share
     assert len(environment) == 1

@@ -49,7 +49,7 @@ MODELS_AND_SHARED = {
 
 
 @pytest.mark.parametrize("cfg", MODELS_AND_SHARED.values(), ids=MODELS_AND_SHARED)
-def test_weights_are_those_that_modules_declare(cfg: DecoderConfig) -> None:
+def test_weights_equal_those_that_modules_declare(cfg: DecoderConfig) -> None:
     """Names, shapes and logical axes, of blocks and of what they share."""
     layout = Layout(Plan.of(ParallelConfig()))
     held = specs(nnx.eval_shape(lambda: cfg.build(layout)))

@@ -52,7 +52,7 @@ KNOWN = MODELS | IMAGES | OTHERS
 
 
 @pytest.mark.parametrize("cfg", KNOWN.values(), ids=KNOWN)
-def test_weights_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
+def test_weights_equal_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
     """Names, shapes and axes, in the stacks and outside of them."""
     declared = {}
     for section in cfg.section_facts():

@@ -194,7 +194,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_refusals(case: str) -> None:
     if case == "no folder":
         pytest.importorskip("matplotlib", reason="needs the extra plot")
     arguments, message = REFUSED[case]

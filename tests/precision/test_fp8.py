@@ -217,7 +217,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_do_not_go_together(case: str) -> None:
+def test_settings_that_exclude_each_other(case: str) -> None:
     overrides, message = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
         load("llama3.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=hybrid", *overrides)
