@@ -9,71 +9,69 @@ Hardware: one H200. Compiled for a virtual one, not run: peak 52.1 GiB (llama_1b
 
 from dataclasses import replace
 
-from megajax.data.configs import MockConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.gpt import gpt3
-from megajax.models.presets.llama import llama3
-from megajax.models.presets.sizes import Size, decoder
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import NullTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.presets import debug_config
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The middle one."""
     return llama_3b()
 
 
-def gpt_1_3b() -> RunConfig:
+def gpt_1_3b() -> mj.RunConfig:
     """GPT-3 1.3B (Brown et al. 2020, table 2.1)."""
-    return _run("gpt_1_3b", gpt3("1.3b"), rows=16)
+    return _run("gpt_1_3b", mj.gpt3("1.3b"), rows=16)
 
 
-def llama_1b() -> RunConfig:
+def llama_1b() -> mj.RunConfig:
     """The shape of Llama 3.2 1B: 16 layers of 2048, heads of 64."""
-    return _run("llama_1b", _llama(Size(16, 2048, 32)), rows=8)
+    return _run("llama_1b", _llama(layers=16, hidden=2048, heads=32), rows=8)
 
 
-def llama_3b() -> RunConfig:
+def llama_3b() -> mj.RunConfig:
     """The shape of Llama 3.2 3B: 28 layers of 3072, heads of 128."""
-    return _run("llama_3b", _llama(Size(28, 3072, 24)), rows=4)
+    return _run("llama_3b", _llama(layers=28, hidden=3072, heads=24), rows=4)
 
 
-def llama_8b_18_layers() -> RunConfig:
+def llama_8b_18_layers() -> mj.RunConfig:
     """Llama 3 8B with 18 of its 32 layers: what fits beside float32 weights and moments."""
-    model = llama3("8b")
+    model = mj.llama3("8b")
     return _run("llama_8b_18_layers", replace(model, stack=replace(model.stack, repeats=18)), rows=1)
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """Llama in tiny sizes, for trying the programs without a GPU."""
-    return debug_config(config(), llama3("debug", sequence_length=64, vocabulary_size=512))
+    return mj.debug_config(config(), mj.llama3("debug", sequence_length=64, vocabulary_size=512))
 
 
-def debug_gpt() -> RunConfig:
+def debug_gpt() -> mj.RunConfig:
     """GPT in tiny sizes."""
-    return debug_config(gpt_1_3b(), gpt3("debug", sequence_length=64, vocabulary_size=512))
+    return mj.debug_config(gpt_1_3b(), mj.gpt3("debug", sequence_length=64, vocabulary_size=512))
 
 
-def _llama(size: Size) -> DecoderConfig:
-    mixer = AttentionConfig(heads=size.heads, kv_heads=8, rope=RopeConfig(base=500000.0))
-    block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=8192), norm=RMSNormConfig())
-    return decoder(size, block, sequence_length=4096, vocabulary_size=128256, tied=True)
+def _llama(*, layers: int, hidden: int, heads: int) -> mj.DecoderConfig:
+    mixer = mj.AttentionConfig(heads=heads, kv_heads=8, rope=mj.RopeConfig(base=500000.0))
+    block = mj.BlockConfig(mixer=mixer, mlp=mj.GatedMLPConfig(ffn=8192), norm=mj.RMSNormConfig())
+    stack = mj.StackConfig(pattern=(block,), repeats=layers)
+    return mj.DecoderConfig(
+        hidden=hidden,
+        vocabulary_size=128256,
+        sequence_length=4096,
+        stack=stack,
+        norm=mj.RMSNormConfig(),
+        tied=True,
+    )
 
 
-def _run(name: str, model: DecoderConfig, *, rows: int) -> RunConfig:
+def _run(name: str, model: mj.DecoderConfig, *, rows: int) -> mj.RunConfig:
     """Four microbatches of `rows` rows a step, so that the update weighs as little as in a real run."""
-    return RunConfig(
+    return mj.RunConfig(
         model=model,
-        data=MockConfig(),
-        tokenizer=NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=10),
-        batch=BatchConfig(global_size=4 * rows, micro_size=rows),
-        evaluation=EvaluationConfig(every=None),
+        data=mj.MockConfig(),
+        tokenizer=mj.NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
+        optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=mj.ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=10),
+        batch=mj.BatchConfig(global_size=4 * rows, micro_size=rows),
+        evaluation=mj.EvaluationConfig(every=None),
         steps=100,
         run_dir=f"runs/bench_{name}",
     )

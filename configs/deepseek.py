@@ -14,67 +14,62 @@ Hardware: each size names its own; not yet run on GPUs
 
 from dataclasses import replace
 
-from megajax.layers.configs import DispatchConfig
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.deepseek import deepseek
-from megajax.optim.config import ScheduleConfig
-from megajax.training.config import EvaluationConfig
-from megajax.training.presets import library_debug_config, own_text
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The Lite size of V2."""
     return deepseek_v2_lite()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return deepseek_v2_lite_debug()
 
 
-def deepseek_v2_lite() -> RunConfig:
+def deepseek_v2_lite() -> mj.RunConfig:
     """15.7 B parameters, 2.4 B active; 5.7 T tokens, 19 M a step. 16 GPUs with 80 GB: expert 8 x data 2."""
-    return own_text(
+    return mj.own_text(
         "deepseek_v2_lite",
-        deepseek("v2-lite"),
-        parallel=ParallelConfig(expert=8),
-        schedule=ScheduleConfig(lr=4.2e-4, min_lr=4.2e-5, warmup_steps=2000),
+        mj.deepseek("v2-lite"),
+        parallel=mj.ParallelConfig(expert=8),
+        schedule=mj.ScheduleConfig(lr=4.2e-4, min_lr=4.2e-5, warmup_steps=2000),
         rows=4608,
         steps=302_000,
-        evaluation=EvaluationConfig(every=1000, batches=1),
+        evaluation=mj.EvaluationConfig(every=1000, batches=1),
     )
 
 
-def deepseek_v3() -> RunConfig:
+def deepseek_v3() -> mj.RunConfig:
     """671 B parameters, 37 B active, and 11.6 B that predict further ahead; 8.7 of its 14.8 T tokens, 63 M a step.
 
     1024 GPUs with 80 GB: pipeline 32 x expert 4 x tensor 2 x data 4, experts within a node. Devices have room for 1.5
     times the mean number of rows, which bounds their memory; the metrics count what is dropped beyond. A run counts up
     to 2^31 rows; the rest is a second run.
     """
-    return own_text(
+    return mj.own_text(
         "deepseek_v3",
-        replace(deepseek("v3", dispatch=DispatchConfig(room=1.5)), recompute="full"),
-        parallel=ParallelConfig(pipeline=32, expert=4, tensor=2, sequence=True),
-        schedule=ScheduleConfig(lr=2.2e-4, min_lr=2.2e-5, warmup_steps=2000),
+        replace(mj.deepseek("v3", dispatch=mj.DispatchConfig(room=1.5)), recompute="full"),
+        parallel=mj.ParallelConfig(pipeline=32, expert=4, tensor=2, sequence=True),
+        schedule=mj.ScheduleConfig(lr=2.2e-4, min_lr=2.2e-5, warmup_steps=2000),
         rows=15360,
         steps=139_000,
-        evaluation=EvaluationConfig(every=1000, batches=1),
+        evaluation=mj.EvaluationConfig(every=1000, batches=1),
     )
 
 
-def deepseek_v2_lite_debug() -> RunConfig:
+def deepseek_v2_lite_debug() -> mj.RunConfig:
     """deepseek_v2_lite in tiny sizes, on one device or on eight."""
-    return library_debug_config(deepseek_v2_lite(), _debug_model())
+    return mj.library_debug_config(deepseek_v2_lite(), _debug_model())
 
 
-def deepseek_v3_debug() -> RunConfig:
+def deepseek_v3_debug() -> mj.RunConfig:
     """deepseek_v3 in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return library_debug_config(deepseek_v3(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+    return mj.library_debug_config(
+        deepseek_v3(), _debug_model(), parallel=mj.ParallelConfig(expert=2, data_sharding="fsdp")
+    )
 
 
-def _debug_model() -> DecoderConfig:
+def _debug_model() -> mj.DecoderConfig:
     """V3's kinds of layers; wider initial weights than the sizes have, as it is narrow."""
-    return replace(deepseek("debug", sequence_length=64, vocabulary_size=257), init_std=0.02)
+    return replace(mj.deepseek("debug", sequence_length=64, vocabulary_size=257), init_std=0.02)

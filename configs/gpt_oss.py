@@ -15,56 +15,52 @@ Hardware: each size names its own; not yet run on GPUs
 from dataclasses import replace
 from typing import Any
 
-from megajax.layers.stack.remat import Recompute
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.gpt_oss import gpt_oss
-from megajax.optim.config import ScheduleConfig
-from megajax.training.presets import library_debug_config, own_text
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
-RECOMPUTE: Recompute = ("norm", "activation", "mlp")
+RECOMPUTE = ("norm", "activation", "mlp")
 """Rows of experts are not saved: their buffers have room for any choice of the router, eight times what is needed."""
 
 SETTINGS: dict[str, Any] = {
-    "schedule": ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+    "schedule": mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
     "rows": 1024,
     "steps": 1_000_000,
 }
 """Of all sizes: rows have 4096 tokens."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The 20B size."""
     return gpt_oss_20b()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return gpt_oss_20b_debug()
 
 
-def gpt_oss_20b() -> RunConfig:
+def gpt_oss_20b() -> mj.RunConfig:
     """20.9 B parameters, 3.6 B active; 32 experts. 16 GPUs with 80 GB: expert 8 x data 2."""
-    model = replace(gpt_oss("20b", sequence_length=4096), recompute=RECOMPUTE)
-    return own_text("gpt_oss_20b", model, parallel=ParallelConfig(expert=8), **SETTINGS)
+    model = replace(mj.gpt_oss("20b", sequence_length=4096), recompute=RECOMPUTE)
+    return mj.own_text("gpt_oss_20b", model, parallel=mj.ParallelConfig(expert=8), **SETTINGS)
 
 
-def gpt_oss_120b() -> RunConfig:
+def gpt_oss_120b() -> mj.RunConfig:
     """116.8 B parameters, 5.1 B active; 128 experts. 64 GPUs with 80 GB: expert 8 x FSDP over data 8."""
-    model = replace(gpt_oss("120b", sequence_length=4096), recompute="full")
-    return own_text("gpt_oss_120b", model, parallel=ParallelConfig(expert=8, data_sharding="fsdp"), **SETTINGS)
+    model = replace(mj.gpt_oss("120b", sequence_length=4096), recompute="full")
+    return mj.own_text("gpt_oss_120b", model, parallel=mj.ParallelConfig(expert=8, data_sharding="fsdp"), **SETTINGS)
 
 
-def gpt_oss_20b_debug() -> RunConfig:
+def gpt_oss_20b_debug() -> mj.RunConfig:
     """gpt_oss_20b in tiny sizes, with windows of 16 tokens, on one device or on eight."""
-    return library_debug_config(gpt_oss_20b(), _debug_model())
+    return mj.library_debug_config(gpt_oss_20b(), _debug_model())
 
 
-def gpt_oss_120b_debug() -> RunConfig:
+def gpt_oss_120b_debug() -> mj.RunConfig:
     """gpt_oss_120b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return library_debug_config(gpt_oss_120b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+    return mj.library_debug_config(
+        gpt_oss_120b(), _debug_model(), parallel=mj.ParallelConfig(expert=2, data_sharding="fsdp")
+    )
 
 
-def _debug_model() -> DecoderConfig:
-    return gpt_oss("debug", sequence_length=64, vocabulary_size=257, window=16)
+def _debug_model() -> mj.DecoderConfig:
+    return mj.gpt_oss("debug", sequence_length=64, vocabulary_size=257, window=16)

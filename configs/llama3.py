@@ -14,207 +14,196 @@ Hardware: each size names its own. All but llama3_7m were compiled for virtual H
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import BlendConfig
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.gpt import GPT_VOCABULARY
-from megajax.models.presets.llama import llama3
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.config import GPT2TokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.presets import debug_config, own_text
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 KI = 1024
 LONG_ROWS = ("norm", "latent", "query_key_value", "gate", "residual", "mlp", "activation")
 """Recomputed in layers of long rows: everything but attention."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The 8B size."""
     return llama3_8b()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return llama3_8b_debug()
 
 
-def llama3_7m() -> RunConfig:
+def llama3_7m() -> mj.RunConfig:
     """4 layers x 64 hidden with GPT-2 tokens: a first run on your own text, on 2 CPU cores or any GPU.
 
     Most of the model is its two tables of 50257 tokens. Prepare the text with --tokenizer=gpt2
     --vocab-file=data/vocab.json --merge-file=data/merges.txt; on a GPU, add --precision.compute=bfloat16.
     """
-    return RunConfig(
-        model=llama3("debug", sequence_length=128, vocabulary_size=GPT_VOCABULARY),
-        data=BlendConfig(paths=("data/corpus_text_document",), split="95,5,0", isolate_documents=True),
-        tokenizer=GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
-        precision=PrecisionConfig(compute="float32"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=20),
-        batch=BatchConfig(global_size=8, micro_size=2),
-        evaluation=EvaluationConfig(every=100, batches=4),
-        checkpoint=CheckpointConfig(every=100),
+    return mj.RunConfig(
+        model=mj.llama3("debug", sequence_length=128, vocabulary_size=50257),
+        data=mj.BlendConfig(paths=("data/corpus_text_document",), split="95,5,0", isolate_documents=True),
+        tokenizer=mj.GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
+        precision=mj.PrecisionConfig(compute="float32"),
+        optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=mj.ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=20),
+        batch=mj.BatchConfig(global_size=8, micro_size=2),
+        evaluation=mj.EvaluationConfig(every=100, batches=4),
+        checkpoint=mj.CheckpointConfig(every=100),
         steps=200,
         run_dir="runs/llama3_7m",
     )
 
 
-def llama3_8b() -> RunConfig:
+def llama3_8b() -> mj.RunConfig:
     """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, tensor 4 x data 2."""
-    return own_text(
+    return mj.own_text(
         "llama3_8b",
-        llama3("8b"),
-        parallel=ParallelConfig(tensor=4, sequence=True, data_sharding="zero1"),
-        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+        mj.llama3("8b"),
+        parallel=mj.ParallelConfig(tensor=4, sequence=True, data_sharding="zero1"),
+        schedule=mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
         rows=512,
-        evaluation=EvaluationConfig(every=1000, batches=8),
-        checkpoint=CheckpointConfig(every=500),
+        evaluation=mj.EvaluationConfig(every=1000, batches=8),
+        checkpoint=mj.CheckpointConfig(every=500),
         steps=500_000,
     )
 
 
-def llama3_70b() -> RunConfig:
+def llama3_70b() -> mj.RunConfig:
     """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6. 128 GPUs, tensor 8 x pipeline 4 x data 4."""
-    return own_text(
+    return mj.own_text(
         "llama3_70b",
-        llama3("70b"),
+        mj.llama3("70b"),
         parallel=_interleaved(pipeline=4, tensor=8, virtual_stages=5),
-        schedule=ScheduleConfig(lr=1.5e-4, min_lr=1.5e-6, warmup_steps=8000),
+        schedule=mj.ScheduleConfig(lr=1.5e-4, min_lr=1.5e-6, warmup_steps=8000),
         rows=512,
         steps=3_600_000,
     )
 
 
-def llama3_405b() -> RunConfig:
+def llama3_405b() -> mj.RunConfig:
     """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7. 1024 GPUs, tensor 8 x pipeline 16 x data 8."""
-    return own_text(
+    return mj.own_text(
         "llama3_405b",
-        replace(llama3("405b"), recompute="full"),
+        replace(mj.llama3("405b"), recompute="full"),
         parallel=_interleaved(pipeline=16, tensor=8, virtual_stages=4),
-        schedule=ScheduleConfig(lr=8e-5, min_lr=8e-7, warmup_steps=8000),
+        schedule=mj.ScheduleConfig(lr=8e-5, min_lr=8e-7, warmup_steps=8000),
         rows=2048,
         steps=900_000,
     )
 
 
-def llama3_8b_32k() -> RunConfig:
+def llama3_8b_32k() -> mj.RunConfig:
     """llama3_8b on rows of 32,768 tokens. 8 GPUs with 80 GB, context 2 x data 4.
 
     RoPE as in training on short rows: its base, 500,000, serves up to 32,768 positions (Xiong et al. 2023,
     "Effective Long-Context Scaling of Foundation Models"; Llama team 2024, section 3.2).
     """
-    return _long_rows("llama3_8b_32k", llama3("8b", sequence_length=32 * KI), context=2, rows=128)
+    return _long_rows("llama3_8b_32k", mj.llama3("8b", sequence_length=32 * KI), context=2, rows=128)
 
 
-def llama3_8b_128k() -> RunConfig:
+def llama3_8b_128k() -> mj.RunConfig:
     """llama3_8b on rows of 131,072 tokens, with Llama 3.1's RoPE scaling. 16 GPUs with 80 GB, context 8 x data 2."""
-    model = llama3("8b", sequence_length=128 * KI, llama3_scaling=True)
+    model = mj.llama3("8b", sequence_length=128 * KI, llama3_scaling=True)
     return _long_rows("llama3_8b_128k", model, context=8, rows=32)
 
 
-def llama3_8b_1m() -> RunConfig:
+def llama3_8b_1m() -> mj.RunConfig:
     """llama3_8b on rows of 1,048,576 tokens. 128 GPUs with 80 GB, context 16 x tensor 2 x data 4.
 
     Base of RoPE: 2.8e9, as in Gradient's Llama-3 8B of that length (Gradient 2024, model card of
     Llama-3-8B-Instruct-Gradient-1048k).
     """
-    model = llama3("8b", sequence_length=1024 * KI, rope_base=2.8e9)
+    model = mj.llama3("8b", sequence_length=1024 * KI, rope_base=2.8e9)
     return _long_rows("llama3_8b_1m", model, context=16, tensor=2, rows=4)
 
 
-def llama3_70b_128k() -> RunConfig:
+def llama3_70b_128k() -> mj.RunConfig:
     """llama3_70b on rows of 131,072 tokens, with Llama 3.1's RoPE scaling.
 
     64 GPUs with 80 GB, context 8 x tensor 2 x data 4.
     """
-    model = llama3("70b", sequence_length=128 * KI, llama3_scaling=True)
+    model = mj.llama3("70b", sequence_length=128 * KI, llama3_scaling=True)
     return _long_rows("llama3_70b_128k", model, context=8, tensor=2, rows=32, lr=1.5e-5)
 
 
-def llama3_7m_debug() -> RunConfig:
+def llama3_7m_debug() -> mj.RunConfig:
     """llama3_7m in tiny sizes, with mock data."""
-    return debug_config(llama3_7m(), _debug_model())
+    return mj.debug_config(llama3_7m(), _debug_model())
 
 
-def llama3_8b_debug() -> RunConfig:
+def llama3_8b_debug() -> mj.RunConfig:
     """llama3_8b in tiny sizes, on one device, or on eight with --devices=cpu:8 --parallel.tensor=2."""
-    return debug_config(llama3_8b(), _debug_model())
+    return mj.debug_config(llama3_8b(), _debug_model())
 
 
-def llama3_70b_debug() -> RunConfig:
+def llama3_70b_debug() -> mj.RunConfig:
     """llama3_70b in tiny sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
     return _interleaved_twin(llama3_70b())
 
 
-def llama3_405b_debug() -> RunConfig:
+def llama3_405b_debug() -> mj.RunConfig:
     """llama3_405b in tiny sizes, in the layout of llama3_70b_debug."""
     return _interleaved_twin(llama3_405b())
 
 
 def _long_rows(
-    name: str, model: DecoderConfig, *, context: int, rows: int, tensor: int = 1, lr: float = 3e-5
-) -> RunConfig:
+    name: str, model: mj.DecoderConfig, *, context: int, rows: int, tensor: int = 1, lr: float = 3e-5
+) -> mj.RunConfig:
     """Training on from a model of short rows, given by --checkpoint.load, at a tenth of its learning rate.
 
     Layers save the residual stream and the output of attention, which takes longest to compute again. Rows are so long
     that the gathers of fsdp hide behind a layer's computing.
     """
-    return own_text(
+    return mj.own_text(
         name,
         replace(model, recompute=LONG_ROWS),
-        parallel=ParallelConfig(context=context, tensor=tensor, sequence=tensor > 1, data_sharding="fsdp"),
-        schedule=ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=50),
+        parallel=mj.ParallelConfig(context=context, tensor=tensor, sequence=tensor > 1, data_sharding="fsdp"),
+        schedule=mj.ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=50),
         rows=rows,
         steps=1000,
     )
 
 
-def llama3_8b_32k_debug() -> RunConfig:
+def llama3_8b_32k_debug() -> mj.RunConfig:
     """llama3_8b_32k in tiny sizes: rows of 256 tokens over context 4, and data 2 on eight devices."""
     return _long_twin(llama3_8b_32k())
 
 
-def llama3_8b_128k_debug() -> RunConfig:
+def llama3_8b_128k_debug() -> mj.RunConfig:
     """llama3_8b_128k in tiny sizes, in the layout of llama3_8b_32k_debug."""
     return _long_twin(llama3_8b_128k(), llama3_scaling=True)
 
 
-def llama3_8b_1m_debug() -> RunConfig:
+def llama3_8b_1m_debug() -> mj.RunConfig:
     """llama3_8b_1m in tiny sizes: rows of 256 tokens over context 4 x tensor 2."""
     return _long_twin(llama3_8b_1m(), rope_base=2.8e9)
 
 
-def llama3_70b_128k_debug() -> RunConfig:
+def llama3_70b_128k_debug() -> mj.RunConfig:
     """llama3_70b_128k in tiny sizes, in the layout of llama3_8b_1m_debug."""
     return _long_twin(llama3_70b_128k(), llama3_scaling=True)
 
 
-def _debug_model() -> DecoderConfig:
-    return llama3("debug", sequence_length=64, vocabulary_size=512)
+def _debug_model() -> mj.DecoderConfig:
+    return mj.llama3("debug", sequence_length=64, vocabulary_size=512)
 
 
-def _long_twin(run: RunConfig, **rope: Any) -> RunConfig:
+def _long_twin(run: mj.RunConfig, **rope: Any) -> mj.RunConfig:
     """On four devices and more, from random weights. rope: settings of RoPE, those of the run."""
     tensor = run.parallel.tensor
-    model = llama3("debug", sequence_length=256, vocabulary_size=512, **rope)
-    return debug_config(
+    model = mj.llama3("debug", sequence_length=256, vocabulary_size=512, **rope)
+    return mj.debug_config(
         run,
         replace(model, recompute=LONG_ROWS),
         parallel=replace(run.parallel, context=4, tensor=tensor, sequence=tensor > 1),
-        schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.25),
+        schedule=mj.ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.25),
     )
 
 
-def _interleaved_twin(run: RunConfig) -> RunConfig:
-    return debug_config(run, _debug_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
+def _interleaved_twin(run: mj.RunConfig) -> mj.RunConfig:
+    return mj.debug_config(run, _debug_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
 
 
-def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> ParallelConfig:
-    return ParallelConfig(
+def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> mj.ParallelConfig:
+    return mj.ParallelConfig(
         pipeline=pipeline,
         tensor=tensor,
         sequence=True,

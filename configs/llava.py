@@ -13,93 +13,80 @@ Hardware: one host of 8 GPUs with 80 GB. Compiled for virtual H100s, not run on 
 
 from dataclasses import replace
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import DigitCaptionsConfig, ImageTextConfig
-from megajax.layers.configs import IdentityNormConfig, StackConfig
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import LlavaConfig
-from megajax.models.presets.llama import llama2
-from megajax.models.presets.llava import llava
-from megajax.models.presets.vit import clip, vit_tower
-from megajax.models.vision.config import VisionTowerConfig
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig, MultimodalTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.presets import debug_config
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 IMAGE = 32000
 """The image token, behind the vocabulary of Llama 2."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The second stage of the 7B size."""
     return llava_7b()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return llava_7b_debug()
 
 
-def llava_7b() -> RunConfig:
+def llava_7b() -> mj.RunConfig:
     """Decoder and projector on conversations, 665 thousand rows of up to 2048 positions, 576 of them an image. FSDP."""
-    return RunConfig(
+    return mj.RunConfig(
         model=_llava("7b"),
-        parallel=ParallelConfig(data_sharding="fsdp"),
-        data=ImageTextConfig(paths=("data/conversations.jsonl",)),
+        parallel=mj.ParallelConfig(data_sharding="fsdp"),
+        data=mj.ImageTextConfig(paths=("data/conversations.jsonl",)),
         tokenizer=_tokenizer(),
-        optimizer=AdamWConfig(weight_decay=0.0, trainable=("projector.*", "tokens", "stack.*", "norm.*", "head")),
-        schedule=ScheduleConfig(lr=2e-5, warmup_fraction=0.03),
-        batch=BatchConfig(global_size=128, micro_size=2),
-        evaluation=EvaluationConfig(every=500, batches=8),
-        checkpoint=CheckpointConfig(every=500),
+        optimizer=mj.AdamWConfig(weight_decay=0.0, trainable=("projector.*", "tokens", "stack.*", "norm.*", "head")),
+        schedule=mj.ScheduleConfig(lr=2e-5, warmup_fraction=0.03),
+        batch=mj.BatchConfig(global_size=128, micro_size=2),
+        evaluation=mj.EvaluationConfig(every=500, batches=8),
+        checkpoint=mj.CheckpointConfig(every=500),
         steps=5195,
         run_dir="runs/llava_7b",
     )
 
 
-def llava_7b_projector() -> RunConfig:
+def llava_7b_projector() -> mj.RunConfig:
     """The projector alone on captions, 558 thousand rows."""
     return llava_7b().but(
-        data=ImageTextConfig(paths=("data/captions.jsonl",)),
-        optimizer=AdamWConfig(weight_decay=0.0, trainable=("projector.*",)),
-        schedule=ScheduleConfig(lr=1e-3, warmup_fraction=0.03),
-        batch=BatchConfig(global_size=256, micro_size=4),
+        data=mj.ImageTextConfig(paths=("data/captions.jsonl",)),
+        optimizer=mj.AdamWConfig(weight_decay=0.0, trainable=("projector.*",)),
+        schedule=mj.ScheduleConfig(lr=1e-3, warmup_fraction=0.03),
+        batch=mj.BatchConfig(global_size=256, micro_size=4),
         steps=2180,
         run_dir="runs/llava_7b_projector",
     )
 
 
-def llava_7b_debug() -> RunConfig:
+def llava_7b_debug() -> mj.RunConfig:
     """llava_7b in a tiny size on captions of scikit-learn's handwritten digits; all of it is trained, from nothing."""
     cfg = llava_7b()
-    language = llama2("debug", sequence_length=40, vocabulary_size=258)
-    return debug_config(
+    language = mj.llama2("debug", sequence_length=40, vocabulary_size=258)
+    return mj.debug_config(
         cfg,
-        llava(language, replace(vit_tower("debug", image=16), patch=4), image_token=257),
-        data=DigitCaptionsConfig(phrasings=1),
-        tokenizer=MultimodalTokenizerConfig(base=ByteTokenizerConfig()),
-        optimizer=AdamWConfig(weight_decay=0.1),
-        schedule=ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=64, micro_size=16),
-        evaluation=EvaluationConfig(every=250, batches=5),
-        checkpoint=CheckpointConfig(every=500),
+        mj.llava(language, replace(mj.vit_tower("debug", image=16), patch=4), image_token=257),
+        data=mj.DigitCaptionsConfig(phrasings=1),
+        tokenizer=mj.MultimodalTokenizerConfig(base=mj.ByteTokenizerConfig()),
+        optimizer=mj.AdamWConfig(weight_decay=0.1),
+        schedule=mj.ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
+        batch=mj.BatchConfig(global_size=64, micro_size=16),
+        evaluation=mj.EvaluationConfig(every=250, batches=5),
+        checkpoint=mj.CheckpointConfig(every=500),
         logging=replace(cfg.logging, every=50),
         steps=1500,
     )
 
 
-def _llava(size: str) -> LlavaConfig:
+def _llava(size: str) -> mj.LlavaConfig:
     """Positions of images are the states before the last block of CLIP's tower, without its class token."""
-    language = llama2(size, sequence_length=2048, vocabulary_size=IMAGE + 1)
-    return llava(language, _before_the_last_block(clip("l14-336")), image_token=IMAGE)
+    language = mj.llama2(size, sequence_length=2048, vocabulary_size=IMAGE + 1)
+    return mj.llava(language, _before_the_last_block(mj.clip("l14-336")), image_token=IMAGE)
 
 
-def _before_the_last_block(tower: VisionTowerConfig) -> VisionTowerConfig:
+def _before_the_last_block(tower: mj.VisionTowerConfig) -> mj.VisionTowerConfig:
     pattern, repeats = tower.stack.pattern, tower.stack.repeats
-    return replace(tower, stack=StackConfig(pattern=pattern, repeats=repeats - 1), norm=IdentityNormConfig())
+    return replace(tower, stack=mj.StackConfig(pattern=pattern, repeats=repeats - 1), norm=mj.IdentityNormConfig())
 
 
-def _tokenizer() -> MultimodalTokenizerConfig:
-    return MultimodalTokenizerConfig(base=HuggingFaceTokenizerConfig(path="data/tokenizer.json"))
+def _tokenizer() -> mj.MultimodalTokenizerConfig:
+    return mj.MultimodalTokenizerConfig(base=mj.HuggingFaceTokenizerConfig(path="data/tokenizer.json"))

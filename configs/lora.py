@@ -11,24 +11,18 @@ Expect:   docs/lora.md has the losses on English text
 
 from dataclasses import replace
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.config import load
-from megajax.data.configs import BlendConfig
-from megajax.layers.configs import LoRAConfig
-from megajax.optim.config import ScheduleConfig
-from megajax.training.config import EvaluationConfig
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """Adapters on all matrices of mixers and MLPs."""
-    base: RunConfig = load("quickstart.py")
+    base: mj.RunConfig = mj.load("quickstart.py")
     return base.but(
-        model=replace(base.model, lora=LoRAConfig(rank=8, alpha=16.0)),
-        data=BlendConfig(paths=("data/corpus_text_document",), split="95,5,0"),
-        schedule=ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=20),
-        evaluation=EvaluationConfig(every=100, batches=4),
-        checkpoint=CheckpointConfig(load="runs/quickstart", parts="weights", every=100),
+        model=replace(base.model, lora=mj.LoRAConfig(rank=8, alpha=16.0)),
+        data=mj.BlendConfig(paths=("data/corpus_text_document",), split="95,5,0"),
+        schedule=mj.ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=20),
+        evaluation=mj.EvaluationConfig(every=100, batches=4),
+        checkpoint=mj.CheckpointConfig(load="runs/quickstart", parts="weights", every=100),
         steps=300,
         run_dir="runs/lora",
     )

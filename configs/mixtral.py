@@ -17,101 +17,96 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.configs import StandardLibraryConfig
-from megajax.layers.configs import RouterConfig
-from megajax.layers.stack.remat import Recompute
-from megajax.mesh.config import ParallelConfig
-from megajax.metrics.config import LoggingConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.mixtral import mixtral
-from megajax.optim.config import ScheduleConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.presets import library_debug_config, own_text
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
-RECOMPUTE: Recompute = ("norm", "activation", "mlp")
+RECOMPUTE = ("norm", "activation", "mlp")
 """Rows of experts are not saved: their buffers have room for any choice of the router, four times what is needed."""
 
 SETTINGS: dict[str, Any] = {
-    "schedule": ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=500),
+    "schedule": mj.ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=500),
     "rows": 256,
     "steps": 500_000,
 }
 """Of all sizes: rows have 4096 tokens."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The 8x7B size."""
     return mixtral_8x7b()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return mixtral_8x7b_debug()
 
 
-def mixtral_8x7b() -> RunConfig:
+def mixtral_8x7b() -> mj.RunConfig:
     """46.7 B parameters, 12.9 B active. 64 GPUs with 80 GB: pipeline 4 x 4 virtual stages x expert 8 x data 2."""
-    parallel = ParallelConfig(pipeline=4, expert=8, schedule="interleaved", virtual_stages=4)
-    return own_text("mixtral_8x7b", replace(mixtral("8x7b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS)
+    parallel = mj.ParallelConfig(pipeline=4, expert=8, schedule="interleaved", virtual_stages=4)
+    return mj.own_text("mixtral_8x7b", replace(mj.mixtral("8x7b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS)
 
 
-def mixtral_8x22b() -> RunConfig:
+def mixtral_8x22b() -> mj.RunConfig:
     """141 B parameters, 39 B active. 128 GPUs with 80 GB: pipeline 8 x 7 virtual stages x expert 8 x tensor 2."""
-    parallel = ParallelConfig(pipeline=8, expert=8, tensor=2, sequence=True, schedule="interleaved", virtual_stages=7)
-    return own_text("mixtral_8x22b", replace(mixtral("8x22b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS)
+    parallel = mj.ParallelConfig(
+        pipeline=8, expert=8, tensor=2, sequence=True, schedule="interleaved", virtual_stages=7
+    )
+    return mj.own_text(
+        "mixtral_8x22b", replace(mj.mixtral("8x22b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS
+    )
 
 
-def balance() -> RunConfig:
+def balance() -> mj.RunConfig:
     """4 layers with 8 experts, balanced without a loss: about 3 minutes on 2 CPU cores.
 
     The most loaded expert of the worst layer gets 3.7 times the mean at step 30, less than 1.3 times from step 250 on.
     """
-    model = _with_router(_debug_model(), RouterConfig(score="sigmoid", balance_rate=0.005))
-    return library_debug_config(
+    model = _with_router(_debug_model(), mj.RouterConfig(score="sigmoid", balance_rate=0.005))
+    return mj.library_debug_config(
         mixtral_8x7b(),
         model,
-        data=StandardLibraryConfig(isolate_documents=True),
-        batch=BatchConfig(global_size=32, micro_size=32),
-        evaluation=EvaluationConfig(every=150, batches=4),
-        checkpoint=CheckpointConfig(every=150),
-        logging=LoggingConfig(layers_every=10),
+        data=mj.StandardLibraryConfig(isolate_documents=True),
+        batch=mj.BatchConfig(global_size=32, micro_size=32),
+        evaluation=mj.EvaluationConfig(every=150, batches=4),
+        checkpoint=mj.CheckpointConfig(every=150),
+        logging=mj.LoggingConfig(layers_every=10),
         steps=300,
         run_dir="runs/mixtral_balance",
     )
 
 
-def mixtral_8x7b_debug() -> RunConfig:
+def mixtral_8x7b_debug() -> mj.RunConfig:
     """mixtral_8x7b in tiny sizes, on one device or on eight."""
-    return library_debug_config(mixtral_8x7b(), _debug_model())
+    return mj.library_debug_config(mixtral_8x7b(), _debug_model())
 
 
-def mixtral_8x22b_debug() -> RunConfig:
+def mixtral_8x22b_debug() -> mj.RunConfig:
     """mixtral_8x22b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x tensor 2 on eight devices."""
-    parallel = ParallelConfig(pipeline=2, expert=2, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2)
-    return library_debug_config(mixtral_8x22b(), _debug_model(), parallel=parallel)
+    parallel = mj.ParallelConfig(
+        pipeline=2, expert=2, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2
+    )
+    return mj.library_debug_config(mixtral_8x22b(), _debug_model(), parallel=parallel)
 
 
-def dense() -> RunConfig:
+def dense() -> mj.RunConfig:
     """The debug twin with a dense layer instead of experts: what `upcycled` starts from."""
     model = _debug_model()
     (block,) = model.stack.pattern
     model = replace(model, stack=model.stack.with_pattern((replace(block, mlp=block.mlp.expert),)))
-    return replace(library_debug_config(mixtral_8x7b(), model), run_dir="runs/mixtral_dense")
+    return replace(mj.library_debug_config(mixtral_8x7b(), model), run_dir="runs/mixtral_dense")
 
 
-def upcycled() -> RunConfig:
+def upcycled() -> mj.RunConfig:
     """The debug twin from the weights of `dense`: each expert starts as a copy of the dense layer."""
-    checkpoint = CheckpointConfig(weights=(WeightsConfig(run=Path("runs/mixtral_dense")),))
+    checkpoint = mj.CheckpointConfig(weights=(mj.WeightsConfig(run=Path("runs/mixtral_dense")),))
     return replace(mixtral_8x7b_debug(), checkpoint=checkpoint, run_dir="runs/mixtral_upcycled")
 
 
-def _debug_model() -> DecoderConfig:
-    return mixtral("debug", sequence_length=64, vocabulary_size=257)
+def _debug_model() -> mj.DecoderConfig:
+    return mj.mixtral("debug", sequence_length=64, vocabulary_size=257)
 
 
-def _with_router(model: DecoderConfig, router: RouterConfig) -> DecoderConfig:
+def _with_router(model: mj.DecoderConfig, router: mj.RouterConfig) -> mj.DecoderConfig:
     (block,) = model.stack.pattern
     block = replace(block, mlp=replace(block.mlp, router=router))
     return replace(model, stack=model.stack.with_pattern((block,)))

@@ -14,54 +14,51 @@ Hardware: each size names its own; not yet run on GPUs
 from dataclasses import replace
 from typing import Any
 
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.mamba import nemotron_h
-from megajax.optim.config import ScheduleConfig
-from megajax.training.presets import library_debug_config, own_text
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 SETTINGS: dict[str, Any] = {
-    "schedule": ScheduleConfig(lr=8e-4, min_lr=8e-6, warmup_steps=2000),
+    "schedule": mj.ScheduleConfig(lr=8e-4, min_lr=8e-6, warmup_steps=2000),
     "rows": 768,
     "steps": 2_000_000,
 }
 """Of all sizes: rows have 8192 tokens."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The 8B size."""
     return nemotron_h_8b()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return nemotron_h_8b_debug()
 
 
-def nemotron_h_8b() -> RunConfig:
+def nemotron_h_8b() -> mj.RunConfig:
     """52 layers, 4 of them attention. 32 GPUs with 80 GB, tensor 2 x data 16."""
-    return own_text("nemotron_h_8b", nemotron_h("8b"), parallel=ParallelConfig(tensor=2, sequence=True), **SETTINGS)
-
-
-def nemotron_h_56b() -> RunConfig:
-    """118 layers, 10 of them attention. 256 GPUs with 80 GB, tensor 8 x FSDP over data 32."""
-    model = replace(nemotron_h("56b"), recompute="full")
-    return own_text(
-        "nemotron_h_56b", model, parallel=ParallelConfig(tensor=8, sequence=True, data_sharding="fsdp"), **SETTINGS
+    return mj.own_text(
+        "nemotron_h_8b", mj.nemotron_h("8b"), parallel=mj.ParallelConfig(tensor=2, sequence=True), **SETTINGS
     )
 
 
-def nemotron_h_8b_debug() -> RunConfig:
+def nemotron_h_56b() -> mj.RunConfig:
+    """118 layers, 10 of them attention. 256 GPUs with 80 GB, tensor 8 x FSDP over data 32."""
+    model = replace(mj.nemotron_h("56b"), recompute="full")
+    return mj.own_text(
+        "nemotron_h_56b", model, parallel=mj.ParallelConfig(tensor=8, sequence=True, data_sharding="fsdp"), **SETTINGS
+    )
+
+
+def nemotron_h_8b_debug() -> mj.RunConfig:
     """nemotron_h_8b in tiny sizes, on one device or any layout."""
-    return library_debug_config(nemotron_h_8b(), _debug_model())
+    return mj.library_debug_config(nemotron_h_8b(), _debug_model())
 
 
-def nemotron_h_56b_debug() -> RunConfig:
+def nemotron_h_56b_debug() -> mj.RunConfig:
     """nemotron_h_56b in tiny sizes: tensor 2 x FSDP over data 4 on eight devices."""
-    parallel = ParallelConfig(tensor=2, sequence=True, data_sharding="fsdp")
-    return library_debug_config(nemotron_h_56b(), _debug_model(), parallel=parallel)
+    parallel = mj.ParallelConfig(tensor=2, sequence=True, data_sharding="fsdp")
+    return mj.library_debug_config(nemotron_h_56b(), _debug_model(), parallel=parallel)
 
 
-def _debug_model() -> DecoderConfig:
-    return nemotron_h("debug", sequence_length=64, vocabulary_size=257)
+def _debug_model() -> mj.DecoderConfig:
+    return mj.nemotron_h("debug", sequence_length=64, vocabulary_size=257)

@@ -7,40 +7,31 @@ Expect:   loss from 5.56 to between 1.2 and 1.5 nats per byte, 1.4 to 1.6 on the
           different standard libraries
 """
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import StandardLibraryConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
-from megajax.metrics.config import LoggingConfig
-from megajax.models.configs import DecoderConfig
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.config import ByteTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 
-def config() -> RunConfig:
-    block = BlockConfig(
-        mixer=AttentionConfig(heads=4, rope=RopeConfig()),
-        mlp=GatedMLPConfig(ffn=384),
-        norm=RMSNormConfig(),
+def config() -> mj.RunConfig:
+    block = mj.BlockConfig(
+        mixer=mj.AttentionConfig(heads=4, rope=mj.RopeConfig()),
+        mlp=mj.GatedMLPConfig(ffn=384),
+        norm=mj.RMSNormConfig(),
     )
-    return RunConfig(
-        model=DecoderConfig(
+    return mj.RunConfig(
+        model=mj.DecoderConfig(
             hidden=128,
             vocabulary_size=257,
             sequence_length=128,
-            stack=StackConfig(pattern=(block,), repeats=4),
+            stack=mj.StackConfig(pattern=(block,), repeats=4),
         ),
-        data=StandardLibraryConfig(megabytes=8),
-        tokenizer=ByteTokenizerConfig(),
-        precision=PrecisionConfig(compute="float32"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=16, micro_size=16),
-        evaluation=EvaluationConfig(every=200, batches=4),
-        checkpoint=CheckpointConfig(every=200),
-        logging=LoggingConfig(prompt="def "),
+        data=mj.StandardLibraryConfig(megabytes=8),
+        tokenizer=mj.ByteTokenizerConfig(),
+        precision=mj.PrecisionConfig(compute="float32"),
+        optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=mj.ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
+        batch=mj.BatchConfig(global_size=16, micro_size=16),
+        evaluation=mj.EvaluationConfig(every=200, batches=4),
+        checkpoint=mj.CheckpointConfig(every=200),
+        logging=mj.LoggingConfig(prompt="def "),
         steps=900,
         run_dir="runs/quickstart",
     )

@@ -15,58 +15,54 @@ Hardware: each size names its own; not yet run on GPUs
 from dataclasses import replace
 from typing import Any
 
-from megajax.layers.stack.remat import Recompute
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.qwen import qwen3_moe
-from megajax.optim.config import ScheduleConfig
-from megajax.training.presets import library_debug_config, own_text
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
-RECOMPUTE: Recompute = ("norm", "activation", "mlp")
+RECOMPUTE = ("norm", "activation", "mlp")
 """Rows of experts are not saved: their buffers have room for any choice of the router, eight times what is needed."""
 
 SETTINGS: dict[str, Any] = {
-    "schedule": ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+    "schedule": mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
     "rows": 1024,
     "steps": 1_000_000,
 }
 """Of all sizes: rows have 4096 tokens."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The 30B-A3B size."""
     return qwen3_moe_30b_a3b()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return qwen3_moe_30b_a3b_debug()
 
 
-def qwen3_moe_30b_a3b() -> RunConfig:
+def qwen3_moe_30b_a3b() -> mj.RunConfig:
     """30.5 B parameters, 3.3 B active; 128 experts. 32 GPUs with 80 GB: expert 8 x data 4."""
-    model = replace(qwen3_moe("30b-a3b", sequence_length=4096), recompute=RECOMPUTE)
-    return own_text("qwen3_moe_30b_a3b", model, parallel=ParallelConfig(expert=8), **SETTINGS)
+    model = replace(mj.qwen3_moe("30b-a3b", sequence_length=4096), recompute=RECOMPUTE)
+    return mj.own_text("qwen3_moe_30b_a3b", model, parallel=mj.ParallelConfig(expert=8), **SETTINGS)
 
 
-def qwen3_moe_235b_a22b() -> RunConfig:
+def qwen3_moe_235b_a22b() -> mj.RunConfig:
     """235 B parameters, 22 B active; 128 experts. 256 GPUs with 80 GB: expert 16 x FSDP over data 16."""
-    model = replace(qwen3_moe("235b-a22b", sequence_length=4096), recompute="full")
-    return own_text("qwen3_moe_235b_a22b", model, parallel=ParallelConfig(expert=16, data_sharding="fsdp"), **SETTINGS)
-
-
-def qwen3_moe_30b_a3b_debug() -> RunConfig:
-    """qwen3_moe_30b_a3b in tiny sizes, on one device or on eight."""
-    return library_debug_config(qwen3_moe_30b_a3b(), _debug_model())
-
-
-def qwen3_moe_235b_a22b_debug() -> RunConfig:
-    """qwen3_moe_235b_a22b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return library_debug_config(
-        qwen3_moe_235b_a22b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp")
+    model = replace(mj.qwen3_moe("235b-a22b", sequence_length=4096), recompute="full")
+    return mj.own_text(
+        "qwen3_moe_235b_a22b", model, parallel=mj.ParallelConfig(expert=16, data_sharding="fsdp"), **SETTINGS
     )
 
 
-def _debug_model() -> DecoderConfig:
-    return qwen3_moe("debug", sequence_length=64, vocabulary_size=257)
+def qwen3_moe_30b_a3b_debug() -> mj.RunConfig:
+    """qwen3_moe_30b_a3b in tiny sizes, on one device or on eight."""
+    return mj.library_debug_config(qwen3_moe_30b_a3b(), _debug_model())
+
+
+def qwen3_moe_235b_a22b_debug() -> mj.RunConfig:
+    """qwen3_moe_235b_a22b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
+    return mj.library_debug_config(
+        qwen3_moe_235b_a22b(), _debug_model(), parallel=mj.ParallelConfig(expert=2, data_sharding="fsdp")
+    )
+
+
+def _debug_model() -> mj.DecoderConfig:
+    return mj.qwen3_moe("debug", sequence_length=64, vocabulary_size=257)

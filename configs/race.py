@@ -12,80 +12,72 @@ Hardware: 8 GPUs with 80 GB; not yet run on GPUs
 
 from dataclasses import replace
 
-from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.configs import MockRaceConfig, RaceConfig
-from megajax.models.classifier.config import with_head
-from megajax.models.configs import ChoiceHeadConfig
-from megajax.models.presets.bert import bert
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tasks.config import RaceTaskConfig
-from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.presets import debug_config
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 QUESTIONS = 87_866
 """Of the training split."""
 EPOCHS, ROWS = 3, 16
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The base size."""
     return race_base()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return race_base_debug()
 
 
-def race_base() -> RunConfig:
+def race_base() -> mj.RunConfig:
     """BERT base. 8 GPUs, data 8."""
     return _tuned("base", micro_size=2)
 
 
-def race_large() -> RunConfig:
+def race_large() -> mj.RunConfig:
     """BERT large. 8 GPUs, data 8."""
     return _tuned("large", micro_size=1)
 
 
-def race_base_debug() -> RunConfig:
+def race_base_debug() -> mj.RunConfig:
     """race_base in a tiny size, from fresh weights, on synthetic files."""
     return _debug(race_base())
 
 
-def race_large_debug() -> RunConfig:
+def race_large_debug() -> mj.RunConfig:
     """race_large in a tiny size."""
     return _debug(race_large())
 
 
-def _tuned(size: str, micro_size: int) -> RunConfig:
+def _tuned(size: str, micro_size: int) -> mj.RunConfig:
     steps = EPOCHS * QUESTIONS // ROWS
-    return RunConfig(
-        model=with_head(bert(size), ChoiceHeadConfig()),
-        data=RaceConfig(path="data/RACE"),
-        tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
-        optimizer=AdamWConfig(weight_decay=0.01),
-        schedule=ScheduleConfig(lr=1e-5, style="linear", warmup_fraction=0.06),
-        batch=BatchConfig(global_size=ROWS, micro_size=micro_size),
-        evaluation=EvaluationConfig(batches=0, tasks=(RaceTaskConfig(),), tasks_every=steps // EPOCHS),
-        checkpoint=CheckpointConfig(every=1000, weights=(WeightsConfig(run=f"runs/bert_{size}", fresh=("head.*",)),)),
+    return mj.RunConfig(
+        model=mj.with_text_head(mj.bert(size), mj.ChoiceHeadConfig()),
+        data=mj.RaceConfig(path="data/RACE"),
+        tokenizer=mj.WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
+        optimizer=mj.AdamWConfig(weight_decay=0.01),
+        schedule=mj.ScheduleConfig(lr=1e-5, style="linear", warmup_fraction=0.06),
+        batch=mj.BatchConfig(global_size=ROWS, micro_size=micro_size),
+        evaluation=mj.EvaluationConfig(batches=0, tasks=(mj.RaceTaskConfig(),), tasks_every=steps // EPOCHS),
+        checkpoint=mj.CheckpointConfig(
+            every=1000, weights=(mj.WeightsConfig(run=f"runs/bert_{size}", fresh=("head.*",)),)
+        ),
         steps=steps,
         run_dir=f"runs/race_{size}",
     )
 
 
-def _debug(cfg: RunConfig) -> RunConfig:
+def _debug(cfg: mj.RunConfig) -> mj.RunConfig:
     """Bytes as tokens, in sequences of 96."""
-    model = replace(bert("debug", sequence_length=96, vocabulary_size=257, dropout=0.0), init_std=0.06)
-    return debug_config(
+    model = replace(mj.bert("debug", sequence_length=96, vocabulary_size=257, dropout=0.0), init_std=0.06)
+    return mj.debug_config(
         cfg,
-        with_head(model, ChoiceHeadConfig()),
-        data=MockRaceConfig(),
-        tokenizer=ByteTokenizerConfig(),
-        schedule=ScheduleConfig(lr=2e-3, style="linear", warmup_fraction=0.1),
-        batch=BatchConfig(global_size=16, micro_size=2),
-        evaluation=EvaluationConfig(batches=0, tasks=(RaceTaskConfig(),), tasks_every=50),
-        checkpoint=CheckpointConfig(every=None),
+        mj.with_text_head(model, mj.ChoiceHeadConfig()),
+        data=mj.MockRaceConfig(),
+        tokenizer=mj.ByteTokenizerConfig(),
+        schedule=mj.ScheduleConfig(lr=2e-3, style="linear", warmup_fraction=0.1),
+        batch=mj.BatchConfig(global_size=16, micro_size=2),
+        evaluation=mj.EvaluationConfig(batches=0, tasks=(mj.RaceTaskConfig(),), tasks_every=50),
+        checkpoint=mj.CheckpointConfig(every=None),
         steps=100,
     )

@@ -12,73 +12,63 @@ Hardware: meant for one host of 8 GPUs with 80 GB, not yet run on one
 
 from dataclasses import replace
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import AugmentConfig, ClassFoldersConfig, DigitsConfig, ImageShardsConfig
-from megajax.data.images.config import ClassImagesConfig
-from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import ViTConfig
-from megajax.models.presets.vit import vit_tower
-from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, with_head
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.presets import debug_config
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 IMAGES = 1_281_167
 """Of ImageNet-1k, whose classes are 1000."""
 
 
-def config() -> RunConfig:
+def config() -> mj.RunConfig:
     """The base size."""
     return vit_b16()
 
 
-def debug() -> RunConfig:
+def debug() -> mj.RunConfig:
     """The debug twin of `config()`."""
     return vit_b16_debug()
 
 
-def vit_b16() -> RunConfig:
+def vit_b16() -> mj.RunConfig:
     """12 layers x 768 hidden. 300 epochs in batches of 1024 (Beyer et al. 2022), mean pooling."""
     return _imagenet(
         "vit_b16",
         _mean_pooled("b16"),
         rows=1024,
         micro_size=128,
-        optimizer=AdamWConfig(weight_decay=0.1),
-        schedule=ScheduleConfig(lr=1e-3, warmup_steps=10_000),
-        data=ClassFoldersConfig(
-            path="data/imagenet", augment=AugmentConfig(area=(0.05, 1.0), operations=2, magnitude=10), mixup=0.2
+        optimizer=mj.AdamWConfig(weight_decay=0.1),
+        schedule=mj.ScheduleConfig(lr=1e-3, warmup_steps=10_000),
+        data=mj.ClassFoldersConfig(
+            path="data/imagenet", augment=mj.AugmentConfig(area=(0.05, 1.0), operations=2, magnitude=10), mixup=0.2
         ),
         epochs=300,
     )
 
 
-def vit_l14() -> RunConfig:
+def vit_l14() -> mj.RunConfig:
     """24 layers x 1024 hidden. 200 epochs in batches of 4096 (He et al. 2022, table 11). ZeRO-1."""
-    data = ClassFoldersConfig(path="data/imagenet", **_STRONG)
-    return _imagenet("vit_l14", _mean_pooled("l14", 0.1), parallel=ParallelConfig(), data=data, **_LARGE)
+    data = mj.ClassFoldersConfig(path="data/imagenet", **_STRONG)
+    return _imagenet("vit_l14", _mean_pooled("l14", 0.1), parallel=mj.ParallelConfig(), data=data, **_LARGE)
 
 
-def vit_h14() -> RunConfig:
+def vit_h14() -> mj.RunConfig:
     """32 layers x 1280 hidden. As vit_l14, with FSDP and images in tar files."""
     train, valid = "data/imagenet-train-{0000..1023}.tar", "data/imagenet-val-{00..63}.tar"
-    data = ImageShardsConfig(train_paths=(train,), valid_paths=(valid,), **_STRONG)
-    parallel = ParallelConfig(data_sharding="fsdp")
+    data = mj.ImageShardsConfig(train_paths=(train,), valid_paths=(valid,), **_STRONG)
+    parallel = mj.ParallelConfig(data_sharding="fsdp")
     return _imagenet("vit_h14", _mean_pooled("h14", 0.1), parallel=parallel, data=data, **_LARGE)
 
 
-def vit_b16_debug() -> RunConfig:
+def vit_b16_debug() -> mj.RunConfig:
     """vit_b16 in a tiny size on the handwritten digits: 97 % of the test images in 2 minutes on 2 CPU cores."""
     return _digits(vit_b16())
 
 
-def vit_l14_debug() -> RunConfig:
+def vit_l14_debug() -> mj.RunConfig:
     """vit_l14 in a tiny size on the handwritten digits."""
     return _digits(vit_l14())
 
 
-def vit_h14_debug() -> RunConfig:
+def vit_h14_debug() -> mj.RunConfig:
     """vit_h14 in a tiny size on the handwritten digits."""
     return _digits(vit_h14())
 
@@ -86,31 +76,31 @@ def vit_h14_debug() -> RunConfig:
 _LARGE = {
     "rows": 4096,
     "micro_size": 64,
-    "optimizer": AdamWConfig(beta2=0.95, weight_decay=0.3),
-    "schedule": ScheduleConfig(lr=1.6e-3, warmup_steps=6250),
+    "optimizer": mj.AdamWConfig(beta2=0.95, weight_decay=0.3),
+    "schedule": mj.ScheduleConfig(lr=1.6e-3, warmup_steps=6250),
     "epochs": 200,
 }
-_STRONG = {"augment": AugmentConfig(operations=2, magnitude=9), "mixup": 0.8}
+_STRONG = {"augment": mj.AugmentConfig(operations=2, magnitude=9), "mixup": 0.8}
 
 
-def _mean_pooled(size: str, label_smoothing: float = 0.0) -> ViTConfig:
-    head = ClassifierConfig(classes=1000, pooling=MeanPoolingConfig(), label_smoothing=label_smoothing)
-    return with_head(replace(vit_tower(size), class_tokens=0), head)
+def _mean_pooled(size: str, label_smoothing: float = 0.0) -> mj.ViTConfig:
+    head = mj.ClassifierConfig(classes=1000, pooling=mj.MeanPoolingConfig(), label_smoothing=label_smoothing)
+    return mj.with_image_head(replace(mj.vit_tower(size), class_tokens=0), head)
 
 
-def _digits(run: RunConfig) -> RunConfig:
+def _digits(run: mj.RunConfig) -> mj.RunConfig:
     """The same tree in a tiny size, in the same layout."""
-    tower = replace(vit_tower("debug", image=16), patch=4, class_tokens=0, init_std=0.08)
-    model = with_head(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig()))
-    return debug_config(
+    tower = replace(mj.vit_tower("debug", image=16), patch=4, class_tokens=0, init_std=0.08)
+    model = mj.with_image_head(tower, mj.ClassifierConfig(classes=10, pooling=mj.MeanPoolingConfig()))
+    return mj.debug_config(
         run,
         model,
         parallel=run.parallel,
-        data=DigitsConfig(),
-        schedule=ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=64, micro_size=8),
-        evaluation=EvaluationConfig(every=200, full=True),
-        checkpoint=CheckpointConfig(every=400),
+        data=mj.DigitsConfig(),
+        schedule=mj.ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
+        batch=mj.BatchConfig(global_size=64, micro_size=8),
+        evaluation=mj.EvaluationConfig(every=200, full=True),
+        checkpoint=mj.CheckpointConfig(every=400),
         logging=replace(run.logging, every=100),
         steps=800,
     )
@@ -118,25 +108,25 @@ def _digits(run: RunConfig) -> RunConfig:
 
 def _imagenet(
     name: str,
-    model: ViTConfig,
+    model: mj.ViTConfig,
     *,
     rows: int,
     micro_size: int,
-    optimizer: AdamWConfig,
-    schedule: ScheduleConfig,
-    data: ClassImagesConfig,
+    optimizer: mj.AdamWConfig,
+    schedule: mj.ScheduleConfig,
+    data: mj.ClassFoldersConfig | mj.ImageShardsConfig,
     epochs: int,
-    parallel: ParallelConfig | None = None,
-) -> RunConfig:
-    return RunConfig(
+    parallel: mj.ParallelConfig | None = None,
+) -> mj.RunConfig:
+    return mj.RunConfig(
         model=model,
-        parallel=parallel or ParallelConfig(data_sharding="replicate"),
+        parallel=parallel or mj.ParallelConfig(data_sharding="replicate"),
         data=data,
         optimizer=optimizer,
         schedule=schedule,
-        batch=BatchConfig(global_size=rows, micro_size=micro_size),
-        evaluation=EvaluationConfig(every=5000, full=True),
-        checkpoint=CheckpointConfig(every=2500),
+        batch=mj.BatchConfig(global_size=rows, micro_size=micro_size),
+        evaluation=mj.EvaluationConfig(every=5000, full=True),
+        checkpoint=mj.CheckpointConfig(every=2500),
         steps=epochs * IMAGES // rows,
         run_dir=f"runs/{name}",
     )

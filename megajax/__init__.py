@@ -1,7 +1,12 @@
-"""MegaJAX: large-scale transformer training in JAX."""
+"""MegaJAX: large-scale transformer training in JAX.
+
+`import megajax as mj` gives every config class, `mj.load`, `mj.setup` and the other names that `__init__.pyi` lists.
+"""
 
 import sys
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,20 +32,25 @@ if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].partition(".")[0] == __name
 
 __version__ = "0.1.0"
 
-_ENTRIES = {
-    "load": "megajax.config:load",
-    "setup": "megajax.job.notebook:setup",
-    "visualize": "megajax.training.placement:visualize",
-}
+
+@cache
+def _places() -> dict[str, tuple[str, str]]:
+    """Public name -> its module and its name there, from the imports of `__init__.pyi`."""
+    import ast
+
+    statements = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
+    return {str(name.asname): (str(line.module), name.name) for line in imports for name in line.names}
 
 
 def __getattr__(name: str) -> Any:
     # Looked up on first use: `import megajax` is fast and imports no jax.
-    if name not in _ENTRIES:
-        raise AttributeError(f"module 'megajax' has no attribute {name!r}")
-    module, _, attribute = _ENTRIES[name].partition(":")
-    return getattr(import_module(module), attribute)
+    if name.startswith("__") or name not in _places():
+        raise AttributeError(f"module 'megajax' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    module, attribute = _places()[name]
+    value = globals()[name] = getattr(import_module(module), attribute)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ENTRIES})
+    return ["__version__", *_places()]

@@ -55,7 +55,7 @@ def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
         if call.args:
             message = f"{cls.__name__} takes its settings by name, {len(call.args)} given without"
             names = ", ".join(f"{name}=..." for name in [*settings][: len(call.args)])
-            yield Problem(line, message, f"write {cls.__name__}({names})")
+            yield Problem(line, message, f"write {schema.python_name(cls)}({names})")
         needed = [field.name for field in schema.fields(cls) if field.init and schema.default(field) is MISSING]
         for key in needed:
             if key not in arguments and None not in arguments:  # None: **settings

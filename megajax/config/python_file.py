@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import megajax
 import megajax.config.schema as schema
 from megajax.config.builds import USER_FILE, run_file, siblings_importable
-from megajax.config.constructors import config_classes, wrong_calls
+from megajax.config.constructors import wrong_calls
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
 
@@ -51,7 +52,7 @@ def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
             if getattr(member, "__module__", "") == module.__name__
         ]
         listing = f" (it has {', '.join(functions)})" if functions else ""
-        hint = did_you_mean(function, functions) or f"write def {function}(): return {root.__name__}(...)"
+        hint = did_you_mean(function, functions) or f"write def {function}(): return {schema.python_name(root)}(...)"
         message = f"has no function {function}{listing}"
         if value is not None:
             message = f"{function} is {schema.described(value)}, not a function"
@@ -61,9 +62,9 @@ def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
 
 def _return_hint(config: Any, root: type) -> str:
     if config is None:
-        return f"end it with return {root.__name__}(...)"
+        return f"end it with return {schema.python_name(root)}(...)"
     if config is root:
-        return f"write {root.__name__}(...)"
+        return f"write {schema.python_name(root)}(...)"
     if isinstance(config, tuple) and any(isinstance(item, root) for item in config):
         return "the comma after the closing bracket makes it a tuple: remove the comma"
     return ""
@@ -90,7 +91,7 @@ def _errors_as_problems(path: Path, root: type) -> Generator[None]:
             raise ConfigError(problems, display_path(path)) from error
         place = f"{display_path(file)}, line {user_frames[-1].lineno}" if user_frames else display_path(path)
         hints = [user_frames[-1].line] if user_frames and user_frames[-1].line else []
-        hints += [hint] if (hint := _hint(error, sys.modules.get(f"{USER_FILE}{path}"), root)) else []
+        hints += [hint] if (hint := _hint(error, sys.modules.get(f"{USER_FILE}{path}"))) else []
         raise ConfigError([Problem(place, _error_text(error), "\n".join(hints))]) from error
 
 
@@ -103,21 +104,22 @@ def _error_text(error: BaseException) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _hint(error: BaseException, module: ModuleType | None, root: type) -> str:
+def _hint(error: BaseException, module: ModuleType | None) -> str:
     """A suggested correction, or ""; `module` holds the definitions of the file so far."""
     defined = vars(module) if module else {}
     if isinstance(error, FrozenInstanceError):
         return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
     if isinstance(error, AttributeError) and schema.is_config(error.obj):
         return did_you_mean(error.name or "", schema.hints(type(error.obj)))
+    if isinstance(error, AttributeError) and error.obj is megajax:
+        return did_you_mean(error.name or "", dir(megajax))
     if isinstance(error, NameError | ImportError):
         name = str(getattr(error, "name_from", None) or error.name)
-        places = {cls.__name__: cls.__module__ for cls in config_classes(root)}
-        if name in places:
-            return f"write from {places[name]} import {name}"
-        return did_you_mean(name, [*places, *defined])
+        if name in ("mj", *dir(megajax)):
+            return "import megajax as mj" if name == "mj" else f"write mj.{name}, with import megajax as mj"
+        return did_you_mean(name, [*dir(megajax), *defined])
     match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    callee = defined.get(match[1]) if match else None
+    callee = defined.get(match[1], getattr(megajax, match[1], None)) if match else None
     with suppress(ValueError, TypeError):
         return did_you_mean(match[2], inspect.signature(callee).parameters) if match and callable(callee) else ""
     return ""

@@ -192,24 +192,24 @@ def protocol_text(protocol: type) -> str:
 
 
 def example(name: str, annotation: Any) -> str:
-    """A hint in Python: "write data=BlendConfig(...) or MockConfig(...), from megajax.data.configs"."""
+    """A hint in Python: "write data=mj.BlendConfig(...) or mj.MockConfig(...)"."""
     members = configs(annotation)
     list_members = () if members else tuple(part for kind in lists(annotation) for part in configs(entry(kind, 0)))
     if not members and not list_members:
         return f"write {name}=..., {kind_text(annotation)}"
     calls = either(f"({call(cls)},)" if list_members else call(cls) for cls in (*members, *list_members))
-    assignment = calls if name.isdigit() else f"{name}={calls}"
-    modules = {cls.__module__ for cls in (*members, *list_members)}
-    parents = {module.rpartition(".")[0] for module in modules}
-    # Files of one folder, which exports their classes.
-    source = parents.pop() if len(modules) > 1 and len(parents) == 1 else either(sorted(modules))
-    return f"write {assignment}, from {source}"
+    return f"write {calls}" if name.isdigit() else f"write {name}={calls}"
+
+
+def python_name(value: Any) -> str:
+    """A class or function as a config file names it: mj.AdamWConfig, or the plain name if it is the user's."""
+    return f"mj.{value.__name__}" if value.__module__.startswith("megajax.") else value.__name__
 
 
 def call(cls: type) -> str:
-    """A constructor call with the settings that have no default: BlockConfig(mixer=..., mlp=...)."""
+    """A constructor call with the settings that have no default: mj.BlockConfig(mixer=..., mlp=...)."""
     needed = [field.name for field in fields(cls) if field.init and default(field) is dataclasses.MISSING]
-    return f"{cls.__name__}({', '.join(f'{name}=...' for name in needed) or '...'})"
+    return f"{python_name(cls)}({', '.join(f'{name}=...' for name in needed) or '...'})"
 
 
 def described(value: Any) -> str:

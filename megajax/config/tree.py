@@ -110,7 +110,7 @@ def _python_hint(where: str, annotation: Any, raw: Any) -> str:
     if isinstance(raw, type) and dataclasses.is_dataclass(raw):
         return f"this is the class: write {schema.call(raw)}"
     if nodes and callable(raw) and hasattr(raw, "__name__"):
-        return f"this is the function: write {raw.__name__}(...)"
+        return f"this is the function: write {schema.python_name(raw)}(...)"
     if members and isinstance(raw, tuple | list) and any(isinstance(item, members) for item in raw):
         return "the comma after the closing bracket makes it a tuple: remove the comma"
     listed = any(schema.holds_configs(schema.entry(kind, 0)) for kind in schema.lists(annotation))

@@ -15,7 +15,7 @@ from megajax.training.compiler_options import inference_options
 from megajax.training.run_config import RunConfig
 
 
-class NotebookRun(session.Run):
+class Run(session.Run):
     """A run that also generates text."""
 
     _steps: dict[Any, Any] | None = None
@@ -68,11 +68,11 @@ class NotebookRun(session.Run):
         return answer.text
 
 
-def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> NotebookRun:
+def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> Run:
     """A run with fresh weights, on all devices or on those given; writes only data caches.
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
     can't be loaded.
     """
     run = session.setup(cfg, devices=devices)
-    return NotebookRun(run.parts, run.state, run.batches)
+    return Run(run.parts, run.state, run.batches)

@@ -17,17 +17,11 @@ from megajax.training.run_config import RunConfig
 
 HEAD = """
 from dataclasses import replace
-from megajax.data.configs import MockConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.presets.llama import llama3
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.run_config import RunConfig
+import megajax as mj
 
 def good(**changes):
-    model = llama3("debug", sequence_length=64, vocabulary_size=257)
-    return RunConfig(**({"model": model, "data": MockConfig()} | changes))
+    model = mj.llama3("debug", sequence_length=64, vocabulary_size=257)
+    return mj.RunConfig(**({"model": model, "data": mj.MockConfig()} | changes))
 
 """
 LINE = HEAD.count("\n") + 1
@@ -50,19 +44,21 @@ def refusal(tmp_path, monkeypatch):
 def test_every_missing_and_unknown_argument_is_listed(refusal):
     text = refusal(
         "def config():\n"
-        "    block = BlockConfig(mixer=AttentionConfig())\n"
-        "    model = DecoderConfig(hidden=64, vocabulary_size=9, stack=StackConfig(pattern=(block,), repeats=2))\n"
-        "    return RunConfig(model=model, schedule=ScheduleConfig(warmup=3), optimizer=AdamWConfig(lr=1), steps='x')"
+        "    block = mj.BlockConfig(mixer=mj.AttentionConfig())\n"
+        "    stack = mj.StackConfig(pattern=(block,), repeats=2)\n"
+        "    model = mj.DecoderConfig(hidden=64, vocabulary_size=9, stack=stack)\n"
+        "    optimizer = mj.AdamWConfig(lr=1)\n"
+        "    return mj.RunConfig(model=model, schedule=mj.ScheduleConfig(warmup=3), optimizer=optimizer, steps='x')"
     )
     assert text.startswith("6 problems in mine.py:\n")
     for line in (
-        f"mine.py, line {LINE + 3}: ScheduleConfig has no setting warmup",
-        f"mine.py, line {LINE + 3}: AdamWConfig has no setting lr\n      there is schedule.lr",
-        f"mine.py, line {LINE + 2}: DecoderConfig needs sequence_length\n",
+        f"mine.py, line {LINE + 5}: ScheduleConfig has no setting warmup",
+        f"mine.py, line {LINE + 4}: AdamWConfig has no setting lr\n      there is schedule.lr",
+        f"mine.py, line {LINE + 3}: DecoderConfig needs sequence_length\n",
         f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
-        "write mlp=DenseMLPConfig(ffn=...), GatedMLPConfig(ffn=...) or MoEConfig(experts=..., expert=...), from",
-        "write data=BlendConfig(...), ChatConfig(...), ",
-        "or StandardLibraryConfig(...), from megajax.data.configs\n",
+        "write mlp=mj.DenseMLPConfig(ffn=...), mj.GatedMLPConfig(ffn=...) or mj.MoEConfig(experts=..., expert=...)\n",
+        "write data=mj.BlendConfig(...), mj.ChatConfig(...), ",
+        " or mj.StandardLibraryConfig(...)\n",
     ):
         assert line in text
 
@@ -71,39 +67,53 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
     ("text", "expected"),
     [
         (
-            "def config(): return RunConfig(model=..., steps=10_000)",
+            "def config(): return mj.RunConfig(model=..., steps=10_000)",
             ["RunConfig needs data"],
         ),
         (
             "def config(): return good(model=None, batch=None)",
-            ["got None\n      write batch=BatchConfig(...)", "model: "],
+            ["got None\n      write batch=mj.BatchConfig(...)", "model: "],
         ),
-        ("def config(): return RunConfig(1, 2)", [f"line {LINE}: RunConfig takes its settings by name, 2 given"]),
-        ("def config(): return good(optimizer=AdamWConfig)", ["this is the class: write AdamWConfig(...)"]),
-        ("def config(): return good(model=llama3)", ["this is the function: write llama3(...)"]),
-        ("def config(): return good(data=(MockConfig(),))", ["makes it a tuple: remove the comma"]),
+        ("def config(): return mj.RunConfig(1, 2)", [f"line {LINE}: RunConfig takes its settings by name, 2 given"]),
+        ("def config(): return good(optimizer=mj.AdamWConfig)", ["this is the class: write mj.AdamWConfig(...)"]),
+        ("def config(): return good(model=mj.llama3)", ["this is the function: write mj.llama3(...)"]),
+        ("def config(): return good(data=(mj.MockConfig(),))", ["makes it a tuple: remove the comma"]),
         ("def config(): return good(optimizer='adam')", ["did you mean AdamWConfig?"]),
         (
-            "def config(): return good(optimizer=ScheduleConfig())",
-            ["optimizer: ScheduleConfig lacks clip, name", "\n      write optimizer=AdamW"],
+            "def config(): return good(optimizer=mj.ScheduleConfig())",
+            ["optimizer: ScheduleConfig lacks clip, name", "\n      write optimizer=mj.AdamW"],
         ),
         ("def config(): return replace(good(), sedd=3)", ["unexpected keyword argument 'sedd'"]),
         (
-            "def config(): return good(schedule=ScheduleConfig(lr='x', warmup_fraction=2))",
+            "def config(): return good(schedule=mj.ScheduleConfig(lr='x', warmup_fraction=2))",
             ["lr: exp", "between 0 and 1"],
         ),
-        ("def config(): return good(model=llama3('debug', vocabulary=3))", ["did you mean vocabulary_size?"]),
-        ("def config(): return good(model=llama3('50m'))", [f"line {LINE}: llama3 has no size '50m'; sizes: "]),
+        ("def config(): return good(model=mj.llama3('debug', vocabulary=3))", ["did you mean vocabulary_size?"]),
+        ("def config(): return good(model=mj.llama3('50m'))", [f"line {LINE}: llama3 has no size '50m'; sizes: "]),
         ("def config():\n    good().steps = 3", ["dataclasses.replace(config, name=value) makes a changed copy"]),
-        ("def config(): return good(parallel=ParallelConfig())", ["from megajax.mesh.config import ParallelConfig"]),
-        ("from megajax.data.configs import BlndConfig", ["did you mean BlendConfig?"]),
-        ("def config(): return RunConfig(modl=1).modl", [f"line {LINE}: RunConfig has no setting modl", "needs data"]),
+        (
+            "def config(): return good(parallel=ParallelConfig())",
+            ["write mj.ParallelConfig, with import megajax as mj"],
+        ),
+        ("from megajax import BlndConfig", ["did you mean BlendConfig?"]),
+        (
+            "def config(): return good(data=mj.BlndConfig())",
+            [f"line {LINE}: AttributeError: ", "did you mean BlendConfig?"],
+        ),
+        ("del mj\ndef config(): return mj.RunConfig()", ["import megajax as mj"]),
+        (
+            "def config(): return mj.RunConfig(modl=1).modl",
+            [f"line {LINE}: RunConfig has no setting modl", "needs data"],
+        ),
         (
             "def config(): return good(steps=[][1])",
             [f"line {LINE}: IndexError: list index out of range\n    def config"],
         ),
         ("raise SystemExit(3)", ["the file ends the program (exit code 3)"]),
-        ("config = good()", ["config is a RunConfig, not a function\n    write def config(): return RunConfig(...)"]),
+        (
+            "config = good()",
+            ["config is a RunConfig, not a function\n    write def config(): return mj.RunConfig(...)"],
+        ),
         ("def config(size): pass", ["TypeError: config() missing 1 required positional argument: 'size'"]),
         ("def config(): good()", ["config() must return a RunConfig, got None\n    end it with return"]),
         ("def config(): return good(),", ["the comma after the closing bracket makes it a tuple"]),
@@ -118,9 +128,9 @@ def test_what_is_said_of_a_wrong_file(refusal, text, expected):
 
 def test_a_failing_check_is_reported_only_without_other_problems(refusal):
     text = (
-        "from dataclasses import dataclass\n@dataclass(frozen=True, kw_only=True)\nclass Own(RunConfig):\n"
+        "from dataclasses import dataclass\n@dataclass(frozen=True, kw_only=True)\nclass Own(mj.RunConfig):\n"
         "    def problems(self, devices=None):\n        return self.nothing\n"
-        "def config(): return Own(data=MockConfig(), "
+        "def config(): return Own(data=mj.MockConfig(), "
     )
     assert "AttributeError: 'Own' object has no attribute 'nothing'" in refusal(f"{text}model=good().model)")
     assert "cannot be checked" not in refusal(f"{text}model=good().model, steps='x')")

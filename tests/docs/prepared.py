@@ -155,7 +155,7 @@ import jax, jax.numpy as jnp
 state = {"params": {"weight": jnp.ones((4, 4))}, "step": jnp.zeros((), jnp.int32)}
 like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 """,
-    "docs/optimizers.md": "from megajax.optim.config import AdamWConfig, GroupConfig\n",
+    "docs/optimizers.md": "import megajax as mj\n",
 }
 """By page: Python that comes before each of its programs, which only show the lines that matter."""
 

@@ -14,7 +14,6 @@ import megajax as mj
 from megajax.config.errors import UserError
 from megajax.inference.from_run import engine_refusal
 from megajax.job import notebook
-from megajax.job.notebook import NotebookRun
 from megajax.mesh.mesh import find_devices
 
 SMALL = (
@@ -24,13 +23,13 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[NotebookRun]:
+def run() -> Iterator[mj.Run]:
     run = mj.setup(mj.load("quickstart.py", *SMALL, "parallel.tensor=2"), devices=find_devices()[:4])
     yield run
     run.close()
 
 
-def greedy(run: NotebookRun, prompt: str, count: int) -> str:
+def greedy(run: mj.Run, prompt: str, count: int) -> str:
     """By forward passes over whole rows."""
     tokenizer, tokens = run.parts.tokenizer, [*run.parts.tokenizer.encode(prompt)]
     for _ in range(count):
@@ -40,7 +39,7 @@ def greedy(run: NotebookRun, prompt: str, count: int) -> str:
     return tokenizer.decode(tokens[-count:])
 
 
-def test_generate_continues_by_the_present_weights(run: NotebookRun) -> None:
+def test_generate_continues_by_the_present_weights(run: mj.Run) -> None:
     answers = []
     for _ in range(2):
         answers.append(run.generate("def ", max_tokens=8, temperature=0))
@@ -51,7 +50,7 @@ def test_generate_continues_by_the_present_weights(run: NotebookRun) -> None:
     assert len(run.generate("a" * 20, temperature=0)) <= 12, "a row has 32 tokens"
 
 
-def test_what_generate_refuses(run: NotebookRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="temperature"):
         run.generate("def ", temperature=-1)
     with pytest.raises(UserError, match="the prompt has 40 tokens"):

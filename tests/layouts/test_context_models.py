@@ -22,7 +22,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
-from megajax.models.classifier.config import ClassHeadConfig, with_head
+from megajax.models.classifier.config import ClassHeadConfig, with_text_head
 from megajax.models.configs import DecoderConfig, PredictionConfig
 from megajax.models.decoder.config import WidthScalingConfig
 from megajax.models.decoder.prediction import shifted
@@ -290,8 +290,8 @@ class OwnConfig(ModelConfig):
     [
         vit("b16"),
         llava(llama(), vit_tower("b16"), image_token=0),
-        with_head(bert("base"), CLASSES),
-        with_head(llama(), CLASSES),
+        with_text_head(bert("base"), CLASSES),
+        with_text_head(llama(), CLASSES),
         OwnConfig(),
     ],
     ids=lambda model: type(model).__name__,

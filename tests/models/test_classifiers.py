@@ -15,7 +15,7 @@ from megajax.layers.param import bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.classifier.config import TextClassifierConfig, TextHead, with_head
+from megajax.models.classifier.config import TextClassifierConfig, TextHead, with_text_head
 from megajax.models.classifier.module import POOLINGS
 from megajax.models.configs import (
     ChoiceHeadConfig,
@@ -40,7 +40,7 @@ LAST = replace(CLASSES, pooling="last", pooler=False)
 
 def small_bert(head: TextHead) -> TextClassifierConfig:
     base = bert("debug", sequence_length=LENGTH, vocabulary_size=VOCABULARY, dropout=0.0)
-    return with_head(replace(base, init_std=0.06, recompute="none"), head)
+    return with_text_head(replace(base, init_std=0.06, recompute="none"), head)
 
 
 def draw(seed: int, choices: int = 3) -> Batch:
@@ -158,13 +158,13 @@ def same_gradients(cfg, layout: str, draw) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*HEADS, "decoder"])
 def test_layouts_have_the_gradients_of_one_device(name, layout):
-    cfg = with_head(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
+    cfg = with_text_head(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
     same_gradients(cfg, layout, draw_of(name))
 
 
 @pytest.mark.parametrize("name", [*HEADS, "decoder"])
 def test_facts_count_the_weights_that_the_module_declares(name):
-    cfg = with_head(tiny_runs.llama(), LAST) if name == "decoder" else small_bert(HEADS[name])
+    cfg = with_text_head(tiny_runs.llama(), LAST) if name == "decoder" else small_bert(HEADS[name])
     declared = specs(abstract(cfg))
     padding = (cfg.padded_vocabulary() - cfg.vocabulary_size) * cfg.hidden
     assert facts_of(cfg) is cfg
@@ -176,9 +176,9 @@ def test_facts_count_the_weights_that_the_module_declares(name):
 
 def test_what_does_not_fit_is_said():
     decoder: DecoderConfig = tiny_runs.llama()
-    messages = [str(problem) for problem in with_head(decoder, CLASSES).problems()]
+    messages = [str(problem) for problem in with_text_head(decoder, CLASSES).problems()]
     assert len(messages) == 1 and "the first token of a causal model sees no other token" in messages[0]
-    assert not with_head(decoder, LAST).problems()
-    assert not small_bert(CLASSES).allows_context() and not with_head(decoder, LAST).allows_context()
+    assert not with_text_head(decoder, LAST).problems()
+    assert not small_bert(CLASSES).allows_context() and not with_text_head(decoder, LAST).allows_context()
     for head, place in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
         assert [problem.setting for problem in head.problems()] == [place]

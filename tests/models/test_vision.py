@@ -38,7 +38,7 @@ from megajax.models.vit.config import (
     MeanPoolingConfig,
     SegmenterConfig,
     ViTConfig,
-    with_head,
+    with_image_head,
 )
 
 CLASSES, SIZE = 5, 8
@@ -264,7 +264,7 @@ def test_presets_have_no_problems(family: str) -> None:
     for size in sizes:
         tower = presets.TOWERS[family](size)
         assert not tower.problems()
-        assert not with_head(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
+        assert not with_image_head(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
 
 
 def test_attention_pooling_is_that_of_the_formula() -> None:

@@ -21,7 +21,7 @@ from megajax.job.job import train
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.stored_weights import all_weights
 from megajax.job.start.weights import InitialWeights
-from megajax.models.classifier.config import with_head
+from megajax.models.classifier.config import with_text_head
 from megajax.models.configs import ClassHeadConfig
 from megajax.models.presets.bert import bert
 from megajax.tasks.command import Evaluation, evaluate
@@ -53,7 +53,7 @@ def pretraining():
 
 
 def tuning(**changes: Any) -> RunConfig:
-    model = with_head(replace(pretraining(), sequence_length=LENGTH), ClassHeadConfig(classes=2))
+    model = with_text_head(replace(pretraining(), sequence_length=LENGTH), ClassHeadConfig(classes=2))
     settings = {"model": model, "batch.global_size": 8, "steps": 1} | changes
     return replace(
         load("glue.py:glue_rte_debug", *[f"{k}={v}" for k, v in settings.items() if "." in k]),

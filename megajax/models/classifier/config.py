@@ -248,7 +248,7 @@ class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
     """What is predicted."""
 
 
-def with_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
+def with_text_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
     """The model with this head in place of its own."""
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     if isinstance(model, BertConfig):

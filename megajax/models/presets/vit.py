@@ -20,7 +20,7 @@ from megajax.layers.configs import (
 from megajax.models.configs import ViTConfig
 from megajax.models.presets.sizes import Size, pick
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, with_head
+from megajax.models.vit.config import ClassifierConfig, with_image_head
 
 VIT = {
     "debug": Size(2, 64, 4, ffn=256),
@@ -42,7 +42,7 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
     """ViT with a class token, LayerNorm and exact GELU. Raises UserError for an unknown size."""
-    return with_head(vit_tower(size, image=image), ClassifierConfig(classes=classes))
+    return with_image_head(vit_tower(size, image=image), ClassifierConfig(classes=classes))
 
 
 def vit_tower(size: str, *, image: int = 224) -> VisionTowerConfig:

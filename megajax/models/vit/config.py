@@ -229,7 +229,7 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
         return self.head.facts(self)
 
 
-def with_head(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
+def with_image_head(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
     """A ViT of this tower and head."""
     settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
     return ViTConfig(head=head, **settings)

@@ -22,7 +22,7 @@ from megajax.interop.huggingface.vision import (
 from megajax.layers.configs import IdentityNormConfig
 from megajax.models.configs import ViTConfig
 from megajax.models.vision.config import VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, with_head
+from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, with_image_head
 
 
 def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
@@ -40,7 +40,7 @@ def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
         return model
     # CLIP's classifier reads the patches before the last norm.
     model = replace(model, norm=IdentityNormConfig()) if kind is CLIP else model
-    return with_head(model, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
+    return with_image_head(model, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
 
 
 def _write(name: str, cfg: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from megajax.interop.huggingface.rows import attention, dense, linear, norm, pat
 from megajax.interop.huggingface.vision import UNUSED, VIT, class_settings, classes, tower, tower_settings
 from megajax.models.configs import ViTConfig
 from megajax.models.vision.config import VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, with_head
+from megajax.models.vit.config import ClassifierConfig, with_image_head
 
 
 def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:
@@ -16,7 +16,7 @@ def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:
     model = tower(settings, VIT, qkv_bias=settings.take("qkv_bias", True))
     if settings.architecture() == "ViTModel":
         return model
-    return with_head(model, ClassifierConfig(classes=classes(settings)))
+    return with_image_head(model, ClassifierConfig(classes=classes(settings)))
 
 
 def _write(cfg: Any) -> dict[str, Any]:

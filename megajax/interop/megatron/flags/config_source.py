@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,16 @@ def python_source(config: RunConfig, title: str, always_written: Collection[str]
     body = writer.expression(config, "", len(STEP + "return "), STEP)
     head = title.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     blocks = "".join(f"{STEP}{name} = {text}\n" for name, text in writer.blocks.values())
-    return f'"""{head}"""\n\n{writer.imports()}\n\ndef config() -> RunConfig:\n{blocks}{STEP}return {body}\n'
+    imports = "from pathlib import Path\n\n" * writer.names_path + "import megajax as mj"
+    return f'"""{head}"""\n\n{imports}\n\n\ndef config() -> mj.RunConfig:\n{blocks}{STEP}return {body}\n'
 
 
 class _Writer:
     def __init__(self, always_written: Collection[str]):
         self.always_written = always_written
-        self.names: set[tuple[str, str]] = set()
-        """(module, name) of every class the source needs."""
+        self.names_path = False
         self.blocks: dict[ResidualBlock, tuple[str, str]] = {}
         """Each distinct block is a variable before the config: (name, expression)."""
-
-    def imports(self) -> str:
-        """The import statements, the standard library first."""
-        text = ""
-        names = sorted(self.names, key=lambda name: (name[0].startswith("megajax"), name))
-        for module, group in groupby(names, key=lambda name: name[0]):
-            used = [name for _, name in group]
-            line = f"from {module} import {', '.join(used)}"
-            text += line if len(line) <= WIDTH else _over_lines(f"from {module} import (", used, ")", "")
-            text += "\n" if module.startswith("megajax") else "\n\n"
-        return text
 
     def expression(self, value: Any, setting: str, column: int, indent: str) -> str:
         """The value as Python, from `column` of the current line; further lines begin with `indent`."""
@@ -63,15 +51,14 @@ class _Writer:
             parts = {key: (f"{_text(key)}: ", item) for key, item in value.items()}
             return self._wrapped("{", parts, "}", setting, column, indent)
         if isinstance(value, Path):
-            self.names.add(("pathlib", "Path"))
+            self.names_path = True
             return f"Path({_text(str(value))})"
         if isinstance(value, str):
             return _text(value)
         return f"{value:_}" if type(value) is int and abs(value) >= 10_000 else repr(value)
 
     def _config(self, value: Any, setting: str, column: int, indent: str) -> str:
-        cls, parts = type(value), {}
-        self.names.add((cls.__module__, cls.__name__))
+        parts = {}
         for field in fields(value):
             field_value, default, field_setting = (
                 getattr(value, field.name),
@@ -81,7 +68,7 @@ class _Writer:
             is_written = any(f"{name}.".startswith(f"{field_setting}.") for name in self.always_written)
             if default is MISSING or field_value != default or is_written:
                 parts[field.name] = (f"{field.name}=", field_value)
-        return self._wrapped(f"{cls.__name__}(", parts, ")", setting, column, indent)
+        return self._wrapped(f"mj.{type(value).__name__}(", parts, ")", setting, column, indent)
 
     def _wrapped(
         self, start: str, parts: Mapping[str, tuple[str, Any]], end: str, setting: str, column: int, indent: str

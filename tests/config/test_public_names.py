@@ -1,0 +1,76 @@
+"""The public names: `import megajax as mj` gives those of megajax/__init__.pyi, on first use."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megajax as mj
+from megajax.config.constructors import config_classes
+from megajax.config.files import SHIPPED
+from megajax.inference.server.config import ServingConfig
+from megajax.tasks.config import KINDS
+
+NAMES = sorted(mj._places())
+PRESETS = Path(mj.__file__).parent / "models" / "presets"
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_found_and_documented(name):
+    assert (getattr(mj, name).__doc__ or "").strip()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'megajax' has no attribute 'AdamConfig'"):
+        mj.AdamConfig  # noqa: B018
+
+
+def test_every_config_class_is_public():
+    classes = (*config_classes(mj.RunConfig), *(cls for cls, _ in KINDS.values()), *config_classes(ServingConfig))
+    assert [cls for cls in classes if getattr(mj, cls.__name__, None) is not cls] == []
+
+
+def test_every_preset_is_public():
+    """Presets take the name of a size."""
+    functions = [
+        node
+        for file in PRESETS.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.args.args
+    ]
+    presets = {node.name for node in functions if ast.unparse(node.args.args[0]) == "size: str"}
+    assert {"llama3", "gpt3", "bert"} <= presets <= set(NAMES)
+
+
+def test_the_import_and_the_config_classes_are_light():
+    program = (
+        "import sys, megajax as mj\n"
+        "assert 'ast' not in sys.modules and 'megajax.config' not in sys.modules, 'import megajax'\n"
+        "[getattr(mj, name) for name in mj._places() if name.endswith('Config')]\n"
+        "print(sorted({'jax', 'numpy', 'flax', 'orbax'} & set(sys.modules)))"
+    )
+    assert output_of(sys.executable, "-c", program) == "[]\n"
+
+
+def test_type_checkers_see_the_classes(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import megajax as mj\n\n\ndef config() -> mj.RunConfig:\n    reveal_type(mj.load('gpt3.py'))\n"
+        "    return mj.BatchConfig(global_size='8')\n"
+    )
+    text = output_of(str(Path(sys.executable).with_name("ty")), "check", "--output-format=concise", str(tmp_path))
+    for part in ("5:17: info[revealed-type]", "expected `RunConfig`, found `BatchConfig`", "Expected `int`, found"):
+        assert part in text
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.py")), ids=lambda file: file.name)
+def test_shipped_configs_have_one_import_of_megajax(file):
+    lines = [
+        line for line in file.read_text().splitlines() if line.startswith(("import ", "from ")) and "megajax" in line
+    ]
+    assert lines == ["import megajax as mj"]
