@@ -79,7 +79,7 @@ def test_files_become_heat_maps(tmp_path: Path, step: Callable[..., StepRecord])
     columns = LayerColumns()
     for line in map(json.loads, metrics.read_text().splitlines()):
         columns.add(line)
-    load, tokens = columns.history(layers).heat_maps()  # nothing of `dropped`, which is always 0
+    load, tokens = columns.history(layers).heat_maps()  # No map of `dropped`, which is always 0.
     assert (load.title, load.rows, load.first, load.last) == ("load", ("1", "3", "predictions.0"), 0.5, 1000.5)
     assert len(load.values[0]) == 400 and max(load.values[1]) == 3 and np.isnan(load.values[2]).all()
     assert tokens.rows == ("1", "3") and tokens.values == [[1.5, 0.5], [1, 1]]

@@ -76,7 +76,7 @@ def draw_of(name: str):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_have_the_loss_that_numpy_makes_of_their_scores(name):
+def test_heads_have_the_loss_that_numpy_computes_from_their_scores(name):
     rows, model = draw_of(name)(0), random_values(small_bert(HEADS[name]))
     shape = (ROWS * model.cfg.head.sequences(), LENGTH, model.cfg.hidden)
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
@@ -115,14 +115,14 @@ def cross_entropy(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return -np.log(np.take_along_axis(exponents, labels[:, None], 1)[:, 0] / exponents.sum(-1))
 
 
-def test_padding_and_what_stands_in_it_change_nothing():
+def test_padding_changes_nothing():
     model, rows = random_values(small_bert(CLASSES)), draw_one(0)
     forward = jax.jit(lambda tokens: model(tokens, segment_ids=rows["segment_ids"]))
     changed = np.where(rows["segment_ids"] > 0, rows["tokens"], 7)
     np.testing.assert_allclose(forward(rows["tokens"]), forward(changed), atol=1e-6)
 
 
-def test_poolings_are_those_of_the_tokens_that_are_no_padding():
+def test_poolings_ignore_padding():
     x = jnp.arange(24.0).reshape(2, 4, 3)
     segments = jnp.array([[1, 1, 0, 0], [1, 1, 1, 1]])
     for name, expected in {
@@ -149,7 +149,7 @@ def same_gradients(cfg, layout: str, draw) -> None:
     assert actual.padding == 0 and actual.gradients.keys() == expected.gradients.keys()
     largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
     for path, gradient in expected.gradients.items():
-        # Gradients of biases that a softmax does not see are zeros but for rounding.
+        # Gradients of biases that a softmax cancels are zeros except for rounding.
         scale = max(np.abs(gradient).max(), 0.01 * largest)
         np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
 
@@ -174,7 +174,7 @@ def test_facts_count_the_weights_that_the_module_declares(name):
     assert cfg.row_positions() == LENGTH * cfg.head.sequences()
 
 
-def test_what_does_not_fit_is_said():
+def test_problems_are_reported():
     decoder: DecoderConfig = tiny_runs.llama()
     messages = [str(problem) for problem in with_text_head(decoder, CLASSES).problems()]
     assert len(messages) == 1 and "the first token of a causal model sees no other token" in messages[0]

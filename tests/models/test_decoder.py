@@ -1,4 +1,4 @@
-"""The decoder: who sees whom, positions, padding, and plain jax.jit on a mesh."""
+"""The decoder: causality, positions, padding, and plain jax.jit on a mesh."""
 
 from dataclasses import replace
 from functools import cache
@@ -69,7 +69,7 @@ def abstract(cfg: DecoderConfig, parallel: ParallelConfig) -> nnx.Module:
 
 @cache
 def weights(cfg: DecoderConfig) -> dict[str, np.ndarray]:
-    """Wide enough that attention is far from uniform; biases and gains are not at their initial values either."""
+    """Wide enough that attention is far from uniform; biases and gains are not at their initial values."""
     rng = np.random.default_rng(1)
     declared = specs(abstract(cfg, ParallelConfig())).items()
     return {path: rng.normal(spec.role == "gain", 0.3, spec.shape).astype(np.float32) for path, spec in declared}
@@ -94,7 +94,7 @@ def changed(place: int) -> np.ndarray:
     return tokens
 
 
-def test_a_token_is_seen_from_its_place_on_and_in_its_row_only():
+def test_a_token_affects_only_later_positions_of_its_own_row():
     before, after = (np.asarray(forward(LLAMA)(tokens, POSITIONS, NONE)) for tokens in (TOKENS, changed(4)))
     assert before.shape == (ROWS, LENGTH, VOCABULARY)
     assert before.dtype == np.float32
@@ -112,8 +112,8 @@ def test_isolated_documents_do_not_see_each_other():
     assert (np.abs(open_before[0, 9:] - open_after[0, 9:]).max(-1) > 1e-4).all()
 
 
-def test_an_isolated_document_is_as_if_it_were_alone():
-    """With rotary positions, which only know distances, wherever in the row it stands."""
+def test_an_isolated_document_equals_one_on_its_own():
+    """With rotary positions, which depend on distances only, anywhere in the row."""
     moved = TOKENS.copy()
     moved[:, :4] = TOKENS[:, 5:9]
     packed = forward(LLAMA)(TOKENS, POSITIONS, SEGMENTS)
@@ -134,8 +134,8 @@ def test_learned_positions_are_read_by_number():
     assert (np.abs(start[0, 7:] - moved[0, 7:]).max(-1) > 1e-4).all()
 
 
-def test_the_factor_on_embeddings_takes_in_learned_positions():
-    """As Megatron-LM's --mup-embedding-mult does."""
+def test_the_factor_on_embeddings_includes_learned_positions():
+    """As with Megatron-LM's --mup-embedding-mult."""
     scaled = replace(GPT, width_scaling=WidthScalingConfig(base_hidden=GPT.hidden, embedding=3.0))
     plain, tripled = (bind(abstract(cfg, ParallelConfig()), weights(GPT)) for cfg in (GPT, scaled))
     ctx = Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))
@@ -158,7 +158,7 @@ def test_token_losses_are_of_the_logits(cfg):
 
 @pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_plain_jit_on_a_mesh_is_one_device(cfg):
-    """As in a notebook: no shard_map around it, weights cut over data and tensor at rest."""
+    """As in a notebook: without a surrounding shard_map, weights sharded over data and tensor at rest."""
     parallel = ParallelConfig(data=2, tensor=2, sequence=cfg is LLAMA, data_sharding="fsdp")
     model, mesh, plan = abstract(cfg, parallel), build_mesh(parallel), Plan.of(parallel)
     placed = jax.device_put(weights(cfg), parameter_shardings(specs(model), plan.params, mesh))

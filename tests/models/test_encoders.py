@@ -1,4 +1,4 @@
-"""BERT and T5 train on every layout like on one device."""
+"""BERT and T5 have the losses of one device on every layout."""
 
 from dataclasses import replace
 
@@ -155,7 +155,7 @@ ADAPTED = replace(t5(), lora=LoRAConfig(rank=4, alpha=8.0, dropout=0.2))
         (ADAPTED, CONTEXT),
     ],
 )
-def test_rows_in_parts_train_like_whole_ones(model: DecoderConfig, parallel: ParallelConfig) -> None:
+def test_sharded_rows_train_like_whole_ones(model: DecoderConfig, parallel: ParallelConfig) -> None:
     """Padded rows; sentences, which read a position that one device has; sections of different lengths."""
     single, sharded = (differentiate(model, on, microbatches=3) for on in (ONE, parallel))
     np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
@@ -166,7 +166,7 @@ def test_rows_in_parts_train_like_whole_ones(model: DecoderConfig, parallel: Par
 
 
 @pytest.mark.slow
-def test_rows_in_parts_weigh_the_same_in_both_averages() -> None:
+def test_sharded_rows_weigh_the_same_in_both_averages() -> None:
     parts, settings = replace(CONTEXT, data=2), {"average": "microbatches", "steps": 1}
     sharded, single = train(bert(), parts, microbatches=2, **settings), train(bert(), ONE, microbatches=4, **settings)
     np.testing.assert_allclose(sharded.losses, single.losses, rtol=1e-5)
@@ -196,7 +196,7 @@ def test_heads_of_the_encoder_and_across_are_divided_too(part: str) -> None:
         check(cfg, 2)
 
 
-def test_a_decoders_settings_are_refused() -> None:
+def test_settings_of_decoders_are_refused() -> None:
     causal = replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=AttentionConfig(heads=4)),), repeats=2))
     plain = replace(t5(), stack=StackConfig(pattern=(READING,), repeats=2))
     for model, expected in ((causal, "set it to false"), (plain, "does not read the encoder")):
@@ -220,7 +220,7 @@ def test_a_decoders_settings_are_refused() -> None:
         ),
     ],
 )
-def test_what_encoders_and_decoders_cannot_see_is_refused(model: DecoderConfig, message: str) -> None:
+def test_settings_without_effect_on_encoders_and_decoders_are_refused(model: DecoderConfig, message: str) -> None:
     cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
     with pytest.raises(ConfigError, match=message):
         check(cfg, 1)

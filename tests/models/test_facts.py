@@ -1,4 +1,4 @@
-"""Facts of configs: equal to what modules declare, and enough for a layer that nothing else knows."""
+"""Facts of configs: equal to the declarations of modules, and sufficient for a layer of a user."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ MODELS_AND_SHARED = {
 
 @pytest.mark.parametrize("cfg", MODELS_AND_SHARED.values(), ids=MODELS_AND_SHARED)
 def test_weights_equal_those_that_modules_declare(cfg: DecoderConfig) -> None:
-    """Names, shapes and logical axes, of blocks and of what they share."""
+    """Names, shapes and logical axes, of blocks and of shared weights."""
     layout = Layout(Plan.of(ParallelConfig()))
     held = specs(nnx.eval_shape(lambda: cfg.build(layout)))
     declared = {weight.name: weight for weight in prefixed("stack", cfg.stack.shared_weights())}
@@ -71,7 +71,7 @@ def _outside(cfg: DecoderConfig, declared: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """A user's feed-forward with experts, one of which each token is sent to."""
+    """A user's feed-forward with experts, one per token."""
 
     experts: int
     ffn: int
@@ -120,7 +120,7 @@ def with_mlp(mlp: Any) -> DecoderConfig:
     return with_block(mlp=mlp)
 
 
-def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
+def test_a_user_s_layer_works_in_counts_and_checks_and_plans() -> None:
     model, dense = with_mlp(ExpertsConfig(experts=8, ffn=14_336)), llama3("8b")
     assert isinstance(ExpertsConfig(experts=8, ffn=1), Layer) and facts_of(model) is model
     assert model.parameter_count().layers - dense.parameter_count().layers == 32 * (8 * 2 - 3) * 4096 * 14_336
@@ -138,7 +138,7 @@ def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
 
 
 def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> None:
-    """An open union: neither a model nor a layer of a user's has to know our protocol."""
+    """An open union: a user's model and layers need not know our protocol."""
     expected = {
         "model: SimpleNamespace has no .*parameter_count": SimpleNamespace(layers=3),
         r"model.stack.pattern.0.mlp: SimpleNamespace has no weights, matmuls": with_mlp(SimpleNamespace(ffn=8)),
@@ -150,5 +150,5 @@ def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> Non
         assert facts_of(model) is None and flops_of(model) is None
         cfg = SimpleNamespace(model=model)
         with pytest.raises(UserError, match=rf"has no facts.*\n.*\n  {missing}(.*\n)+.*without --formula"):
-            describe(cfg, GPUS["h100"], 8)  # ty: ignore[invalid-argument-type] the model is all that is read
+            describe(cfg, GPUS["h100"], 8)  # ty: ignore[invalid-argument-type] only the model is read
     assert flops_of(SimpleNamespace(flops=lambda: 12)) == 12

@@ -1,4 +1,4 @@
-"""Megatron-LM's patterns of hybrids: what they become, and what is said of those that are none."""
+"""Megatron-LM's patterns of hybrids: the resulting layers, and messages for invalid patterns."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_layers_are_those_of_the_pattern(text: str) -> None:
     assert times == blocks(letters)
 
 
-def test_repeats_are_a_stack_and_others_segments() -> None:
+def test_repeats_become_a_stack_and_others_segments() -> None:
     assert hybrid_stack("M-M*M-M*", BLOCKS) == StackConfig(pattern=tuple(blocks("M-M*")), repeats=2)
     assert isinstance(hybrid_stack("M-M*M-M*-", BLOCKS), SegmentsConfig)
     assert isinstance(hybrid_stack("M-M*M-|M*", BLOCKS), SegmentsConfig), "a pipeline cuts within the repeats"
@@ -62,12 +62,12 @@ def test_repeats_are_a_stack_and_others_segments() -> None:
         ("M- M", r"no block for ' ' at position 3"),
     ],
 )
-def test_what_is_no_pattern(text: str, message: str) -> None:
+def test_invalid_patterns(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         hybrid_stack(text, BLOCKS)
 
 
-def test_where_a_pipeline_cuts() -> None:
+def test_pipeline_boundaries() -> None:
     def cut(text: str, stages: int) -> dict:
         return hybrid_pipeline(text, hybrid_stack(text, BLOCKS), stages)
 
@@ -86,7 +86,7 @@ def test_where_a_pipeline_cuts() -> None:
         check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(3, 4))), 2)
 
 
-def test_heads_that_predict_further() -> None:
+def test_heads_that_predict_further_ahead() -> None:
     assert hybrid_prediction("M-M*", BLOCKS) is None
     prediction = hybrid_prediction("M-M*/*", BLOCKS, weight=0.3)
     assert prediction is not None and (prediction.depth, prediction.block, prediction.weight) == (1, BLOCKS["*"], 0.3)

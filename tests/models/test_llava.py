@@ -1,4 +1,4 @@
-"""LLaVA reads images where its rows say, trains on every layout like on one device, and freezes its tower."""
+"""LLaVA inserts images where its rows say, has the losses of one device on every layout, and freezes its tower."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def llava(*, shuffle: int = 1, ffn: int | None = None, dropout: float = 0.0) -> 
 
 
 def rows(model: LlavaConfig, images: int = 1) -> dict[str, np.ndarray]:
-    """Two rows; in the first one, `images` of both slots stand after the second token."""
+    """Two rows; in the first one, `images` of both slots follow the second token."""
     draw, count = np.random.default_rng(0), images * model.image_positions()
     tokens = draw.integers(1, IMAGE, (2, LENGTH)).astype(np.int32)
     tokens[0, 2 : 2 + count] = IMAGE
@@ -92,8 +92,8 @@ def build_model(model: LlavaConfig) -> Llava:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None, False), (1, 0, False), (1, None, True))),
     ],
 )
-def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
-    """Equal to the decoder on embeddings in which the projected images were put by hand."""
+def test_images_are_inserted_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
+    """Equal to the decoder on embeddings with the projected images inserted by the test."""
     model = build_model(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
     section, answer = VisionSection(model), jax.jit(lambda batch: model(**batch))
@@ -116,14 +116,14 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool)
     x[0, 2 : 2 + 2 * positions] = image_states[0]
     expected = answered(x)
     np.testing.assert_allclose(answer(batch), expected, atol=1e-5)
-    # The second row has no image: what is in its slots makes no difference.
+    # The second row has no image: the contents of its slots make no difference.
     changed = {**batch, "images": np.concatenate([batch["images"][:1], 255 - batch["images"][1:]])}
     np.testing.assert_allclose(answer(changed), expected, atol=1e-5)
     changed = {**batch, "images": 255 - batch["images"]}
     assert np.abs(np.asarray(answer(changed))[0] - expected[0]).max() > 1e-3
 
 
-def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
+def test_kept_class_tokens_are_positions_of_the_decoder() -> None:
     model, batch, image_states = build_model(llava()), rows(llava()), {}
     for keep in (False, True):
         model.cfg, section = replace(llava(), keep_class_tokens=keep), VisionSection(model)
@@ -213,7 +213,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
     assert not any(path.startswith("vision.") for path in decoder.optimizer.declared)
     assert any(path.startswith("vision.") for path in all_trained.optimizer.declared)
     # Of the tower, two of three matmuls are those of gradients.
-    # The compiler counts what is in a loop once: one layer.
+    # The compiler counts the body of a loop once: one layer.
     forward = 2 * ROWS * 2 * 8 * 6 * 64**2
     assert all_flops - language >= 2 * forward
     assert projector < language

@@ -1,4 +1,4 @@
-"""Heads that predict further ahead: what they see, and that a pipeline trains them like one device."""
+"""Heads that predict further ahead: what they see, and the losses of one device in a pipeline."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ MODELS = {
 }
 
 
-def test_what_is_ahead_ends_with_the_row_and_the_document():
+def test_predictions_end_with_the_row_and_the_document():
     x = jnp.asarray([[3, 4, 5, 6, 7]])
     np.testing.assert_array_equal(shifted(LAYOUT, x, None), [[4, 5, 6, 7, 0]])
     apart = jnp.asarray([[0, 0, 1, 1, 1]])
@@ -35,7 +35,7 @@ def test_what_is_ahead_ends_with_the_row_and_the_document():
 
 
 class Known:
-    """A model that is told the loss of every token, [B, S] of its own head and of one ahead."""
+    """A model with given losses of every token, [B, S] of its own head and of one ahead."""
 
     def __init__(self, main: np.ndarray, ahead: np.ndarray, reweighted: str):
         self.cfg = SimpleNamespace(prediction=PredictionConfig(weight=0.5, reweighted=reweighted))
@@ -61,7 +61,7 @@ class Known:
         ("microbatches", "rows", 5 / 5 + 0.5 * (10 * 2 + 100 * 1) / 3),
     ],
 )
-def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted, expected):
+def test_tokens_without_a_target_are_compensated(average, reweighted, expected):
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.float32)
     ahead = np.array([[10.0] * 4, [100.0] * 4], np.float32)
     zeros = np.zeros((2, 4), np.int32)
@@ -82,7 +82,7 @@ def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted
         ),
     ],
 )
-def test_a_pipeline_trains_them_like_one_device(name, parallel):
+def test_a_pipeline_has_the_losses_of_one_device(name, parallel):
     cfg: DecoderConfig = MODELS[name]
     expected, actual = (train(cfg, layout, microbatches=3, steps=1) for layout in (ParallelConfig(data=1), parallel))
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)

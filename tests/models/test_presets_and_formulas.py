@@ -1,4 +1,4 @@
-"""Preset sizes and formulas against the arrays of the models and against what was published."""
+"""Preset sizes and formulas against the arrays of the models and against published figures."""
 
 from dataclasses import replace
 from math import prod
@@ -48,7 +48,7 @@ EVERYTHING = DecoderConfig(
         repeats=3,
     ),
 )
-"""What no preset has: biases on a gated MLP, a head size of its own, two kinds of blocks."""
+"""Settings that no preset has: biases on a gated MLP, its own head size, two kinds of blocks."""
 
 GATED = AttentionConfig(heads=6, kv_heads=2, gate=True, qkv_bias=True, qk_norm=LayerNormConfig(), sink="learned")
 BIASED = AttentionConfig(heads=4, qk_norm=L2NormConfig(), relative=RelativeBiasConfig(buckets=8), window=3)
@@ -108,7 +108,7 @@ def shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("cfg", [*MODELS.values(), *MIXTURES.values()], ids=[*MODELS, *MIXTURES])
-def test_parameter_count_is_what_the_arrays_hold(cfg):
+def test_parameter_count_equals_the_arrays(cfg):
     declared = shapes(cfg)
     padding = cfg.hidden * (cfg.padded_vocabulary() - cfg.vocabulary_size)
     tables = {path: prod(declared[path]) for path in ("tokens", "positions", "head") if path in declared}
@@ -155,7 +155,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("cfg", "published"), PUBLISHED.values(), ids=PUBLISHED)
-def test_sizes_are_those_of_the_released_weights(cfg, published):
+def test_sizes_equal_those_of_the_released_weights(cfg, published):
     assert cfg.parameter_count().total == published
 
 
@@ -172,7 +172,7 @@ def test_sizes_are_those_of_the_released_weights(cfg, published):
         (gpt_oss("120b"), 5.13, False),
     ],
 )
-def test_a_token_passes_as_many_weights_as_were_published(cfg, published, table):
+def test_active_weights_per_token_are_as_published(cfg, published, table):
     """In billions. DeepSeek and OpenAI count no embedding table; Qwen and DeepSeek-V2 cut 3.35 and 2.45 to 3.3, 2.4."""
     count = cfg.parameter_count()
     active = count.active - (0 if table else count.embedding)
@@ -195,7 +195,7 @@ def test_deepseek_v3_predicts_ahead_with_as_many_weights_as_released():
         (nemotron_h("56b"), 56.3),
     ],
 )
-def test_sizes_of_state_space_models_are_what_they_are_called(cfg, billions):
+def test_sizes_of_state_space_models_match_their_names(cfg, billions):
     assert cfg.parameter_count().total / 1e9 == pytest.approx(billions, rel=0.035)
 
 
@@ -209,7 +209,7 @@ def test_nemotron_h_has_the_layers_of_the_paper(size, layers):
 
 
 @pytest.mark.parametrize("size", [size for size in GPT3 if size != "debug"])
-def test_gpt3_sizes_are_what_they_are_called(size):
+def test_gpt3_sizes_match_their_names(size):
     """Never released; the paper's names are rounded. 50m is counted with a vocabulary of bytes."""
     nominal = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     model = gpt3(size, sequence_length=512, vocabulary_size=257) if size == "50m" else gpt3(size)
@@ -217,7 +217,7 @@ def test_gpt3_sizes_are_what_they_are_called(size):
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
-def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
+def test_operations_are_six_per_matmul_weight_plus_attention(cfg):
     """2 forward and 4 backward; scores and values are two products of heads x head size with the row.
 
     As Megatron-LM counts: gains of latents too, whether they are there or not, and with further heads three norms.
@@ -242,7 +242,7 @@ def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
     assert actual.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
 
 
-def test_a_wider_model_starts_narrower_and_scales_embeddings_scores_and_logits():
+def test_a_wider_model_has_smaller_initial_weights_and_scaled_embeddings_and_scores_and_logits():
     """Yang et al. 2022, table 8, for four times the width."""
     block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=80))
     plain = replace(EVERYTHING, hidden=64, stack=StackConfig(pattern=(block,), repeats=2), embedding_std=0.5)
@@ -260,8 +260,8 @@ def test_a_wider_model_starts_narrower_and_scales_embeddings_scores_and_logits()
     assert second.stack.blocks[0].mixer.core.scale == 4**0.5 / 16
 
 
-def test_norms_of_further_heads_are_on_every_device_in_the_memory_report():
-    """Megatron-LM's report: tensor parallelism cuts matrices and tables only."""
+def test_norms_of_further_heads_are_replicated_in_the_memory_report():
+    """Megatron-LM's report: tensor parallelism shards matrices and tables only."""
     block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=80), norm=RMSNormConfig())
     plain = DecoderConfig(
         hidden=64, vocabulary_size=128, sequence_length=8, stack=StackConfig(pattern=(block,), repeats=2)
@@ -271,7 +271,7 @@ def test_norms_of_further_heads_are_on_every_device_in_the_memory_report():
     assert second - first == 2 * ((4 * 64 * 64 + 3 * 64 * 80) / 4 + 2 * 64)
 
 
-def test_gpt3_175b_is_what_the_paper_says_it_cost():
+def test_gpt3_175b_has_the_cost_of_the_paper():
     """Brown et al. 2020, table D.1: 3.14e23 operations for 300 billion tokens, attention left out."""
     assert gpt3("175b").flops().causal * 300e9 == pytest.approx(3.14e23, rel=0.04)
 
@@ -284,7 +284,7 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_preset_fits_together(name):
+def test_every_preset_is_consistent(name):
     family, sizes = FAMILIES[name]
     for size in sizes:
         cfg = family(size)
@@ -300,7 +300,7 @@ def test_an_unknown_size_names_the_known_ones(name):
         family("9z")
 
 
-def test_problems_of_a_model_say_what_would_do():
+def test_problems_of_a_model_name_a_remedy():
     block = BlockConfig(mixer=AttentionConfig(heads=5, kv_heads=2), mlp=GatedMLPConfig(ffn=8))
     cfg = DecoderConfig(hidden=64, vocabulary_size=0, sequence_length=4, stack=StackConfig(pattern=(block,), repeats=1))
     text = "\n".join(map(str, cfg.problems()))

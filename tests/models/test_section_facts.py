@@ -1,4 +1,4 @@
-"""Facts of models of several sections, or of another head: against their modules, and against what is computed."""
+"""Facts of models of several sections, or with another head: against their modules, and against computation."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,7 +101,7 @@ def products(jaxpr: Any, times: int = 1) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
-def test_operations_are_those_of_the_forward_pass(cfg: DecoderConfig) -> None:
+def test_operations_equal_those_of_the_forward_pass(cfg: DecoderConfig) -> None:
     """A third of a step's, with all scores: each product of the traced model, and no other."""
     ids = {"tokens": jnp.zeros((ROWS, LENGTH), jnp.int32)}
     if "encoder_tokens" in cfg.schema():
@@ -111,7 +111,7 @@ def test_operations_are_those_of_the_forward_pass(cfg: DecoderConfig) -> None:
 
 @pytest.mark.parametrize("cfg", IMAGES.values(), ids=IMAGES)
 def test_operations_of_images(cfg: ViTConfig) -> None:
-    """The product of patches takes the places of class tokens in; those of padding do not count."""
+    """The product of patches includes the places of class tokens; those of padding do not count."""
     used = replace(cfg, positions_multiple=1)
     zeros = ROWS * cfg.class_tokens * cfg.patch_size() * cfg.hidden
     actual = forward(used, images=jnp.zeros((ROWS, cfg.height, cfg.width, 3)))
@@ -134,8 +134,8 @@ def forward(cfg: DecoderConfig | ViTConfig, **leaves: Any) -> int:
 
 
 @pytest.mark.slow
-def test_operations_are_those_of_the_compiled_step() -> None:
-    """XLA counts norms, softmax and the optimizer too: a few percent of a model that is not tiny."""
+def test_operations_equal_those_of_the_compiled_step() -> None:
+    """XLA counts norms, softmax and the optimizer too: a few percent unless the model is tiny."""
     model, mlp = t5("none"), DenseMLPConfig(ffn=512, bias=True)
     encoder, stack = (
         replace(each, pattern=tuple(replace(block, mlp=mlp) for block in each.pattern))

@@ -1,4 +1,4 @@
-"""ViT trains on every layout like on one device, counts its weights and operations, and scores as it should."""
+"""ViT has the losses of one device on every layout; its weights, operations and scores."""
 
 from dataclasses import replace
 from math import prod
@@ -171,7 +171,7 @@ def test_weights_are_counted(model: ViTConfig) -> None:
 
 
 @pytest.mark.parametrize("model", [vit(positions_multiple=1), siglip(), segmenting(positions_multiple=1)])
-def test_operations_are_those_of_the_compiled_program(model: ViTConfig) -> None:
+def test_operations_equal_those_of_the_compiled_program(model: ViTConfig) -> None:
     """Of the forward pass; the compiler counts norms, softmax and activations too."""
     big = replace(model, hidden=256, unroll=None, recompute="none", init_std=0.02)
     (block,) = big.stack.pattern
@@ -199,7 +199,7 @@ def test_padding_changes_nothing() -> None:
     np.testing.assert_allclose(*states, rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_that_of_the_formula() -> None:
+def test_the_loss_equals_the_formula() -> None:
     """Smoothed labels and mixed images, against the definition; the reported loss has no smoothing."""
     cfg, batch = vit(), images(0)
     abstract, _ = build_model(cfg)
@@ -251,7 +251,7 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel:
 
 
 @pytest.mark.parametrize(("size", "weights", "gigaflops"), [("b16", 86_567_656, 17.564), ("h14", 632_045_800, 167.295)])
-def test_sizes_are_those_that_torchvision_publishes(size: str, weights: int, gigaflops: float) -> None:
+def test_sizes_equal_those_that_torchvision_publishes(size: str, weights: int, gigaflops: float) -> None:
     """Of vit_b_16 and vit_h_14; multiply-adds of a forward pass count once there."""
     model, flops = presets.vit(size), flops_of(presets.vit(size))
     assert model.parameter_count().total == weights
@@ -267,8 +267,8 @@ def test_presets_have_no_problems(family: str) -> None:
         assert not with_image_head(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
 
 
-def test_attention_pooling_is_that_of_the_formula() -> None:
-    """A learned query, heads of 8, then the residual MLP; padding is not seen."""
+def test_attention_pooling_equals_the_formula() -> None:
+    """A learned query, heads of 8, then the residual MLP; padding is masked."""
     cfg = siglip(positions_multiple=5)
     assert cfg.padding() == 4
     abstract, params = build_model(cfg)

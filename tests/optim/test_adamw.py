@@ -1,4 +1,4 @@
-"""AdamW against its definition in float64, and what is decayed and clipped."""
+"""AdamW against its definition in float64, and which weights are decayed and clipped."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def random(rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray
 
 
 @pytest.mark.parametrize("cfg", [CONFIG, AdamWConfig()], ids=["beta2=0.95", "beta2=0.999"])
-def test_ten_updates_are_those_of_float64(cfg):
+def test_ten_updates_equal_those_in_float64(cfg):
     rng = np.random.default_rng(0)
     params, rates = random(rng), [1e-2 * (1 + n) / 3 for n in range(10)]
     # Gradients from large to below epsilon.
@@ -64,8 +64,8 @@ def test_ten_updates_are_those_of_float64(cfg):
         assert np.abs(exact - params[path]).max() > 0.01, path
 
 
-def test_bias_corrections_are_right_from_the_first_step_on():
-    """1 - beta^t taken in float32 would be off by 6e-5 at the first step with beta2=0.999."""
+def test_bias_corrections_are_exact_from_the_first_step():
+    """1 - beta^t computed in float32 would be off by 6e-5 at the first step with beta2=0.999."""
     for beta in (0.9, 0.95, 0.999, 0.9999):
         for step in (1, 2, 3, 10, 1000, 100_000):
             share = float(jax.jit(lambda t, beta=beta: weight_so_far(beta, t))(jnp.float32(step)))
@@ -83,7 +83,7 @@ def test_first_update_is_the_sign_of_the_gradient():
         np.testing.assert_allclose(params[path] - np.asarray(weights[path]), np.sign(g), atol=5e-7)
 
 
-def test_coupled_decay_goes_through_the_moments():
+def test_coupled_decay_passes_through_the_moments():
     rng, cfg = np.random.default_rng(6), AdamWConfig(beta2=0.95, weight_decay=0.1, decoupled=False)
     params, rates = random(rng), [1e-2] * 4
     gradients = [random(rng) for _ in rates]
@@ -121,7 +121,7 @@ def test_tables_decay_and_biases_and_gains_do_not():
     assert "stack.blocks.0.mixer.query_bias" in undecayed
 
 
-def test_moments_start_at_zero_in_the_weights_shapes():
+def test_moments_start_at_zero_in_the_shapes_of_the_weights():
     state = CONFIG.build(DECLARED).init(random(np.random.default_rng(2)))
     assert set(state) == {"count", "first_moment", "second_moment"}
     for name in ("first_moment", "second_moment"):
@@ -129,7 +129,7 @@ def test_moments_start_at_zero_in_the_weights_shapes():
         assert all(moment.dtype == jnp.float32 and not moment.any() for moment in state[name].values())
 
 
-def test_other_weights_than_the_declared_ones_are_refused():
+def test_undeclared_weights_are_refused():
     optimizer, params = CONFIG.build(DECLARED), random(np.random.default_rng(3))
     del params["gain"]
     with pytest.raises(UserError, match="gain"):

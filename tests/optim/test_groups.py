@@ -1,4 +1,4 @@
-"""Which weights get which rates."""
+"""Learning rates of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def declared() -> dict[str, ParamSpec]:
     return specs(nnx.eval_shape(lambda: gpt2("debug").build(Layout(Plan.of(ParallelConfig())))))
 
 
-def test_matrices_decay_at_the_schedules_rate(declared):
+def test_matrices_decay_at_the_rate_of_the_schedule(declared):
     by_path = groups(AdamWConfig(), declared)
     assert set(by_path.values()) == {Group(), Group(decay=0.0)}
     assert {path for path, group in by_path.items() if not group.decay} == {
@@ -29,7 +29,7 @@ def test_matrices_decay_at_the_schedules_rate(declared):
     }
 
 
-def test_embeddings_may_be_left_out_of_the_decay(declared):
+def test_embeddings_may_be_excluded_from_the_decay(declared):
     before, after = groups(AdamWConfig(), declared), groups(AdamWConfig(decay_embeddings=False), declared)
     changed = {path for path in before if before[path] != after[path]}
     assert changed == {path for path in declared if path in ("tokens", "positions", "head")}
@@ -37,7 +37,7 @@ def test_embeddings_may_be_left_out_of_the_decay(declared):
 
 
 def test_query_and_key_norms_may_decay():
-    """Biases of theirs too, and the norm of latent queries; the one of latent keys and values does not."""
+    """Their biases too, and the norm of latent queries; the one of latent keys and values does not."""
     mixer, axes = "stack.blocks.0.mixer", {"query_norm": "head_dim", "key_norm": "head_dim", "norm": None}
     several = {
         path: ParamSpec(path, (4, 8), ("layer", axis), ONES, role, path, (0, 1, 2, 3))
@@ -60,7 +60,7 @@ def test_token_embedding_and_head_have_rates_of_their_own(declared):
     assert by_path["tokens"] == Group(lr=1e-4, min_lr=1e-6)
 
 
-def test_patterns_change_what_they_say_and_later_ones_win(declared):
+def test_patterns_change_their_own_settings_and_later_ones_win(declared):
     cfg = AdamWConfig(
         groups=(
             GroupConfig(match="stack.*", lr_multiplier=0.5, decay=2.0),
@@ -80,7 +80,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_paths(declared):
         AdamWConfig(groups=(GroupConfig(match="*"), GroupConfig(match="stack.blocks.0.mlp.upp"))).build(declared)
 
 
-def test_the_update_uses_each_groups_rates():
+def test_the_update_uses_the_rates_of_each_group():
     declared = {
         path: ParamSpec(path, (2, 2), ("embed", "mlp"), ONES, "weight", path, ()) for path in ("a", "b", "frozen")
     }

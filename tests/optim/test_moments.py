@@ -1,4 +1,4 @@
-"""Moments kept as float16: what rounding and range do to twenty updates, and what is stored."""
+"""Moments stored as float16: the effect of rounding and range on twenty updates, and the stored values."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_twenty_updates_follow_those_with_float32_moments(beta2):
     weights, state = run(AdamWConfig(moments="float16", **settings))
     for step, (now, wanted) in enumerate(zip(weights, exact, strict=True), start=1):
         for path in SHAPES:
-            # Each of two moments is rounded by up to 2^-11 a step, which an average forgets after some ten steps; an
+            # Each of two moments is rounded by up to 2^-11 a step, which an average forgets after about ten steps; an
             # update is about one learning rate.
             off = np.abs(np.asarray(now[path]) - wanted[path]).max() / LR
             assert off < 1e-3 * step, (path, step, off)
@@ -59,7 +59,7 @@ def test_twenty_updates_follow_those_with_float32_moments(beta2):
     assert state["second_moment_scale"].dtype == jnp.float32 and state["second_moment_scale"].shape == (3,)
 
 
-def test_what_is_kept_is_the_moment_and_the_root_of_the_second():
+def test_the_moment_and_the_root_of_the_second_are_stored():
     settings = {"beta2": 0.95, "weight_decay": 0.0}
     (_, exact), (_, state) = run(AdamWConfig(**settings), 1), run(AdamWConfig(moments="float16", **settings), 1)
     for place, path in enumerate(sorted(SHAPES)):
@@ -78,7 +78,7 @@ def test_float16_holds_twelve_orders_of_magnitude_and_any_size():
         assert packed_values.dtype == jnp.float16 and 2**14 <= float(packed_values.max()) < 2**15
         back = np.asarray(from_float16(packed_values, scale)) / np.float32(size)
         np.testing.assert_allclose(back, x, rtol=2**-11, atol=2**-39)
-        # Powers of two: another round changes nothing, whatever the largest is.
+        # Powers of two: another rounding changes nothing, whatever the largest is.
         repacked, other_scale = to_float16(jnp.asarray(back[1:] * np.float32(size)))
         assert float(other_scale) < float(scale)
         if size == 1.0:
@@ -87,8 +87,8 @@ def test_float16_holds_twelve_orders_of_magnitude_and_any_size():
     assert not zero.any() and 0 < float(scale) < np.inf
 
 
-def test_elements_beyond_the_range_do_not_run_away():
-    """A quarter of them are below what float16 can tell from 0 beside the largest, and epsilon stops nothing."""
+def test_elements_beyond_the_range_do_not_diverge():
+    """A quarter of them are below the resolution of float16 beside the largest, and epsilon has no effect."""
     cfg = AdamWConfig(beta2=0.95, epsilon=1e-25, weight_decay=0.0)
     exact, _ = run(cfg, orders=16)
     weights, state = run(replace(cfg, moments="float16"), orders=16)
@@ -102,7 +102,7 @@ def test_elements_beyond_the_range_do_not_run_away():
 
 
 @pytest.mark.parametrize("cfg", [LionConfig(moments="float16"), MuonConfig(moments="float16")], ids=["lion", "muon"])
-def test_other_averages_can_be_kept_so_too(cfg):
+def test_other_averages_can_be_stored_so_too(cfg):
     weights, state = run(cfg, 2)
     kind = next(name for name in state if name.endswith("_scale")).removesuffix("_scale")
     assert all(moment.dtype == jnp.float16 for moment in state[kind].values())
@@ -113,7 +113,7 @@ def test_a_beta_that_float16_could_not_follow_is_refused():
     assert AdamWConfig(moments="float16").problems() == []
     (problem,) = AdamWConfig(moments="float16", beta2=0.9995).problems()
     assert problem.setting == "moments" and "beta2=0.9995" in problem.message and "at most 0.999" in problem.hint
-    # It is so: the root of 0.9995 v rounds to the root of v.
+    # In fact, the root of 0.9995 v rounds to the root of v.
     root = np.nextafter(np.float16(1), np.float16(2))
     shrunk = {beta2: np.float16(np.float32(root) * np.sqrt(np.float32(beta2))) for beta2 in (0.9995, 0.999)}
     assert shrunk[0.9995] == root and shrunk[0.999] < root

@@ -1,4 +1,4 @@
-"""Muon: what is a matrix, how orthogonal it gets, and the update against numpy."""
+"""Muon: which weights are matrices, how orthogonal the updates are, and the update against numpy."""
 
 from functools import partial
 
@@ -48,14 +48,14 @@ DECLARED = {
         ((9, 8), (None, "embed"), None, None),
     ],
 )
-def test_what_is_a_matrix(shape, axes, expected, size):
+def test_matrices_of_weights(shape, axes, expected, size):
     view = matrices(spec("w", shape, axes))
     assert view == expected
     if view is not None:
         assert view.size(shape) == size
 
 
-def test_in_a_model_the_matrices_of_the_stack_are_orthogonalised():
+def test_the_matrices_of_a_model_s_stack_are_orthogonalised():
     declared = specs(nnx.eval_shape(lambda: gpt2("debug").build(Layout(Plan.of(ParallelConfig())))))
     optimizer = MuonConfig().build(declared)
     state = jax.eval_shape(lambda: optimizer.init({p: jnp.zeros(s.shape) for p, s in declared.items()}))
@@ -90,7 +90,7 @@ def test_singular_values_come_near_one(shape, settings, low, high):
         np.testing.assert_allclose(core - np.diag(np.diag(core)), 0, atol=0.03 if "dtype" in settings else 1e-3)
 
 
-def test_which_side_is_the_small_one_makes_no_difference():
+def test_the_transposed_matrix_has_the_transposed_update():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32))
     cfg = MuonConfig()
     np.testing.assert_allclose(orthogonalise(x, cfg, tall=True), orthogonalise(x, cfg, tall=False), atol=2e-5)
@@ -106,7 +106,7 @@ def test_scales():
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_three_updates_are_those_of_numpy(nesterov):
+def test_three_updates_equal_those_of_numpy(nesterov):
     rng, cfg = np.random.default_rng(2), MuonConfig(nesterov=nesterov, weight_decay=0.1, momentum=0.9)
     params = {path: rng.normal(size=s.shape).astype(np.float32) for path, s in DECLARED.items()}
     gradients = [{path: rng.normal(size=s.shape).astype(np.float32) for path, s in DECLARED.items()} for _ in range(3)]

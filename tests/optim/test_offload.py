@@ -1,4 +1,4 @@
-"""Moments that wait in host memory: which, that it changes no number, and that steps leave them there."""
+"""Moments in host memory: which, that no number changes, and that steps leave them there."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def trained(run: Program) -> TrainState:
     return state
 
 
-def test_the_largest_moments_move_until_the_share_is_reached():
+def test_the_largest_moments_move_until_the_fraction_is_reached():
     where = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     sizes = {"a": 10, "b": 50, "c": 40}
     shapes = {path: jax.ShapeDtypeStruct((n,), "float32") for path, n in sizes.items()}
@@ -45,7 +45,7 @@ def test_the_largest_moments_move_until_the_share_is_reached():
 
 
 @pytest.mark.slow
-def test_training_is_the_same_to_the_last_bit():
+def test_training_is_bitwise_the_same():
     on_device, away = (trained(made(AdamWConfig(offload=share))) for share in (0.0, 1.0))
     kinds = {
         leaf.sharding.memory_kind for name, part in away.optimizer.items() if name != "count" for leaf in part.values()
@@ -56,5 +56,5 @@ def test_training_is_the_same_to_the_last_bit():
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_is_from_0_to_1(share):
+def test_a_fraction_is_from_0_to_1(share):
     assert [problem.setting for problem in AdamWConfig(offload=share).problems()] == ["offload"]

@@ -1,4 +1,4 @@
-"""optax transformations as the optimizer: each layer's own arrays, on a mesh as on one device, and what is refused."""
+"""optax transformations as the optimizer: each layer's own arrays, on a mesh as on one device, and refusals."""
 
 from functools import partial
 from typing import Any
@@ -102,7 +102,7 @@ def two_updates(optimizer: Any, place: Any) -> tuple[Any, Any]:
 
 
 def by_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every layer's weights as arrays of their own, under names that no code knows."""
+    """Every layer's weights as arrays of their own, under names unknown to the code."""
     split = {
         (path, row): values[path][row]
         for path, spec in DECLARED.items()
@@ -152,7 +152,7 @@ def of_all_weights(learning_rate: Any) -> optax.GradientTransformation:
 
 
 def prodigy(learning_rate: Any) -> optax.GradientTransformation:
-    """Keeps a number that depends on all weights."""
+    """Stores a number that depends on all weights."""
     return optax.contrib.prodigy(learning_rate)
 
 
@@ -208,7 +208,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("make", REFUSED)
-def test_a_transformation_that_does_not_fit_is_one_clear_message(make: str) -> None:
+def test_an_unsuitable_transformation_is_one_clear_message(make: str) -> None:
     with pytest.raises(UserError, match=f"(?s)^optimizer.make={make}:? .*?{REFUSED[make]}") as error:
         OptaxConfig(make=make).build(DECLARED)
     assert error.value.code == 2
@@ -222,7 +222,7 @@ def test_state_without_rows_is_refused_where_layers_are_stacked() -> None:
     assert state["estim_lr"].shape == () and state["exp_avg"]["up"].shape == SHAPES["up"][0]
 
 
-def test_rates_that_are_not_the_schedules_are_refused() -> None:
+def test_rates_other_than_the_schedule_s_are_refused() -> None:
     invalid = OptaxConfig(
         make="adafactor",
         settings={"learning_rate": 1},
@@ -240,7 +240,7 @@ def test_rates_that_are_not_the_schedules_are_refused() -> None:
 PAIRS = {
     "SGD": (lambda: scale_by_rule(Momentum(0.9)), lambda: optax.trace(0.9), 1e-6),
     "Lion": (lambda: scale_by_rule(SignOfAverage(0.9, 0.99)), lambda: optax.scale_by_lion(0.9, 0.99), 0.0),
-    # optax computes 1 - beta^t as it is written, in float32: off by 1e-5 of itself at beta2 = 0.999.
+    # optax computes 1 - beta^t in float32: a relative error of 1e-5 at beta2 = 0.999.
     "Adam": (lambda: scale_by_rule(Adam(0.9, 0.999, 1e-8)), lambda: optax.scale_by_adam(0.9, 0.999, 1e-8), 1.2e-5),
 }
 
@@ -265,7 +265,7 @@ def test_rules_as_transformations_agree_with_optax(name: str) -> None:
     ids=lambda c: type(c).__name__,
 )
 def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
-    """What it adds to the weights is what its own update does to them."""
+    """Its update equals the change of the weights by the optimizer itself."""
     optimizer, params = cfg.build(DECLARED), arrays(0)
     tx = transformation(optimizer, constant_rates(0.01, 0.1))
     expected, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=constant_rates(0.01, 0.1))
@@ -279,13 +279,13 @@ def own_sgd(learning_rate: Any) -> optax.GradientTransformation:
     return optax.chain(scale_by_rule(Momentum(0.9)), optax.scale_by_learning_rate(learning_rate))
 
 
-def test_our_rule_by_way_of_optax_is_our_optimizer() -> None:
+def test_our_rule_through_optax_equals_our_optimizer() -> None:
     own_params, _ = two_updates(SGDConfig(weight_decay=0).build(DECLARED), lambda values: values)
     by_optax, _ = two_updates(OptaxConfig(make=f"{HERE}:own_sgd").build(DECLARED), lambda values: values)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), by_optax, own_params)
 
 
-def test_settings_of_the_function_are_given_one_by_one():
+def test_settings_of_the_function_are_given_separately():
     optax_run = ("optimizer.type=Optax", "optimizer.make=optax:adafactor")
     cfg = load("quickstart.py", *optax_run, "optimizer.settings.factored=false", "optimizer.settings.decay_rate=0.7")
     assert cfg.optimizer.settings == {"factored": False, "decay_rate": 0.7}

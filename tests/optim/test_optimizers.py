@@ -1,4 +1,4 @@
-"""SGD and Lion against their definitions in float64, and what all optimizers share."""
+"""SGD and Lion against their definitions in float64, and properties of all optimizers."""
 
 from dataclasses import replace
 
@@ -65,8 +65,11 @@ def test_lion():
 
 @pytest.mark.parametrize("cfg", [AdamWConfig(), LionConfig(beta1=0.9, beta2=0.999)], ids=["AdamW", "Lion"])
 def test_an_update_rounds_each_weight_once(cfg):
-    """Thirty updates against float64. p * (1 - lr * decay) - lr * direction would round twice, and 1 - lr * decay too,
-    which is the same for all weights: a drift of 4e-7 towards 0, and three times the error."""
+    """Thirty updates against float64.
+
+    p * (1 - lr * decay) - lr * direction would round twice, and so would 1 - lr * decay, which is the same for all
+    weights: a drift of 4e-7 towards 0, and three times the error.
+    """
     rng, lr, decay = np.random.default_rng(8), np.float32(1e-3), np.float32(0.1)
     start = rng.normal(size=(64, 64)).astype(np.float32)
     gradients = rng.normal(size=(30, 64, 64)).astype(np.float32)
@@ -89,7 +92,7 @@ def test_an_update_rounds_each_weight_once(cfg):
 
 
 @pytest.mark.parametrize("cfg", EVERY, ids=NAMES)
-def test_every_optimizer_brings_a_quadratic_down(cfg):
+def test_every_optimizer_minimises_a_quadratic(cfg):
     rng = np.random.default_rng(2)
     optimizer, params = cfg.build(DECLARED), {path: jnp.asarray(p) for path, p in random(rng).items()}
     start, state = float(sum((p**2).sum() for p in params.values())), optimizer.init(params)
@@ -102,7 +105,7 @@ def test_every_optimizer_brings_a_quadratic_down(cfg):
 @pytest.mark.parametrize(
     "cfg", [EVERY[0], *[pytest.param(cfg, marks=pytest.mark.slow) for cfg in EVERY[1:]]], ids=NAMES
 )
-def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
+def test_moments_in_bfloat16_are_stored_so_and_computed_in_float32(cfg):
     rng = np.random.default_rng(3)
     params, gradients = random(rng), [random(rng) for _ in range(4)]
     exact, long_state = run(cfg, params, gradients, 0.01)
@@ -120,21 +123,21 @@ def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
             )
     for path, p in exact.items():
         assert weights[path].dtype == jnp.float32
-        # Newton-Schulz on a matrix this small turns small singular values by more.
+        # Newton-Schulz on a matrix this small rotates small singular values by more.
         assert float(jnp.abs(weights[path] - p).max()) < 0.04
 
 
-def test_a_second_moment_that_bfloat16_could_not_lower_is_refused():
+def test_a_second_moment_that_bfloat16_could_not_decrease_is_refused():
     (problem,) = AdamWConfig(moments="bfloat16").problems()
     assert problem.setting == "moments"
     assert "beta2=0.999" in problem.message
     assert AdamWConfig(moments="bfloat16", beta2=0.95).problems() == []
-    # It is so: 0.999 v rounds to v.
+    # In fact, 0.999 v rounds to v.
     v = jnp.bfloat16(1.0)
     assert (v.astype(jnp.float32) * 0.999).astype(jnp.bfloat16) == v
 
 
-def test_zeros_and_the_norm_are_reported_where_asked_for():
+def test_zeros_and_the_norm_are_reported_if_requested():
     params = random(np.random.default_rng(4))
     grads = {path: np.where(np.arange(p.size).reshape(p.shape) % 3 == 0, 0, p) for path, p in params.items()}
     optimizer = AdamWConfig(log_zeros=True, log_parameter_norm=True).build(DECLARED)
@@ -145,7 +148,7 @@ def test_zeros_and_the_norm_are_reported_where_asked_for():
     assert AdamWConfig().build(DECLARED).measures(grads, params) == {}
 
 
-def test_zeros_of_rows_that_are_no_layer_do_not_count():
+def test_zeros_of_padding_rows_do_not_count():
     spec = ParamSpec("w", (3, 2, 2), ("layer", "embed", "mlp"), Normal(0.02), "weight", "w", (0, 1, -1))
     grads = {"w": np.concatenate([np.array([[[0, 1], [1, 1]]] * 2), np.zeros((1, 2, 2))]).astype(np.float32)}
     assert float(zeros(grads, {"w": spec})) == 2

@@ -1,4 +1,4 @@
-"""A user's own optimizer class works where the library's do."""
+"""A user's own optimizer class works like the library's."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class SignConfig(UpdateConfig):
         return RuleOptimizer(self, declared, dict.fromkeys(declared, SignOfAverage(self.beta, self.beta)), width)
 
 
-def test_a_config_names_a_class_of_its_own() -> None:
+def test_a_config_names_a_class_of_the_user() -> None:
     cfg = load("quickstart.py", f"optimizer.type={FILE}:SignConfig", "optimizer.beta=0.8", "parallel.data=1")
     program = Program.of(cfg, build_mesh(cfg.parallel))
     assert cfg.optimizer.name() == "Sign" and cfg.optimizer.beta == 0.8

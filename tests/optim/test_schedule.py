@@ -30,7 +30,7 @@ def test_the_first_update_is_at_warmup_start():
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
-def test_warm_up_rises_in_a_line_and_ends_at_lr(style):
+def test_warm_up_is_linear_and_ends_at_lr(style):
     lr = schedule(style=style, warmup_steps=10, warmup_start=2e-4)
     np.testing.assert_allclose([lr_at(lr, n * SIZE) for n in range(11)], np.linspace(2e-4, 1e-3, 11), rtol=1e-6)
 
@@ -83,7 +83,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("steps", [100, 10**5, 10**8])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_on_the_device_as_on_the_host(settings, steps):
+def test_the_device_and_the_host_agree(settings, steps):
     """Relative to the rate itself, to the last sample of the decay: nothing cancels in float32."""
     lr = ScheduleConfig(**{"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 7, "warmup_start": 1e-5} | settings).build(
         steps=steps, global_size=SIZE
@@ -98,7 +98,7 @@ def test_on_the_device_as_on_the_host(settings, steps):
 
 
 def exactly(schedule: Schedule, n: int) -> float:
-    """The definition with rational shares; the share left is never taken from a rounded share done."""
+    """The definition with rational fractions; the remaining fraction is never computed from a rounded one."""
     cfg, warmup, decay = schedule.cfg, Fraction(schedule.warmup), Fraction(schedule.decay)
     if 0 < warmup >= n:
         return cfg.warmup_start + (cfg.lr - cfg.warmup_start) * float(n / warmup)
@@ -119,7 +119,7 @@ def exactly(schedule: Schedule, n: int) -> float:
     return cfg.min_lr + share * (cfg.lr - cfg.min_lr)
 
 
-def test_wsd_stays_and_then_falls():
+def test_wsd_is_constant_and_then_decays():
     lr = schedule(style="wsd", warmup_steps=10, anneal_steps=20, anneal_style="linear")
     assert [lr_at(lr, n * SIZE) for n in (10, 11, 50, 80)] == pytest.approx([1e-3] * 4)
     assert lr_at(lr, 90 * SIZE) == pytest.approx(5.5e-4, rel=1e-6)
@@ -130,7 +130,7 @@ def test_wsd_stays_and_then_falls():
         assert lr_at(lr, 90 * SIZE) == pytest.approx(1e-4 + share * 9e-4, rel=1e-6), style
 
 
-def test_inverse_square_root_falls_with_all_samples_and_not_below_the_lowest_rate():
+def test_inverse_square_root_decays_with_all_samples_down_to_the_lowest_rate():
     lr = schedule(style="inverse_square_root", warmup_steps=4)
     assert lr_at(lr, 16 * SIZE) == pytest.approx(5e-4, rel=1e-6)
     assert lr_at(lr, 64 * SIZE) == pytest.approx(2.5e-4, rel=1e-6)
@@ -139,7 +139,7 @@ def test_inverse_square_root_falls_with_all_samples_and_not_below_the_lowest_rat
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
-def test_weight_decay_rises_over_the_run(style):
+def test_weight_decay_increases_over_the_run(style):
     rising = schedule(weight_decay_start=0.01, weight_decay_style=style)
     samples = np.array([0, 1, 200, 400, 799, 800, 801, 5000], np.int32)
     share = np.minimum(samples / 800, 1)
@@ -160,14 +160,14 @@ def test_groups_have_their_own_highest_and_lowest_rate():
     np.testing.assert_allclose([rate, decay], [1.5e-3, 0.3], rtol=1e-6)
 
 
-def test_steps_are_turned_into_samples_by_what_the_steps_read():
+def test_steps_become_samples_by_the_rows_that_the_steps_read():
     """The first 10 steps have 4 rows, the others 8."""
     cfg = ScheduleConfig(lr=1e-3, warmup_steps=20, style="linear")
     lr = cfg.build(steps=100, global_size=8, samples=lambda steps: 8 * steps - 4 * min(steps, 10))
     assert (lr.warmup, lr.decay) == (120, 760)
 
 
-def test_facts_name_what_has_an_effect():
+def test_facts_name_the_settings_with_an_effect():
     assert schedule().facts() == schedule(anneal_style="linear", weight_decay_style="cosine").facts()
     wsd = schedule(style="wsd", anneal_steps=10)
     assert wsd.facts() != schedule(style="wsd", anneal_steps=11).facts()
@@ -244,8 +244,8 @@ def test_a_warm_up_or_anneal_that_does_not_fit(settings, message, hint):
     assert (problem.message, problem.hint) == (message, hint)
 
 
-def test_the_warm_up_that_is_proposed_is_the_longest_that_fits():
-    """With rows that grow too: steps of 4, 4, 8, 8, ... rows."""
+def test_the_proposed_warm_up_is_the_longest_that_fits():
+    """With growing rows too: steps of 4, 4, 8, 8, ... rows."""
 
     def samples(steps):
         return 4 * min(steps, 2) + 8 * max(steps - 2, 0)
@@ -263,7 +263,7 @@ def test_a_schedule_that_fits_has_no_problem():
     assert cfg.run_problems(steps=113, global_size=SIZE) == []
 
 
-def test_of_two_settings_that_exclude_each_other_the_hint_keeps_either():
+def test_of_two_exclusive_settings_the_hint_keeps_either():
     (problem,) = ScheduleConfig(warmup_steps=1, warmup_samples=1).problems()
     assert problem.hint == (
         "--schedule.warmup_samples=none keeps warmup_steps, --schedule.warmup_steps=none keeps warmup_samples"

@@ -1,4 +1,4 @@
-"""Every optimizer on a mesh of pipeline 2 x data 2 x tensor 2 does what it does on one device."""
+"""Every optimizer on a mesh of pipeline 2 x data 2 x tensor 2 equals one device."""
 
 import re
 from functools import partial
@@ -77,14 +77,14 @@ def test_losses_equal_those_of_one_device(cfg):
         np.testing.assert_allclose(weights[path], expected, rtol=1e-5, atol=1e-6, err_msg=path)
         if DECLARED[path].layers:
             np.testing.assert_array_equal(np.asarray(weights[path])[-1], 0)
-    # Cut over data, tensor and pipeline or whole everywhere: an element counts once.
+    # Sharded over data, tensor and pipeline or replicated: an element counts once.
     exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in arrays(1).values()))
     np.testing.assert_allclose(norm, exact, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_muon_moves_one_matrix_at_a_time():
-    """Over data two swaps for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
+    """Over data two exchanges for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
     plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
     optimizer = MuonConfig().build(DECLARED, plan)
     shardings = {p: NamedSharding(mesh, plan.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
@@ -100,10 +100,10 @@ def test_muon_moves_one_matrix_at_a_time():
     }
     matrices = len(SHAPES) - 1
     assert counts["all-to-all"] == 2 * matrices
-    # key [8, 4] and narrow [8, 4] are cut along their shorter side.
+    # key [8, 4] and narrow [8, 4] are sharded along their shorter side.
     assert counts["all-gather"] == 2
     # Five products for each of the other four, and norms of one element.
     assert 4 * 5 <= counts["all-reduce"] <= 4 * 6
     assert counts["reduce-scatter"] == 0
-    # 3 rows a stage, 2 devices that share them: two rounds, and nothing is as large as a stack.
+    # 3 rows a stage on 2 devices: two rounds, and no array is as large as a stack.
     assert "f32[6,8,12]" not in text

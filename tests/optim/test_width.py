@@ -1,4 +1,4 @@
-"""Learning rates of a model wider than the one its settings were found on (muP, Yang et al. 2022)."""
+"""Learning rates of a model wider than the one its settings were tuned on (muP, Yang et al. 2022)."""
 
 import jax
 import jax.numpy as jnp
@@ -55,32 +55,32 @@ def test_the_kinds_of_weights():
     [(AdamWConfig(), 1 / 4, 1), (LionConfig(), 1 / 4, 1), (SGDConfig(), 1, 4)],
     ids=["adam", "lion", "sgd"],
 )
-def test_which_weights_get_which_rates(cfg, matrices, others):
+def test_rates_of_weights(cfg, matrices, others):
     assert widths(cfg) == {path: matrices if path in MATRICES else others for path in EVERYTHING}
     assert set(widths(cfg, width=1.0).values()) == {1.0}
 
 
-def test_muon_keeps_its_own_matrices_as_they_are():
+def test_muon_does_not_change_the_rates_of_its_own_matrices():
     factors = widths(MuonConfig())
     stacked = {path for path in MATRICES if EVERYTHING[path].layers}
     assert {path for path in factors if factors[path] != 1} == MATRICES - stacked
     assert factors["head"] == 1 / 4
 
 
-def test_a_head_that_is_the_embedding_is_an_embedding():
+def test_a_head_that_shares_the_embedding_counts_as_an_embedding():
     assert widths(AdamWConfig(), declared(model(tied=True)))["tokens"] == 1
 
 
-def test_epsilon_goes_with_the_rate():
+def test_epsilon_scales_with_the_rate():
     rules = AdamWConfig(epsilon=1e-8).build(EVERYTHING, None, 4.0).rules
     assert {path for path in rules if rules[path].epsilon == 2.5e-9} == MATRICES
     assert {rules[path].epsilon for path in TABLES | VECTORS} == {1e-8}
-    # Megatron-LM leaves Adam's epsilon alone beside Muon.
+    # Megatron-LM does not change Adam's epsilon beside Muon.
     beside = MuonConfig(epsilon=1e-8).build(EVERYTHING, None, 4.0).rules
     assert {rule.epsilon for path, rule in beside.items() if hasattr(rule, "epsilon")} == {1e-8}
 
 
-def test_the_highest_and_the_lowest_rate_are_divided_and_the_start_of_the_warm_up_is_not():
+def test_highest_and_lowest_rate_are_divided_and_the_start_of_the_warm_up_is_not():
     cfg = ScheduleConfig(lr=1e-2, min_lr=1e-3, warmup_start=4e-4, warmup_steps=10, style="linear")
     schedule = cfg.build(steps=110, global_size=1)
     wide = AdamWConfig().build(EVERYTHING, None, 4.0).groups
@@ -94,7 +94,7 @@ def test_the_highest_and_the_lowest_rate_are_divided_and_the_start_of_the_warm_u
         assert narrow == schedule(jnp.int32(n))
 
 
-def test_rates_given_for_some_weights_count_as_they_are():
+def test_explicit_rates_of_weights_are_not_divided():
     schedule = ScheduleConfig(lr=1e-2, min_lr=1e-3, style="constant").build(steps=10, global_size=1)
     cfg = AdamWConfig(
         embedding_lr=5e-3,
@@ -116,7 +116,7 @@ def test_rates_given_for_some_weights_count_as_they_are():
     assert "Adam, schedule's lr x 0.25 for the width, decay" in dict(optimizer.table())
 
 
-def test_ten_updates_are_those_of_float64():
+def test_ten_updates_equal_those_in_float64():
     """Adam with the rate and the epsilon of each kind, decay by the rate as well."""
     weights = {path: EVERYTHING[path] for path in ("tokens", "head", "stack.blocks.0.mlp.up", "norm.gain")}
     cfg, rng = AdamWConfig(beta2=0.95, epsilon=1e-3, weight_decay=0.1), np.random.default_rng(0)
@@ -142,7 +142,7 @@ def test_ten_updates_are_those_of_float64():
 
 
 def moved(hidden: int) -> float:
-    """How far three updates move the logits of a fixed batch (root of the mean square)."""
+    """How far three updates move the logits of a fixed batch (root mean square)."""
     wide = model(hidden, width_scaling=WidthScalingConfig(base_hidden=16, base_head_dim=8), tied=True)
     cfg, lr = AdamWConfig(weight_decay=0.0), 1e-2
     weights, abstract = declared(wide), nnx.eval_shape(lambda: wide.build(LAYOUT))
@@ -169,12 +169,12 @@ def moved(hidden: int) -> float:
 
 
 @pytest.mark.slow
-def test_updates_move_the_logits_of_a_wide_model_as_far_as_those_of_a_narrow_one():
-    """Eight times the width; with nothing scaled they move four times as far."""
+def test_updates_move_the_logits_of_wide_and_narrow_models_equally_far():
+    """Eight times the width; without scaling they move four times as far."""
     base = moved(16)
     assert base > 0.05
     assert 0.75 < moved(128) / base < 1.33
 
 
-def test_steady_rates_know_no_width():
+def test_constant_rates_ignore_the_width():
     assert float(constant_rates(1.0)(AdamWConfig().build(EVERYTHING, None, 4.0).groups["head"])[0]) == 1

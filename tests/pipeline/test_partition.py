@@ -1,4 +1,4 @@
-"""Which layers a stage holds, in which order they are stored, and how weights follow."""
+"""The layers of a stage, their storage order, and the corresponding weights."""
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ def test_configured_layers_per_chunk():
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_every_layer_is_on_one_stage_and_stages_follow_each_other(stages, chunks, data):
+def test_every_layer_is_on_one_stage_and_stages_are_consecutive(stages, chunks, data):
     repeats = data.draw(st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks))
     partition = Partition(stages, chunks, tuple(repeats))
     numbers = partition.numbers().reshape(stages, chunks, partition.rows)
@@ -49,7 +49,7 @@ def test_every_layer_is_on_one_stage_and_stages_follow_each_other(stages, chunks
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
-def test_even_chunks_differ_by_one_at_most(repeats, stages, chunks):
+def test_even_chunks_differ_by_at_most_one_layer(repeats, stages, chunks):
     repeats_of_chunks = Partition.even(repeats, stages, chunks).repeats
     assert sum(repeats_of_chunks) == repeats
     assert max(repeats_of_chunks) - min(repeats_of_chunks) <= 1
@@ -57,14 +57,14 @@ def test_even_chunks_differ_by_one_at_most(repeats, stages, chunks):
 
 
 def two_ways(model: DecoderConfig) -> tuple[Program, Program]:
-    """Programs on one device, and on two stages with rows that are no layer."""
+    """Programs on one device, and on two stages with padding rows."""
     return build_program(model, ONE, microbatches=4), build_program(
         model, ParallelConfig(data=1, pipeline=2, layers=(1, 4)), microbatches=4
     )
 
 
-def test_a_layer_starts_with_the_same_weights_wherever_it_is():
-    """Rows that are no layer start as zeros; the others depend on the layer's number alone."""
+def test_a_layer_has_the_same_initial_weights_anywhere():
+    """Padding rows start as zeros; the others depend on the layer's number alone."""
     unsplit, split = two_ways(pair("none", 5, tied=True, learned_positions=True))
     order = np.array(split.partition.order())
     assert order.tolist() == [0, -1, -1, -1, 1, 2, 3, 4]
@@ -80,8 +80,8 @@ def test_a_layer_starts_with_the_same_weights_wherever_it_is():
         assert np.asarray(expected[path]).any()
 
 
-def test_a_model_with_rows_out_of_order_is_the_same_model():
-    """By a plain call, as in a notebook: rows are used in the order of the layers, those that are none not at all."""
+def test_a_model_with_permuted_rows_is_the_same_model():
+    """By a plain call, as in a notebook: rows are used in the order of the layers, padding rows not at all."""
     tokens = np.arange(16, dtype=np.int32)[None]
     logits = []
     for program in two_ways(llama(repeats=5)):

@@ -1,4 +1,4 @@
-"""The checker of pipeline tables refuses each kind of broken table and says which rule it breaks."""
+"""The checker of pipeline tables refuses each kind of invalid table and names the broken rule."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,7 +75,7 @@ def forward_before_its_input() -> Schedule:
 
 
 def backward_before_its_forward() -> Schedule:
-    """All gradients two ticks earlier, slots as they were (assemble refuses such ticks)."""
+    """All gradients two ticks earlier, with unchanged slots (assemble refuses such ticks)."""
     early_gradient = Work(*(np.roll(array, -2, axis=0) for array in FOUR.input_gradient))
     lines = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}
     return replace(FOUR, input_gradient=early_gradient, weight_gradient=early_gradient, **lines)
@@ -87,7 +87,7 @@ def weight_gradient_before_its_input_gradient() -> Schedule:
 
 
 def input_that_waits_two_ticks() -> Schedule:
-    """Stage 2 and 3 a tick late with every forward, and everything after with them."""
+    """Stages 2 and 3 a tick late with every forward pass, and everything after with them."""
     delays = np.array([0, 0, 1, 1])
     return moved(FOUR, forward=delays, input_gradient=np.array(1), weight_gradient=np.array(1))
 
@@ -97,7 +97,7 @@ def slot_of_another_forward() -> Schedule:
 
 
 def idle_forward_on_a_taken_slot() -> Schedule:
-    """Stage 0 is idle at tick 9, microbatches 3 to 7 still to go back."""
+    """Stage 0 is idle at tick 9, with the backward passes of microbatches 3 to 7 still to come."""
     return changed(FOUR, "forward", "slot", {(9, 0): FOUR.forward.slot[7, 0]})
 
 
@@ -158,7 +158,7 @@ def loss_of_an_output_not_made_now() -> Schedule:
 
 
 def backwards_a_tick_later_than_need_be() -> Schedule:
-    """Valid in every other way, and a longer bubble."""
+    """Valid otherwise, with a longer bubble."""
     return moved(FOUR, input_gradient=np.array(1), weight_gradient=np.array(1))
 
 
@@ -232,7 +232,7 @@ def test_every_changed_number_is_found(schedule: Schedule) -> None:
     assert not missed
 
 
-def test_the_message_names_schedule_rule_and_place() -> None:
+def test_the_message_names_schedule_and_rule_and_place() -> None:
     with pytest.raises(InvalidSchedule) as caught:
         check(forward_left_out())
     assert "schedule 1f1b:" in str(caught.value)

@@ -1,4 +1,4 @@
-"""What the executor promises besides the right numbers, which tests/layouts holds against one device's."""
+"""Properties of the executor besides its numbers, which tests/layouts compares with one device's."""
 
 import re
 from collections import Counter
@@ -77,15 +77,15 @@ def test_results_do_not_depend_on_initial_buffers(case: str) -> None:
     assert all(np.isfinite(g).all() for g in filled.grads.values())
     _, padding = in_order(program, filled.grads)
     assert padding == 0
-    # A power of two scales exactly what is differentiated and nothing that is reported.
+    # A power of two scales exactly what is differentiated, and nothing that is reported.
     assert scaled.metrics == clean.metrics
     for path, g in clean.grads.items():
         np.testing.assert_allclose(scaled.grads[path], 8 * g, rtol=1e-6, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
 
 @pytest.mark.slow
-def test_idle_backwards_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above sees what it is for: idle stages that took part would add what they found."""
+def test_idle_backward_passes_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: idle stages that took part would add their values."""
 
     def always(self: Stage, segment: Segment, kind: Work, chunk: Any, work: Any, carry: Any) -> Any:
         return work(0, carry)
@@ -136,7 +136,7 @@ def compiled(parallel: ParallelConfig, microbatches: int) -> tuple[Program, str]
 
 
 def distinct() -> DecoderConfig:
-    """A model none of whose matrices has the shape of an activation: 40 hidden, heads of 6, 48 in between."""
+    """A model without a matrix of the shape of an activation: 40 hidden, heads of 6, 48 in between."""
     model = llama(repeats=5)
     block = model.stack.pattern[0]
     block = replace(block, mixer=replace(block.mixer, head_dim=6))
@@ -160,7 +160,7 @@ UNDIVIDED = stages(4, data=2, data_sharding="replicate")
     ids=["1f1b-replicate", "1f1b-zero1", "interleaved-sequence-replicate"],
 )
 def test_communication_between_stages(parallel: ParallelConfig, microbatches: int) -> None:
-    """Between stages single activations, between replicas nothing before the last microbatch is done."""
+    """Between stages only single activations travel, between replicas nothing before the last microbatch is done."""
     program, text = compiled(parallel, microbatches)
     actual = read(text, program.mesh.shape).collectives
     between = [collective for collective in actual if "pipeline" in collective.groups.axes]
@@ -217,7 +217,7 @@ ALWAYS += [(SAVING[3], "float32", ONE), (SAVING[1], "bfloat16", ONE)]
 def test_saved_activations_hold_no_weights(
     model: DecoderConfig, compute: str, parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither weights as they are nor copies of them in the compute dtype are in the ring."""
+    """Neither weights nor copies of them in the compute dtype are in the ring."""
     program = build_program(model, parallel, microbatches=8, compute=compute)
     saved = look_at(program, monkeypatch)
     weights = {spec.shape[1:] for spec in program.declared.values() if spec.layers}
@@ -247,7 +247,7 @@ def look_at(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
 
 
 def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above sees what it is for: with the inputs left in, the weights of a layer are among what it saves."""
+    """The test above can fail: with inputs left in, the weights of a layer are among its saved tensors."""
 
     def differentiated(self: LayerLoop, span: Span, row: Any, x: Any, ctx: Any) -> Any:
         return jax.vjp(span.unit, *self._arguments(span, row), x, ctx)

@@ -1,4 +1,4 @@
-"""Pipeline tables, re-derived by going through them tick by tick, against the tables and formulas they should have."""
+"""Pipeline tables, re-derived tick by tick, against expected tables and formulas."""
 
 from fractions import Fraction
 
@@ -43,9 +43,9 @@ def work_at(work: Work, tick: int, stage: int) -> tuple[int, int] | None:
 
 
 def run(schedule: Schedule) -> dict[str, list]:
-    """Compute symbolically with what an executor has: one-tick registers between stages, rings, an output buffer.
+    """Compute symbolically with the executor's storage: one-tick registers between stages, rings, an output buffer.
 
-    Values are tuples that name what they were made of; a wrong read makes a wrong tuple, which is asserted against.
+    Values are tuples of their sources; a wrong read makes a wrong tuple, which an assertion detects.
     """
     stages, chunks = schedule.stages, schedule.chunks
     arriving, returning = [None] * stages, [None] * stages

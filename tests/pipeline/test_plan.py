@@ -1,4 +1,4 @@
-"""python -m megajax.plan: the drawn tables, the picture, and what it refuses."""
+"""python -m megajax.plan: the drawn tables, the picture, and refusals."""
 
 import subprocess
 import sys
@@ -116,7 +116,7 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Busy time and whole time of the boxes make the bubble, for backwards twice as long as forwards."""
+    """Busy time and total time of the boxes give the bubble, for backward passes twice as long as forward passes."""
     axes_module = pytest.importorskip("matplotlib.axes", reason="needs the extra plot")
     drawings = []
     original = axes_module.Axes.broken_barh
@@ -203,7 +203,7 @@ def test_refusals(case: str) -> None:
     assert message in str(caught.value)
 
 
-def test_from_the_shell_help_is_quick_and_a_fault_ends_with_code_2() -> None:
+def test_help_is_quick_and_an_error_ends_with_code_2() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "megajax.plan"]
     help_run = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "dataclasses" in help_run.stderr and not {"jax", "numpy"} & set(help_run.stderr.split())
@@ -236,5 +236,5 @@ def test_a_plan_needs_no_jax() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
-def test_the_page_shows_what_the_program_prints() -> None:
+def test_the_page_shows_the_output_of_the_program() -> None:
     assert report(one_f_one_b(4, 8)) in (ROOT / "docs/pipeline.md").read_text()

@@ -24,7 +24,7 @@ AHEAD = PredictionConfig(weight=0.3)
 def gradients(
     parallel: ParallelConfig, compute: str, average: str, scale: float, prediction: PredictionConfig | None
 ) -> dict[str, np.ndarray]:
-    """Of the mean loss, by path, from weights that float16 holds; in both programs the scale is on the mean."""
+    """Of the mean loss, by path, from weights representable in float16; in both programs the scale is on the mean."""
     model = replace(llama(), vocabulary_size=LARGE, loss_chunk=192, prediction=prediction)
     run = build_program(model, parallel, microbatches=2, average=average, compute=compute)
     with within(run):
@@ -48,10 +48,10 @@ def off(actual: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("average", ["microbatches", pytest.param("tokens", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prediction", [None, pytest.param(AHEAD, marks=pytest.mark.slow)], ids=["next", "ahead"])
 def test_the_scale_comes_before_the_rounding(parallel, average, prediction):
-    """Of rows of the head that are no label's, whose gradients are the smallest, and of everything behind them."""
+    """Of rows of the head without a label, whose gradients are the smallest, and of everything behind them."""
     expected = gradients(ONE, "float32", average, 1.0, prediction)
     actual = gradients(parallel, "float16", average, SCALE, prediction)
-    # Rounding to 11 bits is off by 2^-12 at most; these are sums of what was rounded.
+    # Rounding to 11 bits is off by at most 2^-12; these are sums of rounded numbers.
     assert off(actual["head"][VOCABULARY:LARGE], expected["head"][VOCABULARY:LARGE]) < 2**-10
     for path, g in expected.items():
         assert off(actual[path], g) < 2**-7, path

@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits: against the same arithmetic in numpy, at the ends of the formats' range, and what is refused."""
+"""8-bit matmuls: against the same arithmetic in numpy, at the ends of the formats' range, and refusals."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 def rounded(x: np.ndarray, form: str) -> np.ndarray:
-    """x as 8 bits hold it, float64, by the formats' definition: no conversion of any library."""
+    """x as stored in 8 bits, float64, by the formats' definition: without any library's conversion."""
     digits, smallest = {"e4m3": (3, -6), "e5m2": (2, -14)}[form]
     largest = np.abs(x).max()
     scale = 2.0 ** np.floor(np.log2(LARGEST[form] / largest)) if largest else 1.0
@@ -82,7 +82,7 @@ def test_bfloat16_in_and_out() -> None:
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_kept_for_the_backward_pass_are_8_bits_of_the_input_and_the_weight_itself() -> None:
+def test_the_input_in_8_bits_and_the_weight_are_saved_for_the_backward_pass() -> None:
     x, w = (jnp.ones(shape, jnp.bfloat16) for shape in CASES["bsd,df->bsf"])
     multiply = Fp8Matmul(Fp8Config())
     _, pull = jax.vjp(lambda w, x: multiply("bsd,df->bsf", x, w), w, x)
@@ -104,15 +104,15 @@ def test_scales_are_powers_of_two_that_use_the_range(form: str) -> None:
         )
 
 
-def test_rounding_does_not_leave_the_format() -> None:
-    """With a scale that rounds up to a power of two, the largest value is clipped and not turned into NaN."""
+def test_rounding_stays_within_the_format() -> None:
+    """With a scale that rounds up to a power of two, the largest value is clipped, not turned into NaN."""
     largest = np.nextafter(np.float32(448), np.float32(1e9))
     small, *_ = quantize(jnp.asarray([largest, 1.0], jnp.float32), jnp.dtype(FORMS["e4m3"]))
     assert np.isfinite(np.asarray(small).astype(np.float32)).all()
 
 
 def test_another_scale_gives_the_same_numbers() -> None:
-    """Why parts of a tensor may have scales of their own: only what falls below normal numbers differs."""
+    """Why parts of a tensor may have their own scales: only values below the normal numbers differ."""
     rng = np.random.default_rng(0)
     part = jnp.asarray(rng.uniform(0.25, 1, 1000), jnp.float32)
     part_values, scale, _ = quantize(part, jnp.dtype(FORMS["e4m3"]))
@@ -133,14 +133,14 @@ def test_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", ["x", "w", "dy"])
-def test_what_is_not_finite_is_not_hidden(value: float, place: str) -> None:
+def test_nonfinite_values_propagate(value: float, place: str) -> None:
     arrays = {name: np.ones((16, 16), np.float32) for name in ("x", "w", "dy")}
     arrays[place][3, 5] = value
     x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in arrays.values())
     multiply = Fp8Matmul(Fp8Config())
     y, pull = jax.vjp(lambda x, w: multiply("bd,df->bf", x, w), x, w)
     dx, dw = pull(dy)
-    # dx is made of w and dy, dw of x and dy: all of what a tensor like this went into is NaN.
+    # dx is computed from w and dy, dw from x and dy: each result of such a tensor is NaN.
     assert np.isnan(np.asarray(y, np.float32)).all() == (place != "dy")
     assert np.isnan(np.asarray(dx, np.float32)).all() == (place != "x")
     assert np.isnan(np.asarray(dw, np.float32)).all() == (place != "w")
@@ -159,7 +159,7 @@ def test_a_layout_multiplies_by_its_recipe() -> None:
 
 
 @pytest.mark.parametrize("equation", ["bsd,df->bs", "bsd->bd", "bsd,df", "bdd,df->bf", "bd,df,fg->bg"])
-def test_what_is_no_product_of_two_tensors(equation: str) -> None:
+def test_equations_that_are_no_product_of_two_tensors(equation: str) -> None:
     with pytest.raises(ValueError, match="not a product of two tensors"):
         terms(equation)
 
@@ -172,7 +172,7 @@ def test_matrices_with_odd_sides_are_refused_by_name() -> None:
 
 
 class Device:
-    """As jax tells of one."""
+    """A device as jax describes it."""
 
     def __init__(self, platform: str, capability: str | None):
         self.platform, self.device_kind = platform, "NVIDIA A100"
@@ -181,7 +181,7 @@ class Device:
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "7.5", None])
-def test_gpus_without_8_bit_floats_are_refused(capability: str | None) -> None:
+def test_GPUs_without_8_bit_floats_are_refused(capability: str | None) -> None:
     device: Any = Device("gpu", capability)
     with pytest.raises(
         UserError, match=rf"(?s)NVIDIA A100 has compute capability {capability or 'unknown'}.*precision.fp8=none"
@@ -190,7 +190,7 @@ def test_gpus_without_8_bit_floats_are_refused(capability: str | None) -> None:
 
 
 @pytest.mark.parametrize(("platform", "capability"), [("gpu", "9.0"), ("cuda", "10.0"), ("gpu", "12.1"), ("cpu", None)])
-def test_others_are_not(platform: str, capability: str | None) -> None:
+def test_GPUs_with_8_bit_floats_are_accepted(platform: str, capability: str | None) -> None:
     device: Any = Device(platform, capability)
     refuse_old(device)
 
@@ -225,14 +225,14 @@ def test_settings_that_exclude_each_other(case: str) -> None:
 
 
 def test_sides_of_experts_may_be_any_number() -> None:
-    """They multiply in the compute dtype. What all tokens pass does not."""
+    """They multiply in the compute dtype. The matrices that all tokens pass do not."""
     fp8, mlp = ("--precision.compute=bfloat16", "--precision.fp8=Fp8"), "--model.stack.pattern.0.mlp"
     load("mixtral.py:debug", *fp8, f"{mlp}.expert.ffn=24")
     with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, no multiple of 16"):
         load("mixtral.py:debug", *fp8, f"{mlp}.latent=24")
 
 
-def test_it_is_off_unless_asked_for() -> None:
+def test_fp8_is_off_by_default() -> None:
     assert PrecisionConfig().fp8 is None
     assert load(
         "llama3.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=e4m3"

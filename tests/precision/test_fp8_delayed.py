@@ -1,4 +1,4 @@
-"""Scales of 8-bit matmuls from the steps before: against numpy, and that all layouts remember the same."""
+"""Delayed scales of 8-bit matmuls: against numpy, and the same history on all layouts."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,7 +29,7 @@ EQUATION = "bsd,df->bsf"
 
 
 def rounded(x: np.ndarray, form: str, expected: float, margin: int) -> np.ndarray:
-    """x as 8 bits hold it under the scale made for `expected`, float64, by the formats' definition."""
+    """x as stored in 8 bits under the scale made for `expected`, float64, by the formats' definition."""
     digits, smallest = DIGITS[form]
     scale = 2.0 ** (np.floor(np.log2(LARGEST[form] / expected)) - margin)
     y = np.clip(np.asarray(x, np.float64) * scale, -LARGEST[form], LARGEST[form])
@@ -38,8 +38,8 @@ def rounded(x: np.ndarray, form: str, expected: float, margin: int) -> np.ndarra
 
 
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])
-def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
-    """History 2; magnitudes fall and rise so that the two algorithms differ and something is clipped."""
+def test_four_steps_equal_those_of_numpy(algorithm: str) -> None:
+    """History 2; magnitudes fall and rise so that the two algorithms differ and some values are clipped."""
     cfg = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm=algorithm, margin=1))
     history, multiply = AmaxHistory(cfg.delayed, token_share=0.5), Fp8Matmul(cfg)
     state, scale = jnp.zeros((3, 2)), jnp.float32(8)
@@ -73,7 +73,7 @@ def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
     assert clipped == 1, "the last step is far larger than what the scales were made for"
 
 
-def test_what_was_not_seen_is_not_remembered_and_infinities_show() -> None:
+def test_values_outside_the_step_are_not_recorded_and_infinities_are_visible() -> None:
     history = AmaxHistory(DelayedScalingConfig(history=3), token_share=1.0)
     state = jnp.arange(1.0, 10).reshape(3, 3)
     actual = history.updated(state, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
@@ -95,7 +95,7 @@ LAYOUTS = {
 }
 AS_IT_IS = StepControl(limits=np.array(GuardLimits(), np.float32), rerun=np.bool(False))
 ROUNDED = MappingProxyType({**QUICK, "xla_allow_excess_precision": False})
-"""Compiler options: bfloat16 is rounded where the program says so, in every program in the same places."""
+"""Compiler options: bfloat16 is rounded in the same places in every program."""
 MICROBATCHES, STEPS, APART = 6, 20, 1e-2
 DELAYED = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm="max"))
 
@@ -142,7 +142,7 @@ def run(compiled_step: Compiled, state: TrainState, numbers: range, *more: Any) 
 
 
 def histories_by_layer(compiled_step: Compiled, state: TrainState) -> dict[str, np.ndarray]:
-    """Histories with rows in the order of the layers; those of rows that are none are zeros."""
+    """Histories with rows in the order of the layers; those of padding rows are zeros."""
     order = np.array(compiled_step.program.partition.order())
     actual = {path: np.asarray(history) for path, history in state.observed.items()}
     assert all((history[order < 0] == 0).all() for history in actual.values())
@@ -152,7 +152,7 @@ def histories_by_layer(compiled_step: Compiled, state: TrainState) -> dict[str, 
 def same_after_a_step(
     parallel: ParallelConfig, reference: ParallelConfig = ONE, repeats: int = 2, *, gradients: bool = True
 ) -> None:
-    """Histories after one step; gradients: those of gradients too, or else up to what 8 bits round."""
+    """Histories after one step; gradients: those of gradients too, or else up to the rounding of 8 bits."""
     expected_run, actual_run = compiled(reference, DELAYED, repeats), compiled(parallel, DELAYED, repeats)
     (expected_state, losses), (state, actual) = (
         run(step, start(step.program), range(1)) for step in (expected_run, actual_run)
@@ -170,18 +170,18 @@ def same_after_a_step(
 
 
 @pytest.mark.slow
-def test_over_data_all_remember_what_one_device_does() -> None:
+def test_data_parallelism_has_the_history_of_one_device() -> None:
     same_after_a_step(LAYOUTS["data"])
 
 
 @pytest.mark.slow
-def test_with_fsdp_too() -> None:
+def test_fsdp_has_the_history_of_one_device() -> None:
     same_after_a_step(LAYOUTS["fsdp"])
 
 
 @pytest.mark.slow
-def test_in_a_pipeline_too_and_rows_that_are_no_layers_stay_zero() -> None:
-    """Stages sum the parts of the gradient that each has of the loss, so it is rounded otherwise before it is cast."""
+def test_a_pipeline_has_the_history_of_one_device_and_padding_rows_stay_zero() -> None:
+    """Stages sum the parts of the gradient of the loss, so it is rounded differently before it is cast."""
     same_after_a_step(LAYOUTS["uneven pipeline"], repeats=3, gradients=False)
 
 
@@ -190,12 +190,12 @@ def test_in_a_pipeline_too_and_rows_that_are_no_layers_stay_zero() -> None:
     "parallel",
     [ParallelConfig(data=2, pipeline=2), ParallelConfig(data=1, pipeline=2, virtual_stages=2, schedule="interleaved")],
 )
-def test_pipelines_remember_the_same(parallel: ParallelConfig) -> None:
+def test_pipelines_have_the_same_history(parallel: ParallelConfig) -> None:
     same_after_a_step(parallel, LAYOUTS["pipeline"], repeats=4)
 
 
 @pytest.mark.slow
-def test_a_step_that_is_skipped_leaves_them_as_they_are() -> None:
+def test_a_skipped_step_does_not_change_them() -> None:
     step = compiled(ONE, DELAYED, controlled=True)
     broken = AS_IT_IS._replace(limits=np.array(GuardLimits(loss=-np.inf), np.float32))
     state, _ = run(step, start(step.program), range(2), AS_IT_IS)
@@ -227,14 +227,14 @@ def test_twenty_steps_on_other_layouts(layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_layers_in_16_bits_remember_nothing() -> None:
+def test_16_bit_layers_have_no_history() -> None:
     step = compiled(ONE, replace(DELAYED, first_layers=1))
     state, _ = run(step, start(step.program), range(1))
     for history in histories_by_layer(step, state).values():
         assert (history[0] == 0).all() and (history[1, :, 0] > 0).all()
 
 
-def test_they_are_no_weights() -> None:
+def test_histories_are_no_weights() -> None:
     delayed, plain = prepared(ONE, DELAYED), prepared(ONE, Fp8Config())
     assert delayed.declared == plain.declared and not plain.observed
     assert set(delayed.arrays) == set(delayed.observed) | set(delayed.declared) and not set(delayed.observed) & set(
@@ -261,7 +261,7 @@ def test_rows_follow_their_layers_to_another_pipeline() -> None:
 
 
 @pytest.mark.parametrize(("settings", "message"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
-def test_refused(settings: dict[str, int], message: str) -> None:
+def test_refusals(settings: dict[str, int], message: str) -> None:
     cfg = prepared(ONE, DELAYED).cfg
     fp8 = Fp8Config(delayed=DelayedScalingConfig(**settings))
     with pytest.raises(ConfigError, match=message):

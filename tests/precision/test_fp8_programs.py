@@ -1,6 +1,6 @@
-"""That a compiled train step multiplies in 8 bits: for virtual H100s, where the extra aot is installed.
+"""A compiled train step multiplies in 8 bits: for virtual H100s, if the extra aot is installed.
 
-What the compiler does not recognise runs in 16 bits, right and slow, and says nothing: so every matmul is counted.
+The compiler silently runs unrecognized products in 16 bits, correct but slow, so every matmul is counted.
 """
 
 import importlib.util
@@ -63,7 +63,7 @@ def deviceless() -> Iterator[Deviceless]:
         return compile_train_step(wide(family, parallel, fp8), cluster)
 
     with pytest.MonkeyPatch.context() as patch:
-        # What `prepare` sets is not for what other tests start.
+        # `prepare` sets variables that other tests must not inherit.
         for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
             patch.setenv(name, "")
         prepare()
@@ -86,7 +86,7 @@ def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
 
 
 def uncast_products(plan: TrainPlan) -> list[str]:
-    """Results of the matmuls that are not in 8 bits; attention is none of them, but a kernel."""
+    """Results of the matmuls that are not in 8 bits; attention is a kernel and not among them."""
     return [
         op.shape
         for computation in Program.read(plan.text).computations.values()
@@ -96,7 +96,7 @@ def uncast_products(plan: TrainPlan) -> list[str]:
 
 
 def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
-    """(loop, kind) -> arrays of some size that go over `tensor`."""
+    """(loop, kind) -> arrays above some size that travel over `tensor`."""
     counts = Counter()
     for collective in actual.collectives:
         if collective.groups.axes == ("tensor",) and collective.bytes > 2**16:
@@ -110,7 +110,7 @@ FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", 
 
 
 def check(plan: TrainPlan, matmuls: int) -> None:
-    """Each layer's matmuls, and both that its gradients take of each; nothing else but the head's, in 16 bits."""
+    """Each layer's matmuls and both of their gradients; nothing else except the head's, in 16 bits."""
     assert in_8_bits(plan) == {FORWARD: matmuls, BACKWARD: 2 * matmuls}
     assert len(uncast_products(plan)) == 3, "logits, and gradients of hidden states and table"
 
@@ -122,7 +122,7 @@ def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, devicel
 
 
 @pytest.mark.slow
-def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(deviceless: Deviceless) -> None:
+def test_16_bit_layers_at_both_ends_are_chosen_without_a_branch(deviceless: Deviceless) -> None:
     plan = deviceless("llama", "h100:1", Fp8Config(first_layers=1), ParallelConfig(data=1))
     assert in_8_bits(plan) == {FORWARD: LLAMA, BACKWARD: 2 * LLAMA}
     assert len(uncast_products(plan)) == 3 + 3 * LLAMA
@@ -130,7 +130,7 @@ def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(deviceless: 
 
 
 @pytest.mark.slow
-def test_over_tensor_it_moves_what_16_bits_move_and_a_few_amax(deviceless: Deviceless) -> None:
+def test_tensor_parallelism_moves_the_bytes_of_16_bits_and_a_few_amax(deviceless: Deviceless) -> None:
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
     small, wide = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
     check(small, LLAMA)
@@ -148,19 +148,19 @@ def test_over_tensor_it_moves_what_16_bits_move_and_a_few_amax(deviceless: Devic
 def test_other_layouts(parallel: ParallelConfig, deviceless: Deviceless) -> None:
     actual = in_8_bits(deviceless("llama", "h100:2", HYBRID, parallel))
     assert set(actual) == {FORWARD, BACKWARD}
-    # A loop may be taken apart, its first round or its last being written out, and a pipeline has phases.
+    # A loop may be split, with its first or last iteration unrolled, and a pipeline has phases.
     assert actual[FORWARD] % LLAMA == 0 and actual[BACKWARD] % (2 * LLAMA) == 0
     assert len(uncast_products(deviceless("llama", "h100:2", HYBRID, parallel))) % 3 == 0
 
 
 @pytest.mark.slow
-def test_all_in_e4m3_and_adding_up_in_float32(deviceless: Deviceless) -> None:
+def test_all_products_can_be_in_e4m3_and_accumulate_in_float32(deviceless: Deviceless) -> None:
     actual = in_8_bits(deviceless("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
     assert actual == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
 
 
 @pytest.mark.slow
-def test_scales_from_the_steps_before(deviceless: Deviceless) -> None:
+def test_delayed_scales(deviceless: Deviceless) -> None:
     check(deviceless("llama", "h100:1", DELAYED, ParallelConfig(data=1)), LLAMA)
     actual = in_8_bits(deviceless("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
     assert set(actual) == {FORWARD, BACKWARD}
@@ -169,7 +169,7 @@ def test_scales_from_the_steps_before(deviceless: Deviceless) -> None:
 
 @pytest.mark.slow
 def test_amax_goes_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
-    """And over tensor once a layer, when its gradients are made: nothing waits for them."""
+    """And over tensor once a layer, when its gradients are computed: nothing waits for them."""
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
     before, now = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
     check(before, LLAMA)

@@ -26,11 +26,11 @@ LAYOUTS = {
     "pipeline, data and tensor": ParallelConfig(data=2, pipeline=2, tensor=2, sequence=True),
 }
 ROUNDED = {"xla_allow_excess_precision": False}
-"""Compiler option: what is cast to 16 bits is rounded, not here and not there, as the compiler likes."""
+"""Compiler option: otherwise the compiler decides where casts to 16 bits are rounded."""
 MICROBATCHES = 6
 STEPS = 20
 APART = 1e-2
-"""Of losses around 5.6 on 384 tokens; seen was at most 5.3e-3."""
+"""Of losses around 5.6 on 384 tokens; the largest observed difference was 5.3e-3."""
 
 
 @cache
@@ -77,7 +77,7 @@ def test_twenty_steps_on_other_layouts(layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [ONE, LAYOUTS["pipeline"]])
 def test_layers_at_both_ends_stay_in_16_bits(layout: ParallelConfig) -> None:
-    """Of two layers both ends are all: the same as without."""
+    """With two layers, both ends are all layers: the same as without fp8."""
     actual = losses(layout, Fp8Config(first_layers=1, last_layers=1), 3)
     np.testing.assert_allclose(actual, losses(ONE, None, 3), rtol=2e-4)
     assert np.abs(losses(layout, Fp8Config(first_layers=1), 3) - actual).max() > 5e-4
@@ -107,14 +107,14 @@ def test_without_a_pipeline_layers_at_both_ends_are_spans_of_their_own(recompute
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_the_same_whether_a_branch_decides() -> None:
+def test_the_first_loss_is_the_same_with_and_without_a_branch() -> None:
     fp8 = Fp8Config(first_layers=1)
     assert losses(LAYOUTS["pipeline"], fp8, 1)[0] == pytest.approx(losses(ONE, fp8, 1)[0], rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
-def test_the_first_loss_is_the_same_where_no_sum_is_cut(layout: str) -> None:
+def test_the_first_loss_is_the_same_where_no_sum_is_sharded(layout: str) -> None:
     """Scales of parts of a batch differ, the 8-bit numbers do not: powers of two."""
     actual, expected = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
     assert actual[0] == pytest.approx(expected[0], rel=1e-6)

@@ -22,12 +22,12 @@ def follow(scaler, finite: list[bool]) -> list[tuple[float, int, int]]:
 
 
 @pytest.mark.smoke
-def test_the_first_overflow_is_let_pass_and_the_next_halves():
+def test_the_first_overflow_is_tolerated_and_the_next_halves():
     scaler = DynamicScale(initial=16.0, floor=1.0, window=100, hysteresis=2)
     assert follow(scaler, [False, False, True, False]) == [(16, 0, 1), (8, 0, 0), (8, 1, 0), (4, 0, -1)]
 
 
-def test_only_growth_refills_what_is_let_pass():
+def test_only_growth_restores_the_tolerance():
     scaler = DynamicScale(initial=16.0, floor=1.0, window=3, hysteresis=2)
     rows = follow(scaler, [False, True, True, True, False, False])
     assert rows == [(16, 0, 1), (16, 1, 1), (16, 2, 1), (32, 0, 2), (32, 0, 1), (16, 0, 0)]
@@ -38,7 +38,7 @@ def test_the_scale_stops_at_its_floor():
     assert [row[0] for row in follow(scaler, [False] * 3)] == [2, 2, 2]
 
 
-def test_float16_has_a_dynamic_scale_unless_told_otherwise():
+def test_float16_has_a_dynamic_scale_by_default():
     assert isinstance(PrecisionConfig(compute="float16").scale(), DynamicScaleConfig)
     assert PrecisionConfig(compute="bfloat16").scale() == ConstantScaleConfig(value=1.0)
     assert PrecisionConfig(compute="float16", loss_scale=ConstantScaleConfig(value=64)).floor() is None
@@ -54,7 +54,7 @@ def test_float16_has_a_dynamic_scale_unless_told_otherwise():
         (PrecisionConfig(compute="float16", gradients="bfloat16"), "gradients"),
     ],
 )
-def test_scales_that_make_no_sense_are_refused(config, setting):
+def test_invalid_scales_are_refused(config, setting):
     assert [problem.setting for problem in config.problems()] == [setting]
 
 
@@ -65,7 +65,7 @@ def test_scales_are_for_gradients_of_a_mean():
     assert by_tokens._weight(by_tokens.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
 
 
-@pytest.mark.slow  # tests/training/test_float16_run.py trains with that weight
+@pytest.mark.slow  # tests/training/test_float16_run.py trains with that weight.
 def test_the_weight_of_the_mean_changes_no_bit():
     program = build_program(llama(), ONE, microbatches=4)
     with within(program):

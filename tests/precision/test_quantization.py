@@ -1,4 +1,4 @@
-"""Rounding of matrices to 8 and 4 bits, against closed forms, and products with what is stored."""
+"""Rounding of matrices to 8 and 4 bits, against closed forms, and products with the stored matrices."""
 
 from math import prod
 from typing import Any
@@ -32,7 +32,7 @@ def at(w: np.ndarray, place: tuple[Any, ...], value: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_a_channel_is_off_by_half_a_step_at_most(dtype: str) -> None:
+def test_a_channel_is_off_by_at_most_half_a_step(dtype: str) -> None:
     w = draw(5, 7, 3) * np.float32([0.01, 0.1, 1])
     form = Channels(dtype, inputs=2, outputs=1)
     values, scale = form.quantized(jnp.asarray(w))
@@ -45,7 +45,7 @@ def test_a_channel_is_off_by_half_a_step_at_most(dtype: str) -> None:
     assert np.abs(np.asarray(values, np.float32)).max() == largest(dtype)
 
 
-def test_a_group_is_off_by_half_a_step_at_most() -> None:
+def test_a_group_is_off_by_at_most_half_a_step() -> None:
     w, form = draw(3, 2, 16, 5), Groups(4, inputs=2, outputs=1)
     values, scale = form.quantized(jnp.asarray(w))
     assert values.shape == (3, 2, 8, 5)
@@ -58,7 +58,7 @@ def test_a_group_is_off_by_half_a_step_at_most() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
-def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible(weights: str) -> None:
+def test_zeros_stay_zeros_and_nonfinite_values_stay_visible(weights: str) -> None:
     w, form = at(draw(8, 3), (slice(None), 1), 0), form_of(weights, 4, 1, 1)
     values, scale = form.quantized(jnp.asarray(w))
     assert (np.asarray(scale)[..., 1] == 1).all()
@@ -68,7 +68,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible(weights: str) -> 
     assert finite[:, :2].all()
 
 
-def test_packing_keeps_every_number_in_every_place() -> None:
+def test_packing_keeps_every_number_at_every_place() -> None:
     pairs = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8), indexing="ij")).reshape(2, 1, -1)
     values = jnp.asarray(np.concatenate([pairs, -1 - pairs]), jnp.int8)
     packed = pack(values, 0)
@@ -78,7 +78,7 @@ def test_packing_keeps_every_number_in_every_place() -> None:
 
 
 @pytest.mark.parametrize(("weights", "balanced"), [("int8", False), ("int8", True), ("fp8", False), ("int4", True)])
-def test_the_product_is_that_of_the_matrix_scaled_back(weights: str, balanced: bool) -> None:
+def test_the_product_equals_that_of_the_dequantized_matrix(weights: str, balanced: bool) -> None:
     def products() -> list[tuple[Any, ...]]:
         products_ = []
         for equation, (lhs, rhs, inputs) in EQUATIONS.items():
@@ -98,7 +98,7 @@ def test_the_product_is_that_of_the_matrix_scaled_back(weights: str, balanced: b
         np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_products_in_8_bits_are_those_of_rounded_numbers() -> None:
+def test_products_in_8_bits_equal_those_of_rounded_numbers() -> None:
     x, w = jnp.asarray(draw(2, 3, 16) * np.float32([[1.0], [30.0], [1e-3]])), jnp.asarray(draw(16, 4, 6, seed=1))
     quantized = Quantized(form_of("fp8", 0, 1, 2), activations=True)
     leaves = quantized.quantized(w)

@@ -1,4 +1,4 @@
-"""What the compiler for GPUs makes of products with quantized matrices: for virtual H100s, with the extra aot."""
+"""Products with quantized matrices in compiled GPU programs: for virtual H100s, with the extra aot."""
 
 import importlib.util
 from typing import Any
@@ -25,7 +25,7 @@ class OldGPU:
     platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
 
 
-def test_gpus_without_8_bit_matmuls_are_refused() -> None:
+def test_GPUs_without_8_bit_matmuls_are_refused() -> None:
     device: Any = OldGPU()
     model: Any = llama3("8b")
     for quantization in (None, QuantizationConfig(weights="fp8")):
@@ -38,7 +38,7 @@ def test_gpus_without_8_bit_matmuls_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "activations"), [("int8", False), ("int4", False), ("fp8", False), ("fp8", True)])
-def test_a_loop_over_layers_widens_one_matrix_at_a_time(
+def test_a_loop_over_layers_dequantizes_one_matrix_at_a_time(
     weights: str, activations: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("jax_cuda12_plugin") is None:

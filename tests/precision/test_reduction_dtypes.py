@@ -1,4 +1,4 @@
-"""In which dtype gradients are made, added up and sent, by layout."""
+"""The dtypes in which gradients are computed, accumulated and sent, by layout."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from megajax.training.program import Program
 
 
 def with_precision(data_sharding: Any, **precision: Any) -> Program:
-    """Two microbatches on two devices, computed in bfloat16, with gradients in float32 unless said otherwise."""
+    """Two microbatches on two devices, computed in bfloat16, with gradients in float32 by default."""
     parallel = ParallelConfig(data=2, data_sharding=data_sharding)
     cfg = build_program(llama(), parallel, microbatches=2, compute="bfloat16").cfg
     cfg = cfg.but(precision=replace(cfg.precision, **precision))
@@ -55,13 +55,13 @@ def test_fsdp_sends_gradients_in_float32(once_a_step: tuple[Params, Program]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["reduce", "gradients"])
-def test_fsdp_sends_gradients_as_it_is_told(setting: str, once_a_step: tuple[Params, Program]) -> None:
+def test_fsdp_sends_gradients_in_the_configured_dtype(setting: str, once_a_step: tuple[Params, Program]) -> None:
     rounded, program = gradients("fsdp", **{setting: "bfloat16"})
     assert 1e-4 < distance(rounded, once_a_step[0], program) < 2e-2
 
 
 def test_weights_are_not_rounded_to_the_dtype_of_gradients() -> None:
-    """The training loss is that of evaluation; 2e-5 off where weights are rounded to bfloat16."""
+    """The training loss equals that of evaluation; 2e-5 off where weights are rounded to bfloat16."""
     program = with_precision("zero1", compute="float32", gradients="bfloat16")
     actual = summed(program)
     with within(program):

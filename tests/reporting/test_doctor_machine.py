@@ -65,7 +65,7 @@ def test_a_command_that_does_not_exist() -> None:
     assert output.code is None and "cannot be started" in output.why
 
 
-def test_what_the_driver_says(tmp_path: Path) -> None:
+def test_driver_reports(tmp_path: Path) -> None:
     results = {name: (f.status, f.state) for name, f, _ in run_checks(gpus.CHECKS, with_driver(tmp_path))}
     assert results["GPUs"] == ("ok", "2 x NVIDIA H100 80GB HBM3 (capability 9.0, 80.0 GiB)")
     assert results["GPU health"] == ("warn", "GPU 1 has 33 °C, slowdowns: HwThermalSlowdown")
@@ -80,7 +80,7 @@ def test_a_driver_that_hangs_is_queried_once(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "asked").read_text() == "x"
 
 
-def test_a_driver_that_is_broken(tmp_path: Path) -> None:
+def test_a_broken_driver(tmp_path: Path) -> None:
     finding = gpus.count(with_driver(tmp_path, 'raise NVMLError("Driver Not Loaded")'))
     assert finding.status == "fail" and "Driver Not Loaded" in finding.state
 
@@ -142,7 +142,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert {"packages", "disk", "limits"} <= checks.keys()
 
 
-def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_on_GPUs_try_every_kernel_and_report_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU devices that present themselves as GPUs; kernels compute the reference."""
     local_devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
@@ -167,10 +167,10 @@ def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gradient", [0, 2])
-def test_gradients_and_documents_that_are_wrong_on_a_gpu_are_found(
+def test_wrong_gradients_and_documents_on_a_GPU_are_detected(
     documents: bool, gradient: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in reports of cuDNN: a right result with NaN in one gradient, of some rows only."""
+    """As in reports about cuDNN: a correct result with NaN in one gradient, of some rows only."""
     local_devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
     stand_in(monkeypatch)

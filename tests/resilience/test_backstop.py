@@ -1,4 +1,4 @@
-"""A process whose C code never gives the interpreter's lock back ends all the same."""
+"""A process whose C code never releases the interpreter's lock ends nevertheless."""
 
 import os
 import signal
@@ -52,13 +52,13 @@ def test_a_limit_above_any_timer_sets_the_longest(seconds):
 
 
 @pytest.mark.slow
-def test_a_process_that_sets_the_timer_again_goes_on():
+def test_a_process_that_sets_the_timer_again_continues():
     process = start("held")
     assert process.communicate(timeout=50)[0] == "went on\n" and process.returncode == 0
 
 
 @pytest.mark.slow
-def test_a_process_that_was_stopped_goes_on():
+def test_a_stopped_process_continues():
     process = start("stopped")
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     time.sleep(4.0)

@@ -1,4 +1,4 @@
-"""Faults of processes on purpose: which process has them, before which step, and in which attempt."""
+"""Injected faults of processes: which process has them, before which step, and in which attempt."""
 
 import os
 import signal
@@ -33,11 +33,11 @@ def test_a_fault_comes_before_its_step(monkeypatch):
     assert crashed_at("crash:step=7", after=7) is None
 
 
-def test_only_the_process_that_is_named_has_it(monkeypatch):
+def test_only_the_named_process_has_it(monkeypatch):
     assert crashed_at("crash:step=7:process=1", "crash:step=8:process=0") == 8
 
 
-def test_a_restart_does_not_have_it_again(monkeypatch):
+def test_a_restart_does_not_repeat_it(monkeypatch):
     monkeypatch.setenv(ATTEMPT, "2")
     assert crashed_at("crash:step=7") is None
     assert crashed_at("crash:step=7:always") == 7
@@ -51,14 +51,14 @@ def test_numeric_faults_are_not_repeated_by_restarts(monkeypatch):
     assert [drill.kind for drill in drills.for_this_attempt(cfg.drills())] == ["inf"]
 
 
-def test_slow_from_a_step_on(monkeypatch):
+def test_slow_from_a_given_step(monkeypatch):
     slept = []
     monkeypatch.setattr(drills.time, "sleep", slept.append)
     assert crashed_at("slow:step=8") is None
     assert slept == [drills.SLOW_SECONDS] * 3
 
 
-def test_wrong_drills_are_refused():
+def test_invalid_drills_are_refused():
     assert not ResilienceConfig(inject=("stuck:step=7:process=1:always",)).problems()
     for text in ("stuck", "stuck:process=1", "melt:step=1", "nan:step=1:process=0", "kill:step=0"):
         assert ResilienceConfig(inject=(text,)).problems(), text

@@ -1,4 +1,4 @@
-"""Processes whose standard error is a full pipe that nobody reads: they record why they end, and end."""
+"""Processes whose standard error is a full pipe without a reader: they record why they end, and end."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_the_second_signal_ends_it(tmp_path, child):
         while not (tmp_path / name).exists():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
-        time.sleep(0.5)  # a second signal at once is the same request
+        time.sleep(0.5)  # A second signal at once is the same request.
         process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
     assert (tmp_path / "SIGTERM_143").exists()

@@ -90,7 +90,7 @@ def test_the_first_cause(case):
         assert (cause.process, cause.code, cause.text) == (process, code, text)
 
 
-def test_a_hang_that_only_the_launcher_sees():
+def test_a_hang_that_only_the_launcher_detects():
     """No watchdog of a process has fired: all are alive."""
     cause = first_cause([alive(0), alive(1, phase="data_wait"), alive(2)], hang="no process has moved for 60 s")
     assert (cause.process, cause.code, cause.unrecorded) == (1, 124, True)
@@ -99,7 +99,7 @@ def test_a_hang_that_only_the_launcher_sees():
 
 
 def test_all_beats_are_old():
-    """A file system that stood still for all is nobody's fault: positions decide."""
+    """A file system that was unavailable for all is no process's fault: positions decide."""
     states = [alive(0, silent=50.0), alive(1, silent=50.5, phase="data_wait")]
     assert first_cause(states, hang="…").text.startswith("holds up the others")
 
@@ -117,19 +117,19 @@ SCHEDULER = {
 
 
 @pytest.mark.parametrize("case", SCHEDULER)
-def test_the_cause_behind_the_highest_code_that_srun_returns(case):
+def test_the_cause_of_the_highest_code_that_srun_returns(case):
     states, code, process, expected = SCHEDULER[case]
     cause = scheduler_cause(states, code)
     assert (cause.process, cause.code) == (process, expected)
 
 
-def test_nobody_is_blamed_where_all_were_killed_at_once():
+def test_nobody_is_blamed_if_all_were_killed_at_once():
     states = [MemberState(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
     cause = scheduler_cause(states, 137)
     assert cause.process is None and cause.text == "the command exited with code 137, and no process reported a reason"
 
 
-def test_the_process_whose_beats_ended_first_is_the_lost_one():
+def test_the_lost_process_is_the_one_whose_beats_ended_first():
     early = MemberState(process=3, beat=beat(3), order=10.0)
     third = MemberState(process=2, beat=beat(2), order=12.0)
     cause = scheduler_cause([third, early, ended(0, 1, 13.0, GLOO)], 137)

@@ -1,4 +1,4 @@
-"""What the launcher takes from the beats: silence, no movement, checkpoints, stacks."""
+"""What the launcher concludes from beats: silence, no movement, checkpoints, stacks."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def gang(tmp_path):
     return gang_watch
 
 
-def test_a_process_that_falls_silent(gang):
+def test_a_process_that_becomes_silent(gang):
     for _ in range(6):
         gang.beat(0)
         assert gang.after(10.0) is None
@@ -50,8 +50,8 @@ def test_a_process_that_falls_silent(gang):
     assert gang.watch.hang({1}) is None
 
 
-def test_a_process_that_loads_libraries_in_its_start(gang):
-    """It holds the lock of the interpreter, so its thread can write no beat."""
+def test_a_process_that_loads_libraries_during_its_start(gang):
+    """It holds the interpreter's lock, so its thread writes no beat."""
     gang.beat(1, phase="start", stage="finding the devices")
     for step in range(7, 26):
         gang.beat(0, step=step)
@@ -66,7 +66,7 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(gang):
     assert gang.after(60.0) == "process 0 does not answer, its last beat is 61 s old (--beat-timeout=60)"
 
 
-def test_a_file_system_that_does_not_answer_is_no_silence(gang):
+def test_an_unavailable_file_system_is_not_silence(gang):
     real = gang.watch._clock
 
     def slow() -> float:
@@ -80,7 +80,7 @@ def test_a_file_system_that_does_not_answer_is_no_silence(gang):
     assert gang.watch.hang(set()) is None
 
 
-def test_a_process_that_waits_for_the_others_to_end_may_be_silent(gang):
+def test_a_process_that_waits_for_the_end_of_others_may_be_silent(gang):
     for phase in ("finish", None):
         gang.beat(1, phase=phase)
         gang.beat(0)
@@ -89,7 +89,7 @@ def test_a_process_that_waits_for_the_others_to_end_may_be_silent(gang):
         assert gang.after(100.0) is None
 
 
-def test_a_process_that_said_why_it_ends_may_be_silent(gang):
+def test_a_process_that_recorded_why_it_ends_may_be_silent(gang):
     gang.beat(1, failure="full disk", code=1)
     assert gang.after(1.0) is None
     gang.beat(0)
@@ -102,7 +102,7 @@ def test_beats_without_movement(tmp_path):
         for process in (0, 1):
             gang.beat(process, step=step)
         assert gang.after(50.0) is None
-    gang.beat(0, step=8, phase="save")  # one process that moves is enough
+    gang.beat(0, step=8, phase="save")  # One process that moves is enough.
     gang.beat(1, step=8)
     assert gang.after(50.0) is None
     for process, phase in enumerate(("save", "step")):
@@ -110,7 +110,7 @@ def test_beats_without_movement(tmp_path):
     assert gang.after(101.0) == "no process has moved for 101 s (--watchdog-timeout=100)"
 
 
-def test_each_stage_of_a_start_is_movement(tmp_path):
+def test_each_stage_of_a_start_counts_as_movement(tmp_path):
     gang = Clocked(tmp_path, progress=100.0)
     for stage in Stage:
         gang.beat(0, step=0, phase="setup", phase_step=None, stage=stage)
@@ -143,7 +143,7 @@ def test_a_stopped_process_of_this_machine(gang):
     assert process_state(sleeping.pid) is None
 
 
-def test_a_signal_that_has_a_handler():
+def test_a_signal_with_a_handler():
     former = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         assert handles(os.getpid(), signal.SIGUSR2)
@@ -167,7 +167,7 @@ def test_checkpoints_count_from_the_beats_and_from_the_run_folder(gang, tmp_path
     assert gang.watch.committed() == 12
 
 
-def test_stacks_of_this_hang(gang, tmp_path):
+def test_stacks_of_the_present_hang(gang, tmp_path):
     run = tmp_path / "run"
     (run / "hangs").mkdir(parents=True)
     stale, new, from_beat = (run / "hangs" / f"process_{n}.txt" for n in range(3))
@@ -180,7 +180,7 @@ def test_stacks_of_this_hang(gang, tmp_path):
     assert gang.watch.stacks_since(2000) == [new, from_beat]
 
 
-def test_half_a_beat_and_other_files_are_passed_over(gang, tmp_path):
+def test_incomplete_beats_and_other_files_are_ignored(gang, tmp_path):
     (tmp_path / "process_1.json").write_text('{"process": 1,')
     (tmp_path / "process_x.json").write_text("{}")
     (tmp_path / "process_7.123.writing").write_text("{}")

@@ -78,7 +78,7 @@ class Nvml:
         return SimpleNamespace(device=1, eventData=self.xids.pop())
 
 
-def test_only_changes_are_told():
+def test_only_changes_are_reported():
     nvml = Nvml()
     health = GpuHealth(nvml, [0, 1])
     assert nvml.watched == [0, 1]
@@ -106,7 +106,7 @@ def test_only_changes_are_told():
     assert message(symptoms[3]) == "GPU 1: no longer clocks slowed down"
 
 
-def test_what_a_gpu_does_not_support_is_left_out(monkeypatch):
+def test_unsupported_readings_are_omitted(monkeypatch):
     def unsupported(*arguments):
         raise NvmlError("Not Supported")
 
@@ -127,7 +127,7 @@ def test_the_gpus_of_this_process():
     assert GpuHealth(nvml, ["GPU-b"]).poll() == [Symptom(1, "uncorrected_errors", 1)]
 
 
-def test_a_thread_that_outlives_a_driver_that_fails():
+def test_the_thread_survives_a_failing_driver():
     answers, symptoms, heard = iter([RuntimeError("lost"), [Symptom(0, "xid", 79)]]), [], threading.Event()
 
     def poll() -> list[Symptom]:

@@ -1,4 +1,4 @@
-"""What a process tells the launcher before it ends, and when it is asked for its stacks."""
+"""What a process tells the launcher before it ends, and on a request for its stacks."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from megajax.job.faults.peer_status import Verdict
 
 
 class Wrong(UserError):
-    """An error of the user's making."""
+    """An error of the user's."""
 
     code = 2
 
@@ -63,14 +63,14 @@ def test_the_first_failure_counts(beats: Path) -> None:
     assert beat is not None and (beat.failure, beat.code, beat.stacks) == ("hang", 124, "stacks.txt")
 
 
-def test_a_failure_of_a_former_process_is_forgotten(beats: Path) -> None:
+def test_a_failure_of_a_former_process_is_dropped(beats: Path) -> None:
     Beat(process=0, pid=os.getpid() + 1, host="", time=0.0, failure="old", code=1).write(beats)
     last_beat("new", 2)
     beat = Beat.read(beats, 0)
     assert beat is not None and beat.failure == "new"
 
 
-def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, tmp_path: Path) -> None:
+def test_beats_state_the_main_thread_s_activity_and_end_with_the_last_one(beats: Path, tmp_path: Path) -> None:
     activity = Activity()
     with Pulse(tmp_path / "run", activity) as pulse, activity.phase("evaluation", 7):
         deadline = time.monotonic() + 30
@@ -86,8 +86,8 @@ def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, t
         assert beat is not None and (beat.failure, beat.code, beat.phase) == ("ValueError: odd", 1, "evaluation")
 
 
-def test_the_first_beat_comes_at_once(beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that stops in its first second is known to the launcher."""
+def test_the_first_beat_is_written_at_once(beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher knows of a process that stops in its first second."""
     monkeypatch.setattr("megajax.job.faults.hang.TICK_SECONDS", 1e6)
     with Pulse(tmp_path, Activity()):
         deadline = time.monotonic() + 30
@@ -120,7 +120,7 @@ def test_no_launcher_no_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(tmp_path.iterdir())
 
 
-def test_sigusr2_writes_the_stacks_and_nothing_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sigusr2_writes_the_stacks_and_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     activity = Activity()
     pulse = Pulse(tmp_path, activity)
     with Signals(dump=pulse.dump) as signals, activity.phase("data_wait", 7):
@@ -131,10 +131,10 @@ def test_sigusr2_writes_the_stacks_and_nothing_ends(tmp_path: Path, capfd: pytes
         assert signals.request is None
     text = path.read_text()
     assert "asked for by SIGUSR2" in text and "thread MainThread" in text and "waiting for the rows of step 7" in text
-    assert "test_sigusr2_writes_the_stacks_and_nothing_ends" in text
+    assert "test_sigusr2_writes_the_stacks_and_ends_nothing" in text
 
 
-def test_a_command_that_fails_tells_the_launcher(tmp_path: Path) -> None:
+def test_a_failing_command_tells_the_launcher(tmp_path: Path) -> None:
     """Also before there is a job."""
     command = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", "--steps=many", "--devices=cpu:1"]
     ended = subprocess.run(command, env=os.environ | {BEATS: str(tmp_path)}, capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""A run goes on when nobody reads what it prints: a reader that is gone, a full disk, streams that were closed."""
+"""A run continues when its output has no reader: a closed reader, a full disk, closed streams."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def run(tmp_path: Path, shell: str, *, wait: bool = False) -> subprocess.Complet
         ("PRINTS <&- >&- 2>&-", ""),
     ],
 )
-def test_what_nobody_reads_is_dropped(tmp_path, shell, message):
+def test_output_without_a_reader_is_dropped(tmp_path, shell, message):
     ended = run(tmp_path, shell)
     assert ended.returncode == 0, ended
     assert (tmp_path / "done").read_text() == "whole", "and not a line that was printed"
@@ -54,7 +54,7 @@ def test_what_nobody_reads_is_dropped(tmp_path, shell, message):
         assert ended.stdout.count("megajax: standard error: No space left on device") == 1
 
 
-def test_what_is_read_is_whole(tmp_path):
+def test_output_with_a_reader_is_complete(tmp_path):
     ended = run(tmp_path, "PRINTS")
     assert ended.stdout.splitlines() == [f"line {number}" for number in range(2000)]
     assert ended.stderr.splitlines() == [f"error {number}" for number in range(2000)]
@@ -63,7 +63,7 @@ def test_what_is_read_is_whole(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("live", ["never", "always"])
 @pytest.mark.parametrize("reader", ["| head -3", "> /dev/full", ">&- <&-"])
-def test_training_goes_on_without_a_reader(tmp_path, live, reader):
+def test_training_continues_without_a_reader(tmp_path, live, reader):
     """To its last step, with all its files, and code 0."""
     command = (
         f"{sys.executable} -m megajax.train --config={gangs.CONFIG} --devices=cpu:1 --run_dir=run --logging.live={live}"

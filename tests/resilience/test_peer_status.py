@@ -1,4 +1,4 @@
-"""Who is the first cause of a hang or of a lost connection, from what processes published."""
+"""The first cause of a hang or a lost connection, from the published states of processes."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_a_process_behind_the_others_is_the_cause():
     )
 
 
-def test_a_process_that_hangs_itself_says_that_others_wait():
+def test_a_process_that_hangs_itself_reports_that_others_wait():
     before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
     verdict = find_cause(1, before, moved(before), 3)
     assert (verdict.process, verdict.explanation) == (1, "the other processes wait for this one")
@@ -39,7 +39,7 @@ def test_a_process_within_its_own_limit_is_waited_for():
     assert find_cause(0, before, moved(before), 2).patience == 900.0
 
 
-def test_a_process_that_publishes_nothing_more_is_the_cause_whatever_it_did():
+def test_a_process_that_stops_publishing_is_the_cause():
     before = {0: STEP, 1: Status(9, "step", 8), 2: Status(5, "data_wait", 7, 3.0, -1.0)}
     verdict = find_cause(0, before, moved(before) | {1: before[1]}, 3)
     assert verdict.process == 1 and verdict.explanation == "process 1 no longer runs; it was in step 8"
@@ -50,7 +50,7 @@ def test_a_process_that_never_published_is_the_cause():
     assert find_cause(0, before, moved(before), 2).process == 1
 
 
-def test_the_first_failure_is_the_cause_and_not_what_follows_from_it():
+def test_the_first_failure_is_the_cause_and_later_ones_are_not():
     after = {
         0: STEP,
         1: Status(5, "step", 7, failure=f"{LOST} process 2: it failed"),
@@ -79,7 +79,7 @@ def test_a_process_that_waited_for_another_one_is_not_the_cause():
         (Status(5, "setup", stage=Stage.CHECKPOINTS, waits=True), Status(5, "setup", stage=Stage.DATA)),
     ],
 )
-def test_stages_of_the_start_and_the_setup_say_who_is_late(late, waiting):
+def test_stages_of_the_start_and_the_setup_name_the_late_process(late, waiting):
     for behind in (0, 1):
         before = {behind: late, 1 - behind: waiting}
         assert find_cause(1 - behind, before, moved(before), 2).process == behind
@@ -89,7 +89,7 @@ def test_stages_of_the_start_and_the_setup_say_who_is_late(late, waiting):
 
 @pytest.mark.parametrize("phase", ["save", "finish"])
 def test_a_background_save_that_others_wait_for(phase):
-    """The main threads wait for the save before, and a step that is late has nothing to do with it."""
+    """The main threads wait for the previous save, and a late step is unrelated to it."""
     saving = Status(5, "background_save", 6, 20.0, -1.0)
     before = {
         0: Status(5, phase, 9, background=saving._replace(waits=True)),
@@ -108,12 +108,12 @@ def test_a_background_save_is_not_blamed_for_a_step():
     assert find_cause(0, before, moved(before), 2).process is None
 
 
-def test_a_status_is_read_as_it_was_published():
+def test_a_status_is_read_as_published():
     status = Status(5, "save", 9, stage=Stage.DATA, cause=1, background=Status(5, "background_save", 6, waits=True))
     assert Status.parse(json.dumps(status)) == status
 
 
-def test_nobody_is_blamed_where_all_are_equally_far():
+def test_nobody_is_blamed_where_all_are_at_the_same_position():
     before = {0: STEP, 1: STEP}
     verdict = find_cause(0, before, moved(before), 2)
     assert verdict.process is None and "all processes are equally far" in verdict.explanation
@@ -129,7 +129,7 @@ def test_nobody_is_blamed_where_all_are_equally_far():
         (Status(1, "step", 8), Status(1, "finish")),
     ],
 )
-def test_places_of_a_run_in_order(first, second):
+def test_positions_of_a_run_in_order(first, second):
     assert first.position() < second.position()
 
 
@@ -152,7 +152,7 @@ def peers(index: int, service: Service, dumps: list[str]) -> PeerStatus:
     return status
 
 
-def test_processes_know_of_each_other(monkeypatch):
+def test_processes_read_the_states_of_others(monkeypatch):
     monkeypatch.setattr(peer_status, "PERIOD_SECONDS", 0.05)
     service, dumps = Service(), []
     first, second = (peers(index, service, dumps) for index in (0, 1))
@@ -171,7 +171,7 @@ def test_processes_know_of_each_other(monkeypatch):
     first.stop()
 
 
-def test_alone_nothing_is_published():
+def test_a_single_process_publishes_nothing():
     single = PeerStatus(Status, lambda why: None)
     single.start()
     single.publish_failure("odd")
@@ -191,7 +191,7 @@ def test_errors_of_connections(text):
     assert CONNECTION.search(text)
 
 
-def test_other_errors_are_none_of_connections():
+def test_other_errors_are_not_errors_of_connections():
     assert not CONNECTION.search("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes")
 
 

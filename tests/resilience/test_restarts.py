@@ -1,4 +1,4 @@
-"""When a failed gang is started again, with which processes, and when not."""
+"""When a failed gang is restarted, with which processes, and when not."""
 
 import pytest
 
@@ -22,13 +22,13 @@ class Failing:
         return self.restarts.after(cause, baseline=before, committed=self.committed, has_beats=has_beats)
 
 
-def test_without_restarts_a_failure_is_the_end():
+def test_without_restarts_a_failure_is_final():
     for code in (1, 16, 17, 124):
         assert Failing(max_restarts=0).fail(code) == Stop(code)
 
 
 @pytest.mark.parametrize("code", sorted(EXIT_CODES))
-def test_only_codes_that_may_not_repeat_themselves_are_restarted(code):
+def test_only_transient_codes_are_restarted(code):
     decision = Failing().fail(code)
     assert isinstance(decision, Restart) == (code in (1, 16, 124, 142))
     if isinstance(decision, Stop):
@@ -39,7 +39,7 @@ def test_unknown_codes_and_signals_are_crashes():
     assert worth_a_restart(3) and worth_a_restart(-9) and worth_a_restart(134)
 
 
-def test_the_wait_doubles_until_there_is_a_new_checkpoint():
+def test_the_delay_doubles_until_there_is_a_new_checkpoint():
     gang = Failing(backoff=1.0, max_backoff=5.0)
     waits = [gang.fail(committed=5).wait, gang.fail().wait, gang.fail().wait, gang.fail(committed=10).wait]
     assert waits == [1.0, 2.0, 4.0, 1.0]
@@ -47,7 +47,7 @@ def test_the_wait_doubles_until_there_is_a_new_checkpoint():
     assert [unjudged.fail(has_beats=False).wait for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-def test_three_attempts_without_a_new_checkpoint_are_enough():
+def test_three_attempts_without_a_new_checkpoint_are_the_limit():
     gang = Failing()
     assert isinstance(gang.fail(committed=5), Restart)  # this one got somewhere
     assert isinstance(gang.fail(), Restart)
@@ -79,7 +79,7 @@ def test_a_step_that_was_saved_before_is_no_progress():
     assert decisions[-1] == Stop(93, "no progress past step 10 in 3 attempts")
 
 
-def test_progress_starts_the_count_again():
+def test_progress_resets_the_count():
     gang = Failing()
     for step in range(5, 100, 5):
         assert isinstance(gang.fail(committed=step), Restart)
@@ -87,28 +87,28 @@ def test_progress_starts_the_count_again():
         assert isinstance(gang.fail(), Restart)
 
 
-def test_a_program_without_beats_is_restarted_as_often_as_asked():
+def test_a_program_without_beats_is_restarted_as_often_as_requested():
     gang = Failing(max_restarts=6)
     assert all(isinstance(gang.fail(has_beats=False), Restart) for _ in range(6))
     assert gang.fail(has_beats=False) == Stop(1, "all --max-restarts=6 restarts are used up")
 
 
-def test_the_process_that_keeps_failing_is_left_out():
+def test_a_process_that_fails_repeatedly_is_left_out():
     gang = Failing(min_processes=2)
     assert gang.fail(process=1).slots == (0, 1, 2, 3)
     decision = gang.fail(process=1)
     assert decision.slots == (0, 2, 3) and decision.dropped == 1
-    # Process 2 is now the one in place 3.
+    # Process 2 is now at place 3.
     assert gang.fail(process=2).slots == (0, 2, 3)
     assert gang.fail(process=2).slots == (0, 2)
     assert [gang.fail(process=0).slots for _ in range(2)] == [(0, 2), (0, 2)]
     assert isinstance(gang.fail(process=0), Stop)
 
 
-def test_failures_of_several_processes_leave_none_out():
+def test_failures_of_different_processes_leave_none_out():
     gang = Failing(min_processes=2)
     assert [gang.fail(process=process, committed=process).slots for process in (1, 2, 3)] == [(0, 1, 2, 3)] * 3
-    assert gang.fail(process=3, committed=9).slots == (0, 1, 2, 3)  # got further, so it may be chance
+    assert gang.fail(process=3, committed=9).slots == (0, 1, 2, 3)  # It got further, so it may be chance.
     assert Failing(min_processes=4).fail(process=1).slots == (0, 1, 2, 3)
 
 

@@ -1,4 +1,4 @@
-"""Being told to stop, by real signals to real processes."""
+"""Stop requests, by real signals to real processes."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ jax.distributed.shutdown()
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """start(program, *arguments): a process that does not outlive the test."""
+    """start(program, *arguments): a process that ends with the test at the latest."""
     with contextlib.ExitStack() as stack:
 
         def begin(program: str, *arguments: str) -> subprocess.Popen:
@@ -106,7 +106,7 @@ def test_a_signal_is_a_request_and_the_exit_code_is_0(start, which):
     wait_for(process, "ready")
     process.send_signal(which)
     wait_for(process, which.name)
-    # The same request passed on by a launcher as well is not a second one.
+    # The same request, passed on by a launcher as well, is not a second one.
     process.send_signal(which)
     out, err = process.communicate("\n", timeout=60)
     assert (process.returncode, out) == (0, "saved\n"), err
@@ -114,7 +114,7 @@ def test_a_signal_is_a_request_and_the_exit_code_is_0(start, which):
     assert ("press Ctrl-C again" in err) == (which is signal.SIGINT)
 
 
-def test_sigusr1_before_sigterm_is_not_a_first_sigterm(start):
+def test_sigusr1_before_sigterm_does_not_count_as_a_first_sigterm(start):
     process = start(POLLING)
     wait_for(process, "ready")
     process.send_signal(signal.SIGUSR1)
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_a_process_inside_xla(start, second, code):
     process = start(STUCK)
     wait_for(process, "ready")
     assert process.stderr is not None
-    time.sleep(1.0)  # to be inside the computation
+    time.sleep(1.0)  # Until it is inside the computation.
     process.send_signal(signal.SIGTERM)
     assert "send it again to exit at once" in process.stderr.readline()
     time.sleep(0.4)
@@ -162,7 +162,7 @@ def test_a_forked_worker_has_its_own_signals(start):
 
 
 @pytest.mark.smoke
-def test_former_handlers_are_restored():
+def test_previous_handlers_are_restored():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     heard: list[str] = []
@@ -221,7 +221,7 @@ def config():
 
 
 def test_ctrl_c_before_the_handlers_are_installed_is_not_lost(tmp_path: Path) -> None:
-    # Raised in __del__, as in callbacks of libraries while they are imported, KeyboardInterrupt would be ignored.
+    # In __del__ and in callbacks of libraries during their import, KeyboardInterrupt would be ignored.
     (tmp_path / "deaf.py").write_text(DEAF, encoding="utf-8")
     command = [sys.executable, "-m", "megajax.train", f"--config={tmp_path / 'deaf.py'}", "--print-config"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)

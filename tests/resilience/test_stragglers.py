@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: the rule, what is said of it, and time in which a process does not run."""
+"""Stragglers: the rule, the messages, and time in which a process does not run."""
 
 import itertools
 import re
@@ -33,7 +33,7 @@ def test_a_straggler_is_reported_once():
 
 
 def test_a_process_near_the_limits_is_reported_once():
-    """Noise around both limits: with each reading compared alone, it would be slow and well again 97 times."""
+    """Noise around both limits: judged reading by reading, it would be slow and well again 97 times."""
     noise, rule = np.random.default_rng(0), StragglerRule(RULE, ("host",))
     series = [[[1.0], [1.0], [seconds]] for seconds in noise.normal(2.0, 0.3, 400)]
     crossings = sum((one[2][0] > 2) != (other[2][0] > 2) for one, other in itertools.pairwise(series))
@@ -53,15 +53,15 @@ def test_a_process_that_is_slow_now_and_then_is_reported_ever_less_often():
 @pytest.mark.parametrize(
     ("seconds", "other_seconds", "step", "slow"),
     [
-        (0.09, 0.001, 1.0, False),  # ninety times as long, and nobody notices
+        (0.09, 0.001, 1.0, False),  # Ninety times as long, without a report.
         (0.11, 0.001, 1.0, True),
         (1.9, 1.0, 2.0, False),  # not twice as long
         (2.2, 1.0, 2.0, True),
-        (0.3, 0.0, 0.3, True),  # the others took no time at all
-        (0.009, 0.002, 0.04, False),  # a share of a short step, but what any scheduler of processes takes
+        (0.3, 0.0, 0.3, True),  # The others took no time at all.
+        (0.009, 0.002, 0.04, False),  # A large fraction of a short step, but normal for any scheduler of processes.
     ],
 )
-def test_both_a_factor_and_a_share_of_the_step(seconds, other_seconds, step, slow):
+def test_both_a_factor_and_a_fraction_of_the_step(seconds, other_seconds, step, slow):
     stragglers, _ = StragglerRule(RULE, ("host",))(1, step, [[other_seconds], [seconds]])
     assert [straggler.process for straggler in stragglers] == [1] * slow
     assert StragglerRule(StragglersConfig(factor=None), ("host",))(1, step, [[other_seconds], [seconds]]) == ([], [])
@@ -82,7 +82,7 @@ def test_a_straggler_and_its_recovery_are_events_and_lines():
     assert "no longer" in lines[1] and len(lines) == 2
 
 
-def test_a_process_that_does_not_run_notices_afterwards():
+def test_a_process_that_does_not_run_is_detected_afterwards():
     with Stalls() as stalls:
         deadline = time.monotonic() + 30
         # A regular expression that backtracks holds the interpreter, as a stopped process does.
@@ -91,7 +91,7 @@ def test_a_process_that_does_not_run_notices_afterwards():
         assert stalls.seconds >= 0.1
 
 
-def test_waiting_for_devices_is_nobodys_own_work():
+def test_waiting_for_devices_counts_for_no_process():
     times = PhaseTimes(None, None)  # ty: ignore[invalid-argument-type]
     times.forget()
     with times.waiting():
@@ -103,7 +103,7 @@ def test_waiting_for_devices_is_nobodys_own_work():
     assert counted["host"] < 0.15 and counted["data_wait"] >= 0.05
 
 
-def test_times_come_back_by_process():
+def test_times_are_returned_by_process():
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 2, 2, 1, 1)]
     times = PhaseTimes(SimpleNamespace(devices=np.array(devices)), None)  # ty: ignore[invalid-argument-type]
     rows = np.array([[process + 0.5] * len(EXCHANGED) for process in (0, 0, 2, 2, 1, 1)], np.float32)

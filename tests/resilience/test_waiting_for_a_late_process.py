@@ -1,4 +1,4 @@
-"""A process that hangs because another one is late waits until that one has reached its own limit."""
+"""A hanging process waits for a late one until that one has reached its own limit."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SAID = Verdict(1, "process 1 failed: it hangs", reported=True)
 
 
 class Waiting(Pulse):
-    """In step 7 beyond its limit, as process 1 is saving."""
+    """In step 7 beyond its limit, while process 1 is saving."""
 
     def __init__(self, run_dir: Path, activity: Activity, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict]):
         cfg = WatchdogConfig(step=0.1, compile=0.1)
@@ -43,7 +43,7 @@ def hangs(pulse: Waiting) -> None:
         pulse._handle_hang(pulse.watchdog, hang)
 
 
-def test_meanwhile_the_backstop_is_held_and_requests_are_seen(waiting: Callable[..., Waiting]) -> None:
+def test_meanwhile_the_backstop_is_held_and_requests_are_handled(waiting: Callable[..., Waiting]) -> None:
     pulse = waiting(LATE, SAID)
     checks: list[None] = []
     pulse.ticks.append(lambda: checks.append(None))
@@ -52,14 +52,14 @@ def test_meanwhile_the_backstop_is_held_and_requests_are_seen(waiting: Callable[
     assert len(pulse.held) >= 5 and min(pulse.held) >= 60, "else SIGALRM ends the process, which runs"
 
 
-def test_at_its_end_the_message_is_of_now(waiting: Callable[..., Waiting]) -> None:
+def test_the_final_message_is_current(waiting: Callable[..., Waiting]) -> None:
     pulse = waiting(LATE, SAID)
     hangs(pulse)
     ((seconds, verdict),) = pulse.ended
     assert seconds > 0.7 and verdict == SAID
 
 
-def test_nobody_is_waited_for_who_has_reached_the_limit(waiting: Callable[..., Waiting]) -> None:
+def test_nobody_waits_for_a_process_that_has_reached_its_limit(waiting: Callable[..., Waiting]) -> None:
     stuck = Verdict(None, "all processes are equally far")
     pulse = waiting(stuck)
     hangs(pulse)

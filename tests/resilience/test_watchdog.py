@@ -1,4 +1,4 @@
-"""The watchdog, by a clock that is set by hand: what is a hang, and what is not."""
+"""The watchdog with a manual clock: what counts as a hang."""
 
 import queue
 import threading
@@ -19,7 +19,7 @@ from megajax.mesh.processes.peers import Peers
 
 
 class Hands:
-    """A clock, and a watchdog that looks at it every second."""
+    """A clock, and a watchdog that checks it every second."""
 
     def __init__(self, compiles: bool = False, **limits: float):
         self.now = 1000.0
@@ -72,7 +72,7 @@ def test_long_steps_have_a_long_limit():
 
 
 def test_a_step_is_its_dispatch_and_its_fetch():
-    """They do not count as two steps, of which one is short: the median would be halved."""
+    """They do not count as two steps, one of them short, which would halve the median."""
     hands = Hands(factor=3.0)
     for step in range(1, 20):
         with hands.activity.phase("step", step + 1):
@@ -127,7 +127,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(seconds):
     assert hands.watchdog.check(1.0) is None and not hands.watchdog._asleep
 
 
-def test_a_phase_after_the_stop_has_its_whole_limit_and_no_more():
+def test_a_phase_after_a_stop_has_exactly_its_limit():
     hands = Hands()
     hands.lasts("step", 1.0, steps=3)
     hands.asleep(50.0)
@@ -137,7 +137,7 @@ def test_a_phase_after_the_stop_has_its_whole_limit_and_no_more():
         assert hands.wait(1.0) is not None
 
 
-def test_stages_of_the_start_have_its_limit_each_and_not_that_of_a_compilation():
+def test_stages_of_the_start_each_have_its_limit_and_not_that_of_a_compilation():
     hands = Hands(start=10.0, setup=15.0)
     with hands.activity.phase("start"):
         hands.activity.stage(Stage.CONNECT, allowance=30.0)
@@ -163,8 +163,8 @@ def test_an_error_knows_the_stage_that_it_left():
     assert caught.value.doing.stage is Stage.DATA  # ty: ignore[unresolved-attribute]
 
 
-def test_who_waits_for_other_processes_is_known_by_the_stack():
-    """Not a process in its own part of common work, which is called from the same file."""
+def test_processes_that_wait_for_others_are_known_by_their_stack():
+    """Not a process in its own part of joint work, which is called from the same file."""
     barrier, disk = queue.SimpleQueue(), queue.SimpleQueue()
     peers = Peers("test")
     peers.count, peers._client = 2, SimpleNamespace(wait_at_barrier=barrier.get, key_value_try_get=lambda key: None)
@@ -230,11 +230,11 @@ def test_healthy_runs_have_no_alarm_by_default():
             assert hands.wait(60.0 * minutes) is None, phase
 
 
-def test_settings_that_can_not_be():
+def test_impossible_settings():
     assert not ResilienceConfig(watchdog=None).problems()
     problems = WatchdogConfig(step=0.0, factor=0.5).problems()
     assert [problem.setting for problem in problems] == ["step", "factor"]
-    # Timers can't wait for ever: the thread that looks after hangs would end with an error, and nobody would look.
+    # Timers can't wait without a limit: the thread that checks for hangs would end with an error.
     assert [each.setting for each in WatchdogConfig(step=inf, factor=inf).problems()] == ["step", "factor"]
     assert [each.setting for each in ResilienceConfig(stop_grace=inf).problems()] == ["stop_grace"]
 
