@@ -1,27 +1,32 @@
-"""An engine for a loaded model: the size of its cache, its steps, its kernel."""
+"""An engine for a loaded model, or for a training run on its mesh: the size of its cache, its steps, its kernel."""
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 
+from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
+from megajax.inference.loading import model_on_mesh
 from megajax.inference.programs import CacheSize, LoadedModel, Programs, buckets_up_to, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_facts import EIGHT_BIT, stored_leaves
+from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
+from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 
 CPU_SHARE = 0.25
@@ -120,3 +125,49 @@ def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
     available = re.search(r"MemAvailable:\s+(\d+) kB", HOST.read_text() if HOST.exists() else "")
     free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return FreeMemory(free // len(devices), False)
+
+
+class RunSettings(Protocol):
+    """The settings of a run that an engine depends on."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def precision(self) -> PrecisionConfig: ...
+
+
+def engine_refusal(model: ModelConfig, mesh: Mesh) -> str | None:
+    """Why no engine can use the weights of a model on this mesh; None if one can."""
+    if jax.process_count() > 1:
+        return f"the run has {jax.process_count()} processes, an engine has one"
+    if axes := [f"{name}={mesh.shape[name]}" for name in ("pipeline", "expert", "context") if mesh.shape[name] > 1]:
+        return f"the mesh has {' and '.join(axes)}, an engine shards over data and tensor only"
+    try:
+        model.cache_leaves(mesh.shape["tensor"])
+    except UserError as error:
+        return str(error)
+    return "encoder-decoder models continue no text" if model.memory_length() else None
+
+
+def engine_of_run(
+    cfg: RunSettings,
+    arrays: Params,
+    mesh: Mesh,
+    options: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    rows: int,
+    cache_tokens: int | None,
+    end_tokens: Collection[int],
+    length: int,
+    queue: int,
+) -> Engine:
+    """An engine for a mesh without `engine_refusal`.
+
+    arrays: weights and observations of a training state; options: compiler options; rows, cache_tokens: as in
+    `InferenceConfig`; the others: as in `make_engine`.
+    """
+    parallel = ParallelConfig(tensor=mesh.shape["tensor"], data=mesh.shape["data"], data_sharding="replicate")
+    model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
+    config = InferenceConfig(rows=rows, compute=cfg.precision.compute, cache_tokens=cache_tokens)
+    return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue)

@@ -27,7 +27,7 @@ from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 
 type Sampler = Callable[[Run, Path], str | None]
-"""Returns a text sample of a trained model, or None: `inference.sample.sample`.
+"""Returns a text sample of a trained model, or None: `inference.samples.sample`.
 
 Passed in by the front door, because training and inference never import each other."""
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from megajax.config.errors import UserError
+from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.engine import complete, end_tokens_of
-from megajax.inference.from_run import engine_of_run, engine_refusal
 from megajax.inference.prompts import Prompt, encode
 from megajax.inference.sampling_settings import Sampling
 from megajax.training import session

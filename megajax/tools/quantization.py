@@ -12,9 +12,7 @@ import numpy as np
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantized import Calibrated, QuantizedWeights, quantized_matrices
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.calibration import Calibration, calibrate
-from megajax.inference.comparison import Difference, compare, text_rows
-from megajax.inference.layerwise import LayerByLayer
+from megajax.inference.calibration import Calibration, Difference, LayerByLayer, calibrate, compare, text_rows
 from megajax.interop.conversion.conversion import open_source
 from megajax.interop.conversion.provenance import FILES
 from megajax.interop.formats import Reading

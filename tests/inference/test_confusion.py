@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megajax.inference.confusion import PICTURE, confusion, pairs, sample
-from megajax.inference.sample import SAMPLERS
+from megajax.inference.samples import PICTURE, SAMPLERS, confused_pairs, confusion, sample_confusion
 from megajax.models.presets.vit import vit
 from megajax.models.vit.config import SegmenterConfig
 
@@ -59,7 +58,7 @@ def test_pixels_without_a_class_do_not_count() -> None:
 
 def test_a_table_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    text = sample(run_of(Rows(np.array([0, 1, 1, 2]), np.array([0, 1, 2, 2]))), tmp_path)
+    text = sample_confusion(run_of(Rows(np.array([0, 1, 1, 2]), np.array([0, 1, 2, 2]))), tmp_path)
     assert text is not None
     title, header, cat, dog, *_ = text.splitlines()
     assert title == "test: 75.00% of 4 right"
@@ -72,16 +71,16 @@ def test_without_matplotlib_the_table_stays(tmp_path: Path, monkeypatch: pytest.
     def missing(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
 
-    monkeypatch.setattr("megajax.inference.confusion.save_png", missing)
+    monkeypatch.setattr("megajax.inference.samples.save_png", missing)
     rows = Rows(np.array([0, 1]), np.array([0, 0]))
-    text = sample(run_of(None, valid=rows), tmp_path)
+    text = sample_confusion(run_of(None, valid=rows), tmp_path)
     assert text is not None and text.startswith("validation: 50.00% of 2 right") and "not drawn" in text
-    assert sample(run_of(None), tmp_path) is None
+    assert sample_confusion(run_of(None), tmp_path) is None
 
 
 def test_of_many_classes_the_pairs_are_listed() -> None:
     counts = np.array([[5, 2, 0], [0, 7, 0], [3, 0, 1]])
-    assert pairs(counts, ["a", "b", "c"]) == "c taken for a: 3\na taken for b: 2"
+    assert confused_pairs(counts, ["a", "b", "c"]) == "c taken for a: 3\na taken for b: 2"
 
 
 def test_vit_names_it() -> None:

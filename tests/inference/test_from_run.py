@@ -12,7 +12,7 @@ import pytest
 
 import megajax as mj
 from megajax.config.errors import UserError
-from megajax.inference.from_run import engine_refusal
+from megajax.inference.assembly import engine_refusal
 from megajax.job import notebook
 from megajax.mesh.mesh import find_devices
 

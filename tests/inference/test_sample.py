@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megajax.config import load
-from megajax.config.builds import resolve
-from megajax.inference.sample import SAMPLERS, TrainedRun, sample
+from megajax.inference.samples import SAMPLERS, TrainedRun, sample
 
 pytestmark = pytest.mark.smoke
 
@@ -41,4 +40,4 @@ def test_a_model_without_one_shows_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert.py", "gpt3.py", "llava.py", "t5.py", "vit.py"])
 def test_the_samplers_of_shipped_configs_exist(name: str) -> None:
-    assert callable(resolve(SAMPLERS[load(f"{name}:debug").model.sampler()]))
+    assert callable(SAMPLERS[load(f"{name}:debug").model.sampler()])

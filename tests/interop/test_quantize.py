@@ -21,9 +21,7 @@ from megajax.checkpoint.weights.foreign import declared_by, one_device
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.calibration import calibrate
-from megajax.inference.comparison import compare, text_rows
-from megajax.inference.layerwise import LayerByLayer
+from megajax.inference.calibration import LayerByLayer, calibrate, compare, text_rows
 from megajax.inference.loading import load_weights
 from megajax.interop.conversion.weights_config import model_facts, weights_config
 from megajax.interop.opening.engine import quantized_weights

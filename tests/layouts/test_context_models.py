@@ -14,7 +14,7 @@ from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe, shards
 from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentiate, gpt, llama, train
 
 from megajax.batch import Batch, Leaf
-from megajax.inference.continuation import sample
+from megajax.inference.samples import sample_continuation
 from megajax.layers.configs import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
 from megajax.mesh.config import ParallelConfig
@@ -252,7 +252,7 @@ def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str |
     run = setup(cfg, devices=jax.devices()[: parallel.without_data()])
     draw = np.random.default_rng(0)
     logits = [run.model(draw.integers(0, VOCABULARY, (3, length))) for length in (1, 7, LENGTH)]
-    answers = logits, run.evaluate(run.parts.splits.valid), sample(run, Path())
+    answers = logits, run.evaluate(run.parts.splits.valid), sample_continuation(run, Path())
     run.close()
     return answers
 

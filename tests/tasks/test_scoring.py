@@ -10,7 +10,7 @@ from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, llama
 
 from megajax.config.errors import UserError
 from megajax.data.configs import MockConfig
-from megajax.inference.from_run import engine_refusal
+from megajax.inference.assembly import engine_refusal
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
