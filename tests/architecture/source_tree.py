@@ -14,7 +14,7 @@ REFERENCE = re.compile(r"megajax(\.\w+)+:\w+")
 
 @dataclass(frozen=True)
 class Import:
-    """One module importing another (or something from it), by statement or by a string that is resolved later."""
+    """One module importing another (or a name of it), by a statement or by a string that is resolved later."""
 
     source: str
     target: str

@@ -1,4 +1,4 @@
-"""What pyproject.toml requires is used, what is imported is required, and private names of JAX are where they were."""
+"""Requirements of pyproject.toml are used, imports are required, and private names of JAX exist."""
 
 import ast
 import importlib
@@ -88,7 +88,7 @@ def test_private_names_of_jax_are_these() -> None:
 
 @pytest.mark.parametrize(("module", "name"), PRIVATE.values())
 def test_private_names_of_jax_exist(module: str, name: str) -> None:
-    """If this fails with a new version of JAX, mend the file first, then raise the upper bound in pyproject.toml."""
+    """If this fails with a new version of JAX, correct the file first, then raise the upper bound in pyproject.toml."""
     assert hasattr(importlib.import_module(module), name)
 
 

@@ -39,7 +39,7 @@ UPWARD = {
         "megajax.command_line.foreign_flags",
     ): "`load` answers other trainers' names as the commands do",
 }
-"""Reviewed names of something higher up; by statement there are none."""
+"""Reviewed names of a higher rank; there are none by statement."""
 
 BORDERS = {
     "optax": ("megajax.optim",),
@@ -81,9 +81,9 @@ COMMUNICATES = {
 
 
 def rank(package: str) -> int:
-    """Of a package, or of a module at the top: those are front doors unless they have a rank of their own."""
+    """Of a package, or of a module at the top: a front door unless it has a rank of its own."""
     if not package:
-        return FRONT_DOOR  # megajax/__init__.py, by name only: what notebooks use
+        return FRONT_DOOR  # megajax/__init__.py, by name only: the names for notebooks.
     if package in RANKS:
         return RANKS[package]
     folder = REPOSITORY / "megajax" / package
@@ -156,7 +156,7 @@ def test_other_libraries_stay_inside_their_borders() -> None:
     assert not outside
 
 
-def test_xla_flags_are_one_files_business() -> None:
+def test_xla_flags_are_set_in_one_file() -> None:
     mention = [module.name for module in modules().values() if "XLA_FLAGS" in module.text]
     assert mention == ["megajax.mesh.xla"]
 

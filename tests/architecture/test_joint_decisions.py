@@ -20,7 +20,7 @@ COLLECTIVES = frozenset(
     {"process_allgather", "broadcast_one_to_all", "sync_global_devices", "wait_at_barrier", "blocking_key_value_get"}
 )
 SINGLE = ("megajax.tools.", "megajax.interop.conversion.", "megajax.interop.peft.conversion")
-"""Programs of one process."""
+"""Programs with a single process."""
 
 
 class Function(NamedTuple):
@@ -30,13 +30,13 @@ class Function(NamedTuple):
 
     @property
     def name(self) -> str:
-        """By which it is called: an initializer by the name of its class."""
+        """The name by which it is called: for an initializer, the name of its class."""
         names = self.place.partition(": ")[2].split(".")
         return names[-2] if names[-1] == "__init__" and len(names) > 1 else names[-1]
 
 
 def functions(tree: ast.AST, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ast.FunctionDef]]:
-    """(qualified name, function), nested ones too."""
+    """(qualified name, function), including nested ones."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             if isinstance(child, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""docs/platforms.md lists every place where a platform decides, each with the tests that walk both sides on CPUs."""
+"""docs/platforms.md lists every place where a platform decides, with the tests that walk both sides on CPUs."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ NAMES = frozenset(
         *("process_count", "process_index", "process_id", "is_initialized", "pallas_call", "interpret"),
     )
 )
-"""Names and attributes by which a program learns what it runs on."""
+"""Names and attributes by which a program learns its platform."""
 MODULES = ("platform", "sys")
 """Of the standard library: their attributes are about the host."""
 WORDS = re.compile(
@@ -42,7 +42,7 @@ def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def learns(node: ast.AST) -> bool:
-    """Whether this names something by which a program learns what it runs on."""
+    """Whether this names something by which a program learns its platform."""
     if isinstance(node, ast.Attribute):
         of = node.value.id if isinstance(node.value, ast.Name) else ""
         return (node.attr in NAMES and of not in MODULES) or (of, node.attr) == ("jax", "memory")
@@ -76,7 +76,7 @@ def listed() -> set[str]:
     return places
 
 
-def test_every_place_that_learns_what_it_runs_on_is_in_the_table() -> None:
+def test_every_place_that_depends_on_the_platform_is_in_the_table() -> None:
     missing = sorted(places_in_code() - listed())
     assert not missing, f"put into {TABLE.name}, with tests of both sides: {missing}"
 
@@ -98,7 +98,7 @@ def test_the_tests_named_exist() -> None:
     assert not missing
 
 
-def test_the_reader_finds_what_it_looks_for() -> None:
+def test_the_reader_finds_such_places() -> None:
     text = (
         '"""cuda"""\nimport platform\nplatform.machine()\n\ndef f(d):\n    return d.platform == "gpu"\n\nX = "a gpu"\n'
     )

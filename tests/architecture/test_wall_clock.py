@@ -30,7 +30,7 @@ ALLOWED = {
 """Module -> what it uses the wall clock for."""
 
 
-def test_who_asks_for_the_time_of_day() -> None:
+def test_users_of_the_wall_clock() -> None:
     asking = {
         module.name
         for module in modules().values()

@@ -91,7 +91,7 @@ def _public(module: Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:
             yield node
 
 
-def test_public_things_say_what_they_are() -> None:
+def test_public_definitions_have_docstrings() -> None:
     silent = [m.file for m in modules().values() if m.text.strip() and not ast.get_docstring(m.tree)]
     for module in modules().values():
         silent += [
@@ -100,13 +100,13 @@ def test_public_things_say_what_they_are() -> None:
     assert not silent, "\n".join(silent)
 
 
-def test_settings_say_what_they_are() -> None:
+def test_settings_have_descriptions() -> None:
     """A config's fields each have a text below them: it is what --help shows."""
     silent = []
     for module in (module for name, module in modules().items() if name.endswith((".config", ".run_config"))):
         for cls in (node for node in module.tree.body if isinstance(node, ast.ClassDef)):
             if "__slots__ = ()" in map(ast.unparse, cls.body):
-                continue  # a mixin: its fields are those of the subclass, which describes them
+                continue  # A mixin: its fields are those of the subclass, which describes them.
             for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
                 if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
                     continue

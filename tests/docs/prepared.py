@@ -147,7 +147,7 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/preprocess.md": (_shards_and_vocabulary, _pairs),
     "docs/models.md": (_documents,),
 }
-"""By page: what is written into its folder before its first command."""
+"""By page: files written into its folder before its first command."""
 
 PRELUDES = {
     "docs/checkpoints.md": """

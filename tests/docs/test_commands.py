@@ -113,7 +113,7 @@ def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_every_command_is_in_a_block_that_is_run() -> None:
-    """A command in a block without a language would be walked by nobody."""
+    """No test would run a command in a block without a language."""
     starts = ("python -m megajax", "uv run", "megajax ", "benchmarks/", "python benchmarks/", "pip ", "pytest ")
     stray = [
         f"{block}: {line}"
@@ -126,7 +126,7 @@ def test_every_command_is_in_a_block_that_is_run() -> None:
     assert not stray, "write ```bash above these:\n" + "\n".join(stray)
 
 
-def test_commands_that_are_left_out_are_still_there() -> None:
+def test_commands_that_are_not_run_are_still_on_the_pages() -> None:
     every = [" ".join(arguments) + "\n" for page in PAGES for block in blocks(page) for arguments in commands_of(block)]
     assert [part for part in LEFT_OUT if not any(part in line for line in every)] == []
 

@@ -33,13 +33,13 @@ def writes(arguments: list[str]) -> list[str]:
         overrides = [word for word in words if word.startswith("--run_dir=")]
         try:
             found.append(load(values["--config"], *(word.removeprefix("--") for word in overrides)).run_dir)
-        except UserError:  # a config that the page writes
+        except UserError:  # A config that the page writes.
             found += [word.removeprefix("--run_dir=") for word in overrides]
     return found
 
 
 def same(arguments: list[str]) -> str:
-    """What commands have in common that may write to one place."""
+    """The common part of commands that may write to one place."""
     words = arguments[arguments.index("--") + 1 :] if "megajax.launch" in arguments else arguments
     return " ".join(word for word in words if word.split("=")[0] not in ELSEWHERE)
 

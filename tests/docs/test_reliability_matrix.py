@@ -1,4 +1,4 @@
-"""docs/reliability.md: every fault of the matrix is there once, with a verdict and tests that exist."""
+"""docs/reliability.md: every fault of the matrix is there once, with a verdict and existing tests."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one clear message with both values and the remedy, exit code 2, nothing written."""
+"""Mistakes of users: one clear message with both values and the remedy, exit code 2, nothing written."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_an_invalid_setting_is_named_with_its_remedy(case: str) -> None:
         assert text in str(raised.value), str(raised.value)
 
 
-def test_all_of_them_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     settings = [
         setting for case in ("misspelt", "not a number", "no such choice", "optimizer") for setting in WRONG[case][0]
     ]
@@ -73,7 +73,7 @@ def run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file with its bytes, but for the lock, which names the process that last held it."""
+    """Every file with its bytes, except the lock, which names the process that last held it."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
@@ -124,7 +124,7 @@ DATA = ["--data.type=BlendConfig", "--data.split=90,5,5", "--tokenizer.vocabular
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_token_file_is_named(case: str, corpus: Path) -> None:
+def test_a_damaged_token_file_is_named(case: str, corpus: Path) -> None:
     from_command_line = parse([*BASE, *DATA, f"--data.paths={corpus}"], verb="train").config
     harm, expected = BROKEN[case]
     harm(corpus)

@@ -1,4 +1,4 @@
-"""Data that changed between two attempts of a run is noticed; the same data at another place is not a change."""
+"""Data that changes between two attempts of a run is detected; the same data at another place is no change."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_other_content_of_the_same_size_is_refused(attempt: Attempts, file: Path
     assert attempt.meta == before
 
 
-def test_a_change_is_accepted_where_that_is_asked_for(attempt: Attempts, file: Path) -> None:
+def test_a_change_is_accepted_on_request(attempt: Attempts, file: Path) -> None:
     attempt(file, **{"data: order": "a", "data.seed": 1})
     file.write_bytes(b"other")
     attempt.checkpoint = CheckpointConfig(changed_data="accept")
@@ -93,7 +93,7 @@ def test_a_change_is_accepted_where_that_is_asked_for(attempt: Attempts, file: P
     for text in ("data: order: a -> b", "data.seed: 1 -> 2", f"data: {file}: bytes: 200 -> 5"):
         assert text in attempt.said[0]
     attempt.checkpoint = CheckpointConfig()
-    attempt(file, **{"data: order": "b", "data.seed": 2})  # what was accepted is what is compared with from now on
+    attempt(file, **{"data: order": "b", "data.seed": 2})  # From now on, the accepted files are the reference.
     attempt.checkpoint = CheckpointConfig(changed_data="accept")
     with pytest.raises(UserError, match=r"other settings .*\n  seed: 1 -> 2\n"):  # only data may change
         attempt.meta["facts"]["seed"] = 1
@@ -112,7 +112,7 @@ def test_files_that_moved_are_accepted(attempt: Attempts, file: Path) -> None:
         attempt(moved, **{"data.paths": "[again]"})
 
 
-def test_files_that_are_not_read_any_more_are_not_accepted_unseen(attempt: Attempts, file: Path) -> None:
+def test_files_that_are_no_longer_read_are_not_accepted_unseen(attempt: Attempts, file: Path) -> None:
     attempt(file, valid=Source(file), **{"data.valid_paths": "[a]"})
     with pytest.raises(UserError, match=r"data.valid_paths: \[a\] -> \[b\]"):
         attempt(file, **{"data.valid_paths": "[b]"})
@@ -132,13 +132,13 @@ def test_a_checkpoint_without_checksums_is_resumed(attempt: Attempts, file: Path
     assert attempt.meta["data_files"]["train"][0]["bytes"] == 200
 
 
-def test_verifying_notices_what_lies_between_the_blocks_of_a_sample(attempt: Attempts, tmp_path: Path) -> None:
+def test_verifying_detects_changes_between_the_blocks_of_a_sample(attempt: Attempts, tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.touch()
     os.truncate(large, 100 << 20)
     attempt(large, verify=True)
     assert len(attempt.said) == 1 and "every byte of 1 files" in attempt.said.pop()
-    attempt(large)  # the sample alone; the checksum of the whole is kept
+    attempt(large)  # Only the sample; the checksum of the whole file is kept.
     with large.open("r+b") as opened:
         opened.seek(50 << 20)
         opened.write(b"?")
@@ -177,7 +177,7 @@ def test_the_processes_of_a_host_divide_the_cached_indices(monkeypatch: pytest.M
     assert checked == [names[::2], names, names[1::2]]
 
 
-def test_verifying_for_the_first_time_says_so(attempt: Attempts, file: Path) -> None:
+def test_verifying_for_the_first_time_is_reported(attempt: Attempts, file: Path) -> None:
     attempt(file)
     attempt(file, verify=True)
     assert len(attempt.said) == 2 and "the last checkpoint has no checksums of whole files" in attempt.said[1]
@@ -219,8 +219,8 @@ def test_a_run_whose_data_changed_ends_with_one_message(run: Callable[..., Start
 
 
 @pytest.mark.slow
-def test_a_file_that_is_cut_under_a_run_ends_it_with_one_message(run: Callable[..., Started], tmp_path: Path) -> None:
-    """Through a memory map, the process would be gone with SIGBUS."""
+def test_a_file_truncated_during_a_run_ends_it_with_one_message(run: Callable[..., Started], tmp_path: Path) -> None:
+    """Through a memory map, the process would end with SIGBUS."""
     write(tmp_path / "text", 0)
     training = run("--steps=100000", "--checkpoint.every=none")
     training.until(lambda: "iteration" in training.text or "step" in training.text)
@@ -232,8 +232,8 @@ def test_a_file_that_is_cut_under_a_run_ends_it_with_one_message(run: Callable[.
 
 
 @pytest.mark.slow
-def test_two_processes_compare_with_what_one_has_stored(tmp_path: Path) -> None:
-    """Each looks into its share of the files; the sums are those of one process alone."""
+def test_two_processes_compare_with_the_checksums_of_one(tmp_path: Path) -> None:
+    """Each reads its share of the files; the checksums are those of one process."""
     prefix = write(tmp_path / "text", 0)
     data = ("--data.type=BlendConfig", f"--data.paths={prefix}", "--data.split=1", f"--data.cache_dir={tmp_path / 'c'}")
     both = (

@@ -1,4 +1,4 @@
-"""Two processes agree about a suspicious step, and tell each other how long they took over what."""
+"""Two processes agree about a suspicious step, and exchange the durations of their phases."""
 
 import json
 from pathlib import Path

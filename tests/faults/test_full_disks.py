@@ -1,4 +1,4 @@
-"""Disks that are full or fail for one process: one message, exit code 1, all processes alike, and no traceback."""
+"""Full and failing disks of one process: one message, exit code 1, all processes alike, and no traceback."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A run folder whose checkpoints lie on a disk of 400 KiB."""
+    """A run folder whose checkpoints are on a disk of 400 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True)
@@ -52,7 +52,7 @@ def test_a_full_disk_ends_a_run_with_one_message(small_disk, tmp_path):
         assert "Traceback" not in run.text and "warning: " in run.text
         kept = gangs.saved(small_disk)
         assert kept and all(path.is_dir() or path.name == "lock" for path in (small_disk / "checkpoints").iterdir())
-        # Space is back: the same command resumes, and its saves work.
+        # With space again, the same command resumes, and its saves work.
         subprocess.run(["mount", "-o", "remount,size=4m", tmp_path / "disk"], check=True)
         assert start(*gangs.TRAIN, *settings, *more).wait() == 0
     assert gangs.saved(small_disk)[-1] == 40

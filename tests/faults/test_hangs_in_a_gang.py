@@ -1,4 +1,4 @@
-"""Processes of a gang that hang, freeze or fail: what each says, and with which code it ends. F03, F04, F05."""
+"""Processes of a gang that hang, freeze or fail: the message and exit code of each. F03, F04, F05."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ def trains(run_dir: Path) -> bool:
 
 @pytest.mark.slow
 def test_stacks_of_every_process(tmp_path):
-    """On SIGUSR2; training goes on, and beats follow."""
+    """On SIGUSR2; training continues, and beats follow."""
     beats, run_dir = tmp_path / "beats", tmp_path / "run"
     beats.mkdir()
     with gangs.started(tmp_path) as start:
@@ -60,7 +60,7 @@ def test_stacks_of_every_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stuck_ends_with_124_and_all_leave_stacks(tmp_path):
+def test_a_stuck_process_ends_with_124_and_all_leave_stacks(tmp_path):
     """F05."""
     run_dir = tmp_path / "run"
     with gangs.started(tmp_path) as start:
@@ -72,13 +72,13 @@ def test_a_process_that_is_stuck_ends_with_124_and_all_leave_stacks(tmp_path):
     assert "drill.inject()" in stuck and "device_get" in waiting
     (hang,) = (event for event in events(run_dir, "hang") if event["process"] == 1)
     assert (hang["phase"], hang["step"], hang["limit"], hang["exit_code"]) == ("data_wait", 7, 8.0, 124)
-    # The other one says whom it waited for, whichever of the two was first.
+    # The other one names the process it waited for, whichever of the two was first.
     assert "process 1 failed: process 1 hangs" in processes[0].text or "process 1 has not entered" in processes[0].text
 
 
 @pytest.mark.slow
-def test_a_frozen_process_is_the_one_that_is_named(tmp_path):
-    """F04: SIGSTOP of process 1 makes process 0 wait, which is not its fault."""
+def test_a_frozen_process_is_named(tmp_path):
+    """F04: SIGSTOP of process 1 makes process 0 wait, which is not blamed."""
     run_dir = tmp_path / "run"
     with gangs.started(tmp_path) as start:
         processes = by_hand(start, run_dir, "--resilience.inject=frozen:step=7:process=1")
@@ -105,8 +105,8 @@ def test_a_killed_process_is_named_by_the_one_that_lost_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_crash_is_told_to_the_others(tmp_path):
-    """F03: the traceback is that of process 1, and process 0 says that it is the cause."""
+def test_a_crash_is_reported_by_the_others(tmp_path):
+    """F03: the traceback is that of process 1, and process 0 names it as the cause."""
     run_dir, beats = tmp_path / "run", tmp_path / "beats"
     beats.mkdir()
     with gangs.started(tmp_path) as start:
@@ -133,7 +133,7 @@ def test_without_the_watchdog_nothing_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_and_continued_process_goes_on(tmp_path):
+def test_a_stopped_and_continued_process_continues_training(tmp_path):
     """Ctrl-Z for longer than the limit of a step."""
     run_dir = tmp_path / "run"
     with gangs.started(tmp_path) as start:
@@ -152,7 +152,7 @@ def test_a_stopped_and_continued_process_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_line_that_is_never_written(tmp_path):
-    """A single process, whom no other one waits for."""
+    """A single process, which no other one waits for."""
     train = (sys.executable, Path(__file__).with_name("train_on_a_stuck_disk.py"))
     limits = ("--resilience.watchdog.other=2", "--resilience.watchdog.compile=60", "--logging.every=1")
     settings = (*gangs.TINY[:-2], "--devices=cpu:1", *gangs.LONG, *limits, f"--run_dir={tmp_path / 'run'}")

@@ -1,4 +1,4 @@
-"""Processes that hang before the first step, or whose disk does not answer: which is blamed, and what is left."""
+"""Processes that hang before the first step, or whose disk does not answer: the blamed process, and the files left."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def in_a_gang(tmp_path: Path, place: str, process: int, *settings: str) -> gangs
 @pytest.mark.parametrize(
     ("place", "phase", "stage"),
     [
-        ("megajax.job.job:find_devices", "start", "finding the devices"),  # there is no run folder yet
+        ("megajax.job.job:find_devices", "start", "finding the devices"),  # There is no run folder yet.
         ("fsync:/checkpoints/", "setup", "opening the checkpoints"),
     ],
 )
@@ -71,8 +71,8 @@ def test_a_process_that_does_not_reach_the_first_collective(tmp_path):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_process_that_finds_its_devices_late(late, monkeypatch):
-    """The first collective begins when all processes have found theirs, because gloo waits for 30 s only."""
+def test_a_process_that_is_slow_to_find_its_devices(late, monkeypatch):
+    """The first collective begins when all processes have found theirs, because gloo waits for only 30 s."""
     local, done = threading.local(), []
 
     def find_devices() -> None:
@@ -103,14 +103,14 @@ def test_processes_that_do_not_connect(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_of_process_0_that_does_not_answer_in_the_setup(tmp_path):
+def test_a_disk_of_process_0_that_does_not_answer_during_the_setup(tmp_path):
     gang = in_a_gang(tmp_path, r"fsync:/checkpoints/", 0, "--resilience.watchdog.setup=12")
     assert "process 0 holds up the others: it has been opening the checkpoints for" in gang.text
     assert hangs(tmp_path / "run", 0)["stage"] == "opening the checkpoints"
 
 
 @pytest.mark.slow
-def test_a_disk_of_process_1_that_does_not_answer_in_a_background_save(tmp_path):
+def test_a_disk_of_process_1_that_does_not_answer_during_a_background_save(tmp_path):
     limit = "--resilience.watchdog.background_save=12"
     gang = in_a_gang(tmp_path, r"fsync:/manifest\.1\.json", 1, limit, "--checkpoint.every=3")
     assert "process 1 holds up the others" in gang.text

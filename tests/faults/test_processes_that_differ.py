@@ -1,4 +1,4 @@
-"""Two processes with every optional thing switched on, and with what only one of them knows: none waits for ever."""
+"""Two processes with every optional feature on, and events that only one of them knows: neither waits for ever."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ EVERYTHING = (
 
 @pytest.fixture
 def gang(tmp_path):
-    """gang(*settings, difference): two processes with everything on, started with so many more settings."""
+    """gang(*settings, difference): two processes with everything on, started with additional settings."""
     questions = [{"context": "1 2 3", "choices": ["4 5", "6"], "answer": number % 2} for number in range(4)]
     (tmp_path / "questions.jsonl").write_text("".join(f"{json.dumps(question)}\n" for question in questions))
     (tmp_path / "config.py").write_text(CONFIG.format(path=str(tmp_path / "questions.jsonl")))
@@ -49,7 +49,7 @@ def events(folder: Path, name: str) -> list[dict]:
     return [line for line in lines if line["event"] == name]
 
 
-def test_every_optional_thing_at_once(gang, tmp_path):
+def test_every_optional_feature_at_once(gang, tmp_path):
     run = gang()
     assert run.wait() == 0, run.text
     assert "compiled programs are not cached" in run.text and "health before the run" in run.text
@@ -57,7 +57,7 @@ def test_every_optional_thing_at_once(gang, tmp_path):
     assert gangs.saved(tmp_path / "run") == [4, 8] and list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]
     assert {event["split"] for event in events(tmp_path, "evaluate")} >= {"validation", "choices", "test"}
     assert {event["step"] for event in events(tmp_path, "save_committed") if event.get("kind") == "local"} == {2, 6}
-    # All steps are done: both processes find that there is nothing to do, though one can't read the numbers.
+    # All steps are done: both processes find nothing left to do, though one can't read the metrics.
     again = gang(difference="unreadable metrics", name="again")
     assert again.wait() == 0, again.text
     assert "nothing to train" in again.text
@@ -72,7 +72,7 @@ def test_a_full_disk_that_one_process_learns_of_later(gang, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_that_one_process_has_when_the_other_finishes(gang, tmp_path):
+def test_a_signal_that_one_process_gets_when_the_other_finishes(gang, tmp_path):
     settings = ("--resilience.save_on_signal=false", "--resilience.exit_after_steps=5")
     run = gang(*settings, "--resilience.exit_code_on_signal=75", difference="signal")
     assert run.wait() == 75, run.text

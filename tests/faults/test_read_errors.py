@@ -1,4 +1,4 @@
-"""Disks that fail under a run, by real commands: tried again, then one message; crashes show where they were."""
+"""Disks that fail during a run, by real commands: retried, then one message; crashes show their position."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[int], Started]]:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fails_for_a_while_costs_two_lines(run: Callable[[int], Started]) -> None:
+def test_a_disk_that_fails_temporarily_costs_two_lines(run: Callable[[int], Started]) -> None:
     training = run(2)
     assert training.wait() == 0, training.text
     lines = [line for line in training.text.splitlines() if "row 10 of the data cannot be read" in line]
@@ -72,7 +72,7 @@ def test_a_disk_that_fails_for_a_while_costs_two_lines(run: Callable[[int], Star
 
 
 @pytest.mark.slow
-def test_a_disk_that_fails_for_good_ends_the_run_with_one_message(run: Callable[[int], Started]) -> None:
+def test_a_disk_that_fails_permanently_ends_the_run_with_one_message(run: Callable[[int], Started]) -> None:
     training = run(1000)
     assert training.wait() == 1, training.text
     assert "Traceback" not in training.text

@@ -34,15 +34,15 @@ def test_a_flipped_bit_ends_the_run_and_is_never_saved(tmp_path):
         assert gangs.saved(run) == [2, 4], "step 6 was due"
         assert "hold different bytes" in gang.text and "(process 1)" in gang.text
         assert "Traceback" not in gang.text
-        # The same command goes on from the last checkpoint, and without the fault to the end.
+        # The same command resumes from the last checkpoint, and without the fault reaches the end.
         again = start(*gangs.launcher(), *gangs.TRAIN, *settings, "--resilience.replicas.every=3", name="again")
         assert again.wait() == 0, again.text
         assert gangs.saved(run)[-1] == 6
 
 
 @pytest.mark.slow
-def test_a_process_that_computes_wrongly_is_found(tmp_path):
-    """A device that reproducibly computes other gradients than others ends the run; one that does so once does not."""
+def test_a_process_that_computes_wrong_numbers_is_found(tmp_path):
+    """A device that reproducibly computes different gradients ends the run; one that does so once does not."""
     losses = {}
     with gangs.started(tmp_path) as start:
         settings = (gangs.TINY[0], "--devices=cpu:2", "--batch.micro_size=1", "--parallel.data=4", *QUIET)
@@ -67,7 +67,7 @@ def test_a_process_that_computes_wrongly_is_found(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_sleeps_is_a_straggler(tmp_path):
-    """F08: named within ten steps with its phase, and the losses are those of an undisturbed run."""
+    """F08: named within ten steps with its phase, and the losses are those of an uninterrupted run."""
     losses = {}
     with gangs.started(tmp_path) as start:
         for name, more in (("plain", ()), ("slow", ("--resilience.inject=slow:step=6:process=1",))):
@@ -85,7 +85,7 @@ def test_a_process_that_sleeps_is_a_straggler(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_is_stopped_half_of_the_time_is_a_straggler(tmp_path):
-    """F08: SIGSTOP and SIGCONT in turn."""
+    """F08: SIGSTOP and SIGCONT alternate."""
     run, over = tmp_path / "run", threading.Event()
 
     def halve(pid: int) -> None:
@@ -122,7 +122,7 @@ def rank(pid: int) -> str | None:
 
 @pytest.mark.slow
 def test_all_processes_are_tested_together(tmp_path):
-    """By the doctor, and by a run before it begins; a process that fails keeps all from starting."""
+    """By the doctor, and by a run before it begins; a failing process keeps all from starting."""
     with gangs.started(tmp_path) as start:
         doctor = (sys.executable, "-m", "megajax.doctor", "--before-run", "--devices=cpu:1", "--json")
         gang = start(*gangs.launcher(), *doctor, name="doctor")

@@ -1,4 +1,4 @@
-"""A run stopped at any moment and started again computes what an undisturbed run computes, bit for bit."""
+"""A run stopped at any moment and resumed computes bit for bit the same as an uninterrupted run."""
 
 import json
 import os
@@ -73,14 +73,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return actual
 
 
-# By default test_job.py goes on bit for bit from where it was stopped, and test_signals.py has the exit codes.
+# The default suite has test_job.py, which resumes bit for bit, and test_signals.py with the exit codes.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 0)],
     ids=str,
 )
-def test_the_same_losses_after(number: int, code: int, undisturbed: dict[int, str], tmp_path: Path) -> None:
+def test_losses_are_the_same_after_a_stop(number: int, code: int, undisturbed: dict[int, str], tmp_path: Path) -> None:
     assert interrupt(tmp_path, number) == code
     stopped_at = max(losses(tmp_path))
     assert EVERY < stopped_at < STEPS, f"stopped at step {stopped_at}: nothing left to resume"

@@ -1,4 +1,4 @@
-"""A run that is asked to stop while it waits: for rows, for a compilation, in a save or an evaluation. F06."""
+"""Stop requests while a run waits: for rows, for a compilation, in a save or an evaluation. F06."""
 
 import json
 import os
@@ -37,7 +37,7 @@ class Data(small_jobs.MockConfig):
 def run_config():
     return small_jobs.run_config(data=Data())
 """
-"""A config whose rows from 48 on never come: a disk that does not answer, in the threads that read ahead."""
+"""A config whose rows from 48 on never arrive: a disk that does not answer, in the threads that read ahead."""
 
 
 def events(run_dir: Path, name: str) -> list[dict]:
@@ -54,8 +54,8 @@ def logged(run_dir: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 75])
-def test_rows_that_never_come(tmp_path, code):
-    """The last step is saved, and the threads that read are not waited for."""
+def test_rows_that_never_arrive(tmp_path, code):
+    """The last step is saved, and nothing waits for the reading threads."""
     run_dir, config = tmp_path / "run", tmp_path / "never.py"
     config.write_text(NEVER)
     with gangs.started(tmp_path) as start:
@@ -74,8 +74,8 @@ def test_rows_that_never_come(tmp_path, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["all", "one"])
-def test_rows_that_never_come_to_any_process(tmp_path, to):
-    """Nobody has begun step 7: all stop before it, also if only one of them got the signal."""
+def test_rows_that_never_arrive_at_any_process(tmp_path, to):
+    """No process has begun step 7: all stop before it, even if only one of them got the signal."""
     run_dir = tmp_path / "run"
     with gangs.started(tmp_path) as start:
         settings = (*gangs.TINY, *gangs.LONG, "--logging.every=1", "--resilience.inject=stuck:step=7")
@@ -89,8 +89,8 @@ def test_rows_that_never_come_to_any_process(tmp_path, to):
 
 
 @pytest.mark.slow
-def test_rows_that_never_come_to_one_process_of_several(tmp_path):
-    """The others are in the step: no state is left to save, and after a while the run says so and is gone."""
+def test_rows_that_never_arrive_at_one_process_of_several(tmp_path):
+    """The others are in the step: no state is left to save, and after a while the run reports it and ends."""
     run_dir = tmp_path / "run"
     with gangs.started(tmp_path) as start:
         injected = ("--resilience.inject=stuck:step=7:process=1", "--resilience.stop_grace=8")
@@ -104,7 +104,7 @@ def test_rows_that_never_come_to_one_process_of_several(tmp_path):
 
 
 @pytest.mark.slow
-def test_while_the_train_step_is_compiled(tmp_path):
+def test_while_the_train_step_compiles(tmp_path):
     """Nothing is lost, and nothing is waited for."""
     run_dir, beats = tmp_path / "run", tmp_path / "beats"
     beats.mkdir()
@@ -119,7 +119,7 @@ def test_while_the_train_step_is_compiled(tmp_path):
 
 @pytest.mark.slow
 def test_at_random_moments_of_saves_and_evaluations(tmp_path):
-    """Each attempt goes on where the one before it stopped."""
+    """Each attempt resumes where the one before it stopped."""
     run_dir, last = tmp_path / "run", 0
     settings = (*ALONE, f"--run_dir={run_dir}", "--checkpoint.every=2", "--evaluation.every=3")
     with gangs.started(tmp_path) as start:

@@ -51,7 +51,7 @@ def test_nothing_reads_pickles_or_unsafe_yaml(package: str) -> None:
 
 
 class Payload:
-    """Creates a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -60,7 +60,7 @@ class Payload:
         return os.mkdir, (str(self.canary),)
 
 
-def test_a_pickle_in_place_of_an_index_is_built_again(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_an_index_is_rebuilt(tmp_path: Path) -> None:
     def build(_: object) -> dict[str, np.ndarray]:
         return {"a": np.arange(3)}
 
@@ -113,13 +113,13 @@ def test_readers_of_json_refuse_with_their_own_message(kind: str, content: str, 
 
 
 @pytest.mark.parametrize("kind", READERS_OF_JSON)
-def test_readers_of_json_wait_for_no_pipe(kind: str, tmp_path: Path) -> None:
+def test_readers_of_json_do_not_wait_for_a_pipe(kind: str, tmp_path: Path) -> None:
     name, read = READERS_OF_JSON[kind]
     os.mkfifo(tmp_path / name)
     with pytest.raises((UserError, Damaged)):
         read(tmp_path)
 
 
-def test_optional_settings_that_cannot_be_read_are_those_of_an_absent_file(tmp_path: Path) -> None:
+def test_unreadable_optional_settings_count_as_absent(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_bytes(HOSTILE["lists in lists"])
     assert folder_stop_tokens(tmp_path) == frozenset()

@@ -1,13 +1,13 @@
-"""megajax.train in processes that differ where they may: only one has a full disk, slow news, its own folder, a signal.
+"""megajax.train in processes that may differ: only one has a full disk, a delay, its own folder, a signal.
 
-DIFFERENCE: what the second process does otherwise.
+DIFFERENCE: the deviation of the second process.
 """
 
 import errno
 import os
 import time
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the checkpoint manager imports jax
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # Before the checkpoint manager imports jax.
 
 from jax._src import compiler
 from jax._src.lib.mlir import ir

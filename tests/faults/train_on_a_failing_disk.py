@@ -6,7 +6,7 @@ FAILING_SAVES: first and last of them, counted from 1, retries included.
 import os
 import resource
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the checkpoint manager imports jax
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # Before the checkpoint manager imports jax.
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.command_line.parser import front_door

@@ -1,4 +1,4 @@
-"""megajax.train, whose line of step 3 in metrics.jsonl is never written: its file system does not answer."""
+"""megajax.train whose line of step 3 in metrics.jsonl is never written: its file system does not answer."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""megajax.train, of which the process HANGING_PROCESS hangs at HANGING_PLACE: in a function, or in an fsync.
+"""megajax.train in which the process HANGING_PROCESS hangs at HANGING_PLACE: in a function, or in an fsync.
 
 HANGING_PLACE is MODULE:NAME, or fsync:REGEX for the path of the file.
 """

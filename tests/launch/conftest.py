@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., gangs.Started]]:
-    """start(*command, name=..., **environment) -> a process that does not outlive the test."""
+    """start(*command, name=..., **environment) -> a process that ends with the test at the latest."""
     with gangs.started(tmp_path) as begin:
         yield begin

@@ -1,4 +1,4 @@
-"""megajax.train, in whose process 1 something happens: `crash`, `user` (a wrong input) or `late` (at the end)."""
+"""megajax.train with an event in process 1: `crash`, `user` (a wrong input) or `late` (at the end)."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ LATE_SECONDS = 6.0
 
 
 def fail_at(step: int, error: Exception) -> None:
-    """Make the loader raise instead of giving the batch of `step`."""
+    """Make the loader raise instead of returning the batch of `step`."""
     numbers = iter(range(1, 1 << 30))
     next_batch = Loader.__next__
 
@@ -30,7 +30,7 @@ def fail_at(step: int, error: Exception) -> None:
 
 
 def come_late() -> None:
-    """Make this process the last to part from the others."""
+    """Make this process the last to finish."""
     finish = processes.finish
 
     def late() -> None:

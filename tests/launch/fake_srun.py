@@ -1,4 +1,4 @@
-"""As srun --kill-on-bad-exit: starts tasks, kills all after the first that fails, and returns the highest code.
+"""Like srun --kill-on-bad-exit: starts tasks, kills all after the first failure, and returns the highest code.
 
 fake_srun.py TASKS COMMAND...
 """
@@ -36,7 +36,7 @@ signal.signal(signal.SIGINT, interrupted)
 while any(task.poll() is None for task in tasks):
     if not killed and any(task.poll() for task in tasks):
         killed = True
-        time.sleep(0.3)  # as long as the others need to notice
+        time.sleep(0.3)  # As long as the others need to notice.
         forward(signal.SIGKILL, None)
     time.sleep(0.02)
 sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks))

@@ -62,7 +62,7 @@ class Process:
         os._exit(code)
 
     def meet(self, step: int) -> None:
-        """Wait for the others, as a collective does; the loss of one ends all, as in gloo."""
+        """Wait for the others, as a collective does; the loss of one process ends all, as in gloo."""
         (self.meeting / f"{step}.{self.index}").touch()
         watchdog, began = float(os.environ.get("FAKE_WATCHDOG", "inf")), time.monotonic()
         while len(list(self.meeting.glob(f"{step}.*"))) < self.count:
@@ -83,7 +83,7 @@ class Process:
     def inject(self, kind: str) -> None:
         match kind:
             case "kill" | "stop" | "abort":
-                time.sleep(0.3)  # until a beat says where it is
+                time.sleep(0.3)  # Until a beat gives the position.
                 if kind == "kill":
                     (self.meeting / "dead").touch()
                 number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "abort": signal.SIGABRT}[kind]

@@ -43,7 +43,7 @@ def last_line(gang: Started) -> str:
 
 
 @pytest.mark.smoke
-def test_a_killed_process_is_named_and_the_gang_goes_on_from_its_checkpoint(start, tmp_path):
+def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(start, tmp_path):
     """F01: with beats, the step too."""
     gang = train(start, tmp_path, *QUICK, FAULTS="kill:1@7#1")
     assert gang.wait(30) == 0, gang.text
@@ -60,7 +60,7 @@ def test_a_killed_process_is_named_and_the_gang_goes_on_from_its_checkpoint(star
 
 @pytest.mark.slow
 def test_process_0_killed_and_its_peers_follow(start, tmp_path):
-    """F02: errors of the others are told as what follows, whichever came first."""
+    """F02: errors of the other processes are reported as consequences, whichever came first."""
     gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="kill:0@7#1,kill:0@8#2")
     assert gang.wait(40) == 0, gang.text
     assert [event["process"] for event in events(tmp_path) if event["event"] == "restart"] == [0, 0]
@@ -76,7 +76,7 @@ def test_a_crash_loop_ends_with_93(start, tmp_path):
     assert "in 0.1 s" in gang.text and "in 0.2 s" in gang.text
     assert [event["event"] for event in events(tmp_path)] == ["restart"] * 3 + ["supervisor_stop"]
     assert events(tmp_path)[-1]["code"] == 93
-    assert gang.text.count("failed: fault 1") == 4  # the first attempt saved step 5
+    assert gang.text.count("failed: fault 1") == 4  # The first attempt saved step 5.
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_some_codes_are_never_retried(start, tmp_path, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["16", "124", "abort"])
-def test_others_are(start, tmp_path, kind):
+def test_other_codes_are_retried(start, tmp_path, kind):
     gang = train(start, tmp_path, *QUICK, FAULTS=f"{kind}:1@7#1")
     assert gang.wait(40) == 0, gang.text
     restart = next(event for event in events(tmp_path) if event["event"] == "restart")
@@ -99,7 +99,7 @@ def test_others_are(start, tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_without_restarts_it_ends_and_records_who_was_lost(start, tmp_path):
+def test_without_restarts_the_gang_ends_and_records_the_lost_process(start, tmp_path):
     gang = train(start, tmp_path, FAULTS="kill:1@7#1")
     assert gang.wait(30) == 1, gang.text
     assert "restart" not in gang.text
@@ -114,7 +114,7 @@ def test_no_restart_left(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_blamed_and_not_those_that_wait_for_it(start, tmp_path):
+def test_a_stopped_process_is_blamed_and_those_that_wait_for_it_are_not(start, tmp_path):
     """F04 of the launcher: no watchdog of a process fires here. The stacks of the others are collected."""
     gang = train(start, tmp_path, *QUICK, "--beat-timeout=3", processes=3, FAULTS="stop:1@7#1")
     assert gang.wait(60) == 0, gang.text
@@ -125,7 +125,7 @@ def test_a_stopped_process_is_blamed_and_not_those_that_wait_for_it(start, tmp_p
 
 
 @pytest.mark.slow
-def test_a_stuck_process_is_blamed_and_not_the_one_whose_watchdog_fired(start, tmp_path):
+def test_a_stuck_process_is_blamed_and_the_one_whose_watchdog_fired_is_not(start, tmp_path):
     """F05: process 0 waits in its collective of step 7 and ends with 124, process 1 waits for its rows."""
     gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="stuck:1@7#1", FAKE_WATCHDOG="3")
     assert gang.wait(60) == 0, gang.text
@@ -137,15 +137,15 @@ def test_a_stuck_process_is_blamed_and_not_the_one_whose_watchdog_fired(start, t
 
 
 @pytest.mark.slow
-def test_the_launchers_watchdog_ends_a_gang_that_does_not_move(start, tmp_path):
+def test_the_launcher_s_watchdog_ends_a_gang_without_movement(start, tmp_path):
     gang = train(start, tmp_path, "--watchdog-timeout=3", FAULTS="stuck:1@7#1")
     assert gang.wait(60) == 124, gang.text
     assert "process 1 holds up the others" in last_line(gang)
 
 
 @pytest.mark.slow
-def test_fewer_processes_when_one_keeps_failing(start, tmp_path):
-    """The one in place 1 never comes further; the others take their own places with them."""
+def test_fewer_processes_when_one_fails_repeatedly(start, tmp_path):
+    """The process at place 1 never gets further; the others take places with their own numbers."""
     gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*")
     assert gang.wait(60) == 0, gang.text
     # The first attempt saved step 5, so the second is the first without progress.
@@ -155,7 +155,7 @@ def test_fewer_processes_when_one_keeps_failing(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layout_that_does_not_fit_fewer_processes_says_why(start, tmp_path):
+def test_a_layout_that_does_not_fit_fewer_processes_gives_the_reason(start, tmp_path):
     gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*", FITS="3")
     assert gang.wait(60) == 2, gang.text
     assert ": the layout needs 3 devices, there are 2; " in last_line(gang)
@@ -172,7 +172,7 @@ def test_the_last_lines_of_the_log_are_shown(start, tmp_path):
 
 @pytest.mark.slow
 def test_uneven_ends_are_success(start, tmp_path):
-    """F11: nobody waits for nobody, and silence at the end is no hang."""
+    """F11: no process waits for another, and silence at the end is no hang."""
     gang = train(start, tmp_path, *QUICK, "--beat-timeout=0.5", FAULTS="late:1@0#1")
     assert gang.wait(30) == 0, gang.text
     assert "megajax.launch" not in gang.text and events(tmp_path) == []
@@ -180,7 +180,7 @@ def test_uneven_ends_are_success(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_back_off_ends_it(start, tmp_path, number):
+def test_a_signal_during_the_delay_ends_it(start, tmp_path, number):
     gang = train(start, tmp_path, "--max-restarts=9", "--backoff=60", FAULTS="1:1@7#1")
     gang.until(lambda: "restart 1 of 9" in gang.text)
     gang.process.send_signal(number)
@@ -190,7 +190,7 @@ def test_a_signal_during_the_back_off_ends_it(start, tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 75, 1])
-def test_who_asked_for_the_end_gets_no_restart(start, tmp_path, code):
+def test_a_requested_end_is_not_restarted(start, tmp_path, code):
     stop = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))"
     script = f"import signal, sys, time; {stop}; print('up'); time.sleep(60)"
     gang = start(*launcher(*QUICK), sys.executable, "-c", script)
@@ -201,7 +201,7 @@ def test_who_asked_for_the_end_gets_no_restart(start, tmp_path, code):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_even_what_ignores_the_first(start):
+def test_a_second_ctrl_c_ends_even_processes_that_ignore_the_first(start):
     script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up')\ntime.sleep(60)"
     gang = start(*launcher(*QUICK), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
@@ -212,8 +212,8 @@ def test_a_second_ctrl_c_ends_even_what_ignores_the_first(start):
     assert "killed by SIGKILL" in last_line(gang)
 
 
-def test_a_reader_that_leaves_does_not_end_training(tmp_path):
-    """`... | head -1`: what follows is dropped, and the exit code is that of the training."""
+def test_a_reader_that_closes_does_not_end_training(tmp_path):
+    """`... | head -1`: later output is dropped, and the exit code is that of the training."""
     command = [*map(str, launcher()), sys.executable, str(FAKE), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     gang = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY, env=environment)
@@ -245,7 +245,7 @@ def scheduled(start, run_dir: Path, *options: str, tasks: int = 2, **environment
 
 @pytest.mark.slow
 def test_a_scheduler_runs_the_processes(start, tmp_path):
-    """srun ends with 137 whatever the first failure was: beats tell it."""
+    """srun ends with 137 whatever the first failure was: beats identify it."""
     gang = scheduled(start, tmp_path, *QUICK, FAULTS="1:1@7#1,kill:1@8#2")
     assert gang.wait(60) == 0, gang.text
     restarts = [event for event in events(tmp_path) if event["event"] == "restart"]
@@ -273,16 +273,16 @@ def test_a_hang_under_a_scheduler(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
-    """Processes on other machines would outlive an srun that is killed. These are frozen: SIGTERM does nothing."""
+    """Processes on other machines would outlive a killed srun. These are frozen: SIGTERM has no effect."""
     gang = scheduled(start, tmp_path, "--beat-timeout=3", FAULTS="stop:0@7#1,stop:1@7#1")
     assert gang.wait(60) == 124, gang.text
     assert " is stopped (state T)" in last_line(gang)
-    assert time.monotonic() - gang.began < 28  # ten seconds later, by two SIGINTs; not by SIGKILL after thirty
+    assert time.monotonic() - gang.began < 28  # Ten seconds later, by two SIGINTs; not by SIGKILL after thirty.
 
 
 @pytest.mark.slow
-def test_a_gang_that_was_stopped_with_its_launcher_goes_on(start, tmp_path):
-    """As by Ctrl-Z, a paused container or a machine that sleeps: beats are old, and nobody hangs."""
+def test_a_gang_that_was_stopped_with_its_launcher_continues(start, tmp_path):
+    """As by Ctrl-Z, a paused container or a sleeping machine: beats are old, and no process hangs."""
     schedule = ",".join(f"late:0@{step}#1" for step in range(1, 11))
     gang = train(start, tmp_path, "--beat-timeout=3", FAULTS=schedule)
     gang.until(lambda: (tmp_path / "losses.txt").exists())
@@ -290,7 +290,7 @@ def test_a_gang_that_was_stopped_with_its_launcher_goes_on(start, tmp_path):
     for pid in everyone:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(8.0)
-    for pid in everyone:  # the launcher first: then it sees the old beats
+    for pid in everyone:  # The launcher first: then it sees the old beats.
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
     assert gang.wait(60) == 0, gang.text
@@ -299,7 +299,7 @@ def test_a_gang_that_was_stopped_with_its_launcher_goes_on(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
-    """Code 1 would have schedulers start it again."""
+    """With code 1, schedulers would start it again."""
     script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up')\ntime.sleep(60)"
     gang = start(*launcher("--max-restarts=3"), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
@@ -308,8 +308,8 @@ def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
     assert f"killed by {number.name} after" in last_line(gang) and f"{number.name} asked for the end" in last_line(gang)
 
 
-def test_output_goes_on_after_a_full_disk(tmp_path, monkeypatch):
-    """Only a reader that is gone does not come back."""
+def test_output_continues_after_a_full_disk(tmp_path, monkeypatch):
+    """Only a closed reader does not come back."""
     real, full = os.write, [True, False]
 
     def write(descriptor: int, text: bytes) -> int:

@@ -50,23 +50,23 @@ def test_two_gpus_for_each_of_two(start, tmp_path):
     gang = launch(start, tmp_path, 4, "--devices-per-process=2", NCCL_LAUNCH_MODE="PARALLEL")
     assert gang.wait() == 0, gang.text
     assert "4 visible GPUs, so 2 processes with 2 GPUs each" in gang.text
-    # JAX_LOCAL_DEVICE_IDS of each says which; jax reads it.
+    # JAX_LOCAL_DEVICE_IDS of each gives its GPUs; jax reads it.
     assert places(gang) == [[None, "NCCL_LAUNCH_MODE=PARALLEL (environment)"]] * 2
 
 
-def test_gpus_that_cannot_be_divided(start, tmp_path):
+def test_indivisible_GPUs(start, tmp_path):
     gang = launch(start, tmp_path, 4, "--devices-per-process=3")
     assert gang.wait() == 2
     assert "--devices-per-process=3 does not divide 4 visible GPUs" in gang.text
 
 
-def test_a_launcher_on_the_cpu_asks_for_a_number(start, tmp_path):
+def test_a_launcher_on_the_CPU_asks_for_a_number(start, tmp_path):
     gang = launch(start, tmp_path, 4, JAX_PLATFORMS="cpu")
     assert gang.wait() == 2 and "--processes: must be given where no GPU is visible" in gang.text
 
 
 def test_two_launchers_start_one_run(start, tmp_path):
-    """As in two pods; here both are on one machine, which they do not know of each other."""
+    """As in two pods; here both are on one machine, without knowing of each other."""
     common = ("--machines=2", f"--coordinator=127.0.0.1:{free_port()}", "--processes=1")
     first, second = (launch(start, tmp_path, 0, *common, f"--machine={n}", name=f"machine{n}") for n in range(2))
     assert [first.wait(), second.wait()] == [0, 0], first.text + second.text
@@ -84,7 +84,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("case", MACHINES)
-def test_machines_that_cannot_be(case):
+def test_impossible_machines(case):
     flags, message = MACHINES[case]
     with pytest.raises(ConfigError) as refused:
         main([*flags, "--processes=2", "--", "true"])

@@ -14,7 +14,7 @@ FAILING = Path(__file__).with_name("failing_train.py")
 
 
 def training(start, run_dir: Path, *settings: object, options: tuple = (), train: tuple = TRAIN) -> Started:
-    """Two processes in the midst of their run."""
+    """Two processes in the middle of their run."""
     gang = start(*launcher(*options), *train, *TINY, *LONG, f"--run_dir={run_dir}", *settings)
     gang.until(lambda: len(steps(run_dir)) > 3)
     return gang
@@ -28,7 +28,7 @@ def gone(pids: list[int], seconds: float = 2.0) -> bool:
 
 
 def check_end(gang: Started, code: int, seconds: float, *words: str) -> None:
-    """It ends with `code` within `seconds`, saying last what the first failure was."""
+    """It ends with `code` within `seconds`; its last line names the first failure."""
     pids = gang.children()
     began = time.monotonic()
     assert gang.wait(seconds) == code, gang.text
@@ -39,7 +39,7 @@ def check_end(gang: Started, code: int, seconds: float, *words: str) -> None:
     assert gone(pids), "orphans"
 
 
-@pytest.mark.slow  # below, processes that train nothing are killed by default
+@pytest.mark.slow  # Below, processes that train nothing are killed by default.
 def test_one_process_killed_ends_all_within_ten_seconds(start, tmp_path):
     gang = training(start, tmp_path / "run")
     os.kill(gang.children()[1], signal.SIGKILL)
@@ -156,7 +156,7 @@ while True:
 """
 
 
-def test_a_launcher_whose_output_nobody_reads(tmp_path):
+def test_a_launcher_whose_output_has_no_reader(tmp_path):
     command = [*map(str, launcher()), sys.executable, "-c", TALKATIVE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=REPOSITORY) as gang:
         try:

@@ -1,4 +1,4 @@
-"""Starting `megajax.train` in several processes when something is wrong: one message, in time, and nothing written."""
+"""Failing starts of `megajax.train` in several processes: one message, in time, and nothing written."""
 
 import os
 import socket
@@ -49,8 +49,8 @@ def test_a_number_too_high(start, tmp_path):
     assert first.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
 
 
-def test_a_config_that_one_process_does_not_have(start, tmp_path):
-    """Process 0 can only say that the process is missing, and asks for its own message."""
+def test_a_config_that_one_process_lacks(start, tmp_path):
+    """Process 0 can only report that the process is missing, and refers to its own message."""
     flags = ("--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1")
     second = start(*TRAIN, f"--config={tmp_path / 'nowhere.py'}", *flags)
     assert second.wait(40) == 2
@@ -88,7 +88,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
-def test_a_wrong_launch(case):
+def test_an_invalid_launch(case):
     arguments, message = LAUNCHES[case]
     command = [sys.executable, "-m", "megajax.launch", *arguments]
     process = subprocess.run(
@@ -113,4 +113,4 @@ def test_an_invalid_setting_is_reported_once(start, tmp_path):
     message = "steps: expected a whole number, got 'many'"
     *lines, last = gang.text.splitlines()
     assert "\n".join(lines).count(message) == 1, gang.text
-    assert last.startswith("megajax.launch: process ") and message in last  # what ended the gang comes last
+    assert last.startswith("megajax.launch: process ") and message in last  # The cause of the gang's end comes last.

@@ -1,4 +1,4 @@
-"""Two processes that start from one Hugging Face folder: each reads its shards, and the losses are those of one."""
+"""Two processes that start from one Hugging Face folder: each reads its shards, and the losses equal those of one."""
 
 import json
 from pathlib import Path

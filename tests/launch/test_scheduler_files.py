@@ -18,7 +18,7 @@ SLURM, LOCAL, JOBSET = (REPOSITORY / "launch" / name for name in ("slurm.sbatch"
 
 
 def test_the_exit_codes_of_the_docs():
-    """One table: docs/launch.md#exit-codes has the rows of the code, in its words."""
+    """One table: docs/launch.md#exit-codes has the rows of the code, in the same words."""
     text = (REPOSITORY / "docs/launch.md").read_text().partition("### Exit codes")[2]
     rows = re.findall(r"^\| (\d+) \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
     assert rows == [(str(row.code), row.meaning, "yes" if row.restart else "no") for row in EXIT_CODES.values()]
@@ -33,7 +33,7 @@ def test_other_tables_have_codes_that_exist(page):
 
 
 @pytest.mark.parametrize("path", [SLURM, LOCAL], ids=lambda path: path.name)
-def test_scripts_are_whole(path):
+def test_scripts_are_complete(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
@@ -41,7 +41,7 @@ def jobset() -> dict:
     return yaml.safe_load(JOBSET.read_text())["spec"]
 
 
-def test_jobset_restarts_after_codes_that_a_restart_may_mend():
+def test_jobset_restarts_after_transient_codes():
     spec = jobset()
     policy, job = spec["failurePolicy"], spec["replicatedJobs"][0]["template"]["spec"]
     assert policy["maxRestarts"] > 0
@@ -51,7 +51,7 @@ def test_jobset_restarts_after_codes_that_a_restart_may_mend():
     (rule,) = job["podFailurePolicy"]["rules"]
     codes = rule["onExitCodes"]
     assert (rule["action"], codes["operator"]) == ("FailJob", "In")
-    # 0 is no failure, 75 is to go on, and the codes of signals are those of pods that are deleted.
+    # 0 is no failure, 75 asks to continue, and the codes of signals are those of deleted pods.
     expected = {code for code in EXIT_CODES if not worth_a_restart(code)} - {0, REQUEUE, 130, 143}
     assert set(codes["values"]) == expected == {2, 17, NO_PROGRESS}
     pod = job["template"]["spec"]
@@ -60,7 +60,7 @@ def test_jobset_restarts_after_codes_that_a_restart_may_mend():
     assert f"--resilience.exit_code_on_signal={REQUEUE}" in pod["containers"][0]["args"]
 
 
-def test_jobset_counts_machines_alike():
+def test_jobset_counts_machines_consistently():
     job = jobset()["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     assert f"--machines={job['parallelism']}" in container["args"] and job["parallelism"] == job["completions"]
@@ -88,7 +88,7 @@ def directives() -> dict[str, str]:
 
 
 def test_a_task_of_slurm_for_each_gpu():
-    """Every task sees all GPUs of its node and gets one of them."""
+    """Every task sees all GPUs of its node and uses one of them."""
     options = directives()
     nodes, tasks, gpus = (int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
     assert tasks == gpus and "gpus-per-task" not in options and options["mem"] == "0"
@@ -106,7 +106,7 @@ def test_a_task_of_slurm_for_each_gpu():
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "3"), ({"PROCESSES": "5"}, "5")])
-def test_the_local_script_counts_visible_gpus_where_all_do(tmp_path, given, expected):
+def test_the_local_script_counts_visible_GPUs_where_all_are_used(tmp_path, given, expected):
     python = tmp_path / "python"
     python.write_text(
         '#!/usr/bin/env bash\n[[ "$*" == "-m megajax.mesh.processes.gpus" ]] && echo 3 || echo "ran $*"\n'
@@ -117,7 +117,7 @@ def test_the_local_script_counts_visible_gpus_where_all_do(tmp_path, given, expe
     assert output.stdout.startswith(f"ran -m megajax.launch --processes={expected} --max-restarts=3 -- python -m")
 
 
-def test_the_number_that_the_local_script_asks_for():
+def test_the_number_that_the_local_script_requires():
     command = [sys.executable, "-m", "megajax.mesh.processes.gpus"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1\n"
@@ -135,7 +135,7 @@ def sbatch(folder: Path, code: int, **environment: str) -> tuple[int, list[str]]
     return process.returncode, log.read_text().splitlines()
 
 
-def test_slurm_passes_cpus_and_settings_on(tmp_path):
+def test_slurm_passes_on_CPUs_and_settings(tmp_path):
     code, (line,) = sbatch(tmp_path, 0, SLURM_CPUS_PER_TASK="64")
     assert code == 0
     launcher, _, command = line.partition(" -- ")
@@ -148,7 +148,7 @@ def test_slurm_without_cpus_per_task_leaves_it_to_srun(tmp_path):
     assert "--cpus-per-task" not in sbatch(tmp_path, 0)[1][0]
 
 
-def test_slurm_requeues_what_was_saved_in_time(tmp_path):
+def test_slurm_requeues_runs_that_were_saved_in_time(tmp_path):
     code, calls = sbatch(tmp_path, REQUEUE)
     assert code == 0 and calls[-1] == "scontrol requeue 42"
 

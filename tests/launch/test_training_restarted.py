@@ -1,4 +1,4 @@
-"""Training that the launcher starts again: what it computes is what an undisturbed run computes, bit for bit."""
+"""Training that the launcher restarts computes bit for bit the same as an uninterrupted run."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def trained(start, tmp_path: Path, name: str, *options: str, faults: str = "") -
 
 
 @pytest.mark.slow
-def test_losses_after_kills_are_those_of_an_undisturbed_run(start, tmp_path):
+def test_losses_after_kills_equal_those_of_an_uninterrupted_run(start, tmp_path):
     """F01 and F02: first process 1, then process 0, which hosts the coordinator."""
     faults = "kill:step=5:process=1,kill:step=8:process=0:attempt=2"
     gang = trained(start, tmp_path, "killed", "--max-restarts=5", faults=faults)
@@ -56,8 +56,8 @@ def test_a_frozen_process_is_blamed_by_the_launcher(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exception_again_and_again_ends_with_93(start, tmp_path):
-    """F09, with the exception at step 7. Whether step 6 is saved before depends on how fast the disk is."""
+def test_a_repeated_exception_ends_with_93(start, tmp_path):
+    """F09, with the exception at step 7. Whether step 6 is saved before depends on the speed of the disk."""
     run_dir = tmp_path / "run"
     settings = (*TINY, "--steps=12", "--evaluation.batches=0", f"--run_dir={run_dir}")
     inject = "--resilience.inject=crash:step=7:process=1:always"
@@ -72,21 +72,21 @@ def test_an_exception_again_and_again_ends_with_93(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fault_that_does_not_repeat_itself_is_worth_a_restart(start, tmp_path):
-    """Exit code 16: the numbers are not finite in both runs of the step, but not the same."""
+def test_a_transient_fault_is_restarted(start, tmp_path):
+    """Exit code 16: the numbers are nonfinite in both runs of the step, but differ."""
     run_dir = tmp_path / "run"
     inject = "--resilience.inject=nan:step=5:attempt=1,nan_gradients:step=5:always"
     settings = (*TINY, "--evaluation.batches=0", f"--run_dir={run_dir}", inject)
     gang = start(*launcher("--max-restarts=1", "--backoff=0.1"), *TRAIN, *settings)
-    assert gang.wait(300) == 17, gang.text  # the second attempt fails in the same way in both runs
+    assert gang.wait(300) == 17, gang.text  # The second attempt fails in the same way in both runs.
     assert [event["after_code"] for event in events(run_dir, "restart")] == [16]
     assert [event["exit_code"] for event in events(run_dir, "numeric_fault")] == [16, 17]
     assert gang.text.splitlines()[-1].endswith("exit code 17 is never retried")
 
 
 @pytest.mark.slow
-def test_two_of_three_processes_finish_what_the_third_never_does(start, tmp_path):
-    """The layout is fitted to the two that are left: data 3 -> 2, with the same rows per step."""
+def test_two_of_three_processes_finish_without_the_failing_third(start, tmp_path):
+    """The layout is fitted to the remaining two: data 3 -> 2, with the same rows per step."""
     run_dir = tmp_path / "run"
     layout = (
         "--parallel.data=3",
@@ -100,7 +100,7 @@ def test_two_of_three_processes_finish_what_the_third_never_does(start, tmp_path
     options = ("--min-processes=2", "--max-restarts=5", "--backoff=0.1")
     gang = start(*launcher(*options, processes=3), *TRAIN, *settings)
     assert gang.wait(500) == 0, gang.text
-    # Two failures without a new checkpoint between: step 3 may have been saved by the first or by the second.
+    # Two failures without a new checkpoint between them: the first or the second may have saved step 3.
     restarted = [event["processes"] for event in events(run_dir, "restart")]
     assert restarted in ([3, 2], [3, 3, 2])
     assert [event["devices"] for event in events(run_dir, "start")] == [3, *restarted]
@@ -109,8 +109,8 @@ def test_two_of_three_processes_finish_what_the_third_never_does(start, tmp_path
 
 
 @pytest.mark.slow
-def test_after_the_launcher_was_killed_the_same_command_goes_on(start, tmp_path):
-    """F10: nothing that it left is in the way."""
+def test_the_same_command_continues_after_the_launcher_was_killed(start, tmp_path):
+    """F10: nothing left by it is in the way."""
     command = (*launcher(), *TRAIN, *TINY, *LONG, f"--run_dir={tmp_path / 'run'}", "--checkpoint.every=3")
     first = start(*command, name="first")
     first.until(lambda: saved(tmp_path / "run"))
@@ -131,5 +131,5 @@ def test_ctrl_c_twice_ends_training_at_once(start, tmp_path):
         gang.process.send_signal(signal.SIGINT)
         gang.until(lambda: "SIGINT received" in gang.text)
     code = gang.wait(30)
-    assert code in (0, 130), gang.text  # 0: the step had ended before the second
+    assert code in (0, 130), gang.text  # 0: the step had ended before the second.
     assert "restart 1 of" not in gang.text

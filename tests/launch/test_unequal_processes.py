@@ -1,4 +1,4 @@
-"""Two real processes that differ in code, environment or data: both end with 2 and say in what."""
+"""Two real processes that differ in code, environment or data: both end with 2 and name the difference."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def other_package(folder: Path) -> Path:
 
 
 def two_processes(start, tmp_path, *settings: str, places: tuple[Path, Path], package: Path = REPOSITORY, **own: str):
-    """Processes 0 and 1 of one run. places: their working folders. package, own: what process 1 has of its own."""
+    """Processes 0 and 1 of one run. places: their working folders. package, own: those of process 1."""
     port, members = free_port(), []
     for index, place in enumerate(places):
         flags = [f"--coordinator=127.0.0.1:{port}", "--num-processes=2", f"--process-id={index}"]

@@ -1,4 +1,4 @@
-"""Small vocabularies made on the spot, and the real GPT-2 one where it is at hand."""
+"""Small vocabularies made by the tests, and GPT-2's real one where it is available."""
 
 import os
 from pathlib import Path

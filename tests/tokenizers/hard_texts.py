@@ -1,4 +1,4 @@
-"""Text that tokenizers stumble over."""
+"""Texts that are hard for tokenizers."""
 
 TEXTS = (
     "",
@@ -19,7 +19,7 @@ NOT_UTF8 = (*BROKEN, bytes(range(256)))
 """Bytes that are no UTF-8."""
 TEXT = "the quick brown fox jumps over lazy dogs and naïve café Grün 猫 un affable 12 3.5 don't , ; ! <x>"
 WORDS = TEXT.split()
-"""What the vocabularies of the tests are made of."""
+"""Texts from which the vocabularies of the tests are made."""
 
 
 def encoded(text: str) -> bytes:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.smoke
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_survive(data):
+def test_any_bytes_round_trip(data):
     tokenizer = ByteTokenizerConfig().build()
     ids = tokenizer.encode_bytes(data)
     assert ids.dtype == np.int32 and ids.tolist() == list(data)
@@ -22,7 +22,7 @@ def test_any_bytes_survive(data):
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=200))
-def test_any_text_survives(text):
+def test_any_text_round_trips(text):
     tokenizer = ByteTokenizerConfig().build()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -40,7 +40,7 @@ def test_byte_vocabulary():
 
 
 @given(st.lists(st.integers(0, 511), max_size=50), st.sampled_from([" ", "\n", "  "]))
-def test_numbers_survive(ids, blank):
+def test_numbers_round_trip(ids, blank):
     tokenizer = NullTokenizerConfig(vocabulary_size=512).build()
     encoded = tokenizer.encode(blank.join(map(str, ids)))
     assert encoded.dtype == np.int32 and encoded.tolist() == ids

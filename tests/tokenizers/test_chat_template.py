@@ -1,4 +1,4 @@
-"""Text of conversations and which of it the assistant wrote."""
+"""Texts of conversations, and the parts that the assistant wrote."""
 
 import json
 import tracemalloc
@@ -75,7 +75,7 @@ def test_templates_mark_answers_themselves() -> None:
         template.parts(messages_of("", "a", "\ufdd0!b")[1:])
 
 
-def test_what_a_template_may_do() -> None:
+def test_limits_of_templates() -> None:
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
     with pytest.raises(TemplateMisfit, match="begin with the user"):
         ChatTemplate(refusing).render(TALK)
@@ -247,8 +247,8 @@ def test_templates_beyond_a_limit_name_themselves_and_the_remedy(monkeypatch):
             ChatTemplate("{{ " + name + " }}").render([])
 
 
-def test_a_bounded_rendering_is_that_of_jinja():
-    """Of the constructs in templates of published models."""
+def test_a_bounded_rendering_equals_that_of_jinja():
+    """For the constructs in templates of published models."""
     source = """{%- set ns = namespace(last=0, text='') -%}
 {%- for m in messages[1:] -%}{%- set ns.last = loop.index0 -%}{%- endfor -%}
 {%- macro item(name, value=none) %}<{{ name }}{{ '=' ~ value if value is not none else '' }}>{% endmacro -%}
@@ -287,8 +287,8 @@ def test_a_bounded_rendering_is_that_of_jinja():
         "(messages + [m])|length",
     ],
 )
-def test_a_text_counts_where_it_is_copied_only(expression: str, monkeypatch):
-    """Templates of published models look at the whole conversation for each of its messages."""
+def test_text_counts_only_where_it_is_copied(expression: str, monkeypatch):
+    """Templates of published models read the whole conversation for each of its messages."""
     monkeypatch.setattr(template_sandbox, "RENDERING", Limits(entries=200_000, bytes=2**22, depth=100))
     messages = messages_of(*["a" * 5000] * 200)
     source = "{% for m in messages %}{{ " + expression + " }} {{ m.content }}{% endfor %}"

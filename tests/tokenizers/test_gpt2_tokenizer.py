@@ -42,13 +42,13 @@ def test_same_ids_as_hugging_face(tokenizer, trained, text):
 
 @fixture
 @given(st.lists(st.one_of(st.binary(max_size=20), texts.map(str.encode))).map(b"".join))
-def test_any_bytes_survive(tokenizer, data):
+def test_any_bytes_round_trip(tokenizer, data):
     assert join_tokens(tokenizer.encode_bytes(data), tokenizer.table) == data
 
 
 @fixture
 @given(texts, texts)
-def test_split_point_is_safe_whatever_follows(tokenizer, text, following):
+def test_a_split_point_is_safe_for_any_continuation(tokenizer, text, following):
     place = tokenizer.split_point(text.encode())
     data = (text + following).encode()
     parts = [*tokenizer.encode_bytes(data[:place]), *tokenizer.encode_bytes(data[place:])]
@@ -87,7 +87,7 @@ def test_printable_bytes():
     assert table["Ġ"] == 0x20 and table["Ċ"] == 0x0A and table["a"] == 0x61 and table["Ń"] == 0xAD
 
 
-def test_identity_is_of_content_not_of_place(tokenizer, small_bpe, tmp_path):
+def test_identity_depends_on_the_content_and_not_on_the_path(tokenizer, small_bpe, tmp_path):
     copies = []
     for path in small_bpe:
         copies.append(tmp_path / path.rpartition("/")[2])

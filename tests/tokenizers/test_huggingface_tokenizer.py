@@ -43,7 +43,7 @@ def test_same_ids_as_the_two_files(path, small_bpe):
     assert (tokenizer.vocabulary_size, tokenizer.eod) == (gpt2.vocabulary_size, gpt2.eod)
 
 
-def test_awkward_text_as_by_the_library(path, trained):
+def test_hard_texts_equal_the_library(path, trained):
     tokenizer = HuggingFaceTokenizerConfig(path=path).build()
     for data in (*map(encoded, TEXTS), *NOT_UTF8):
         text = data.decode("utf-8", errors="replace")
@@ -155,7 +155,7 @@ def test_missing_package_names_the_extra(path, monkeypatch):
 
 
 def test_prefix(trained, tmp_path):
-    """By the post-processor, unless add_bos_token of tokenizer_config.json says it; `encode` leaves it out."""
+    """By the post-processor, unless add_bos_token of tokenizer_config.json states it; `encode` omits it."""
     file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     trained.save(str(file))
     content = json.loads(file.read_text())

@@ -26,7 +26,7 @@ def test_text_of_a_token_becomes_its_id():
     assert tokenizer.encode("").tolist() == []
 
 
-def test_text_without_tokens_is_the_base_tokenizer_s():
+def test_text_without_special_tokens_equals_the_base_tokenizer():
     base, tokenizer = ByteTokenizerConfig().build(), MultimodalTokenizerConfig(base=ByteTokenizerConfig()).build()
     for text in TEXTS:
         if "<image>" not in text:

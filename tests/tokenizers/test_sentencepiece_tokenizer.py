@@ -80,7 +80,7 @@ def test_words_begin_at_the_mark_of_a_space(paths):
 
 
 def by_the_rules(theirs, added, text):
-    """Megatron-LM's legacy encoding: the earliest token is looked for again and again."""
+    """Megatron-LM's legacy encoding: it searches repeatedly for the earliest token."""
     ids, place, was_token = [], 0, False
     while match := re.search("|".join(map(re.escape, added)), text[place:]):
         part = theirs.encode(text[place : place + match.start()])

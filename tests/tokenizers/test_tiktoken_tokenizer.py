@@ -76,7 +76,7 @@ def test_special_tokens(path):
     )
 
 
-def test_vocabulary_is_cut(path):
+def test_vocabulary_is_truncated(path):
     tokenizer = build(path, vocabulary_size=FIRST + 258)
     assert tokenizer.vocabulary_size == FIRST + 258 and tokenizer.encode("the").tolist() == [FIRST + 257]
     assert tokenizer.encode(" fox").tolist() == [FIRST + value for value in b" fox"]
@@ -111,7 +111,7 @@ def test_damaged_files(tmp_path):
         build(str(tmp_path / "gone.json"))
 
 
-def test_wrong_settings(path, monkeypatch):
+def test_invalid_settings(path, monkeypatch):
     with pytest.raises(UserError, match=r"tokenizer\.pattern 'v\(' is not a pattern"):
         build(path, pattern="v(")
     with pytest.raises(ConfigError, match=r"special_ids: is 3, below the 7 special_tokens"):

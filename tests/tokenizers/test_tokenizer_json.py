@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def demand_same(config: Any, folder: Path, *, others: bool = False) -> None:
     """The library has the ids of our tokenizer, and so has ours when it reads the files.
 
-    others: names of special tokens in a text are special tokens in transformers alone.
+    others: names of special tokens in a text that only transformers reads as special tokens.
     """
     tokenizer, folder = config.build(), folder / "files"
     folder.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ def test_a_tokenizer_of_the_library_keeps_its_files(trained, tmp_path) -> None:
     assert json.loads(files_of(config, config.build())["tokenizer_config.json"]) == expected
 
 
-def test_what_cannot_be_written_is_refused(models, tmp_path, monkeypatch) -> None:
+def test_tokenizers_without_a_tokenizer_json_form_are_refused(models, tmp_path, monkeypatch) -> None:
     config = NullTokenizerConfig(vocabulary_size=9)
     with pytest.raises(UserError, match="a NullTokenizerConfig has no equivalent in transformers"):
         files_of(config, config.build())

@@ -30,7 +30,7 @@ def test_words_become_the_longest_pieces(vocabulary):
         *("un", "##aff", "##able", ",", "the", "cafe", "##s", "[UNK]")
     ]
     assert tokenizer.decode(tokenizer.encode("the unaffable masks")) == "the unaffable masks"
-    # What is written out in the text is text.
+    # Names of special tokens in the text are text.
     assert pieces(tokenizer, "[MASK]") == ["[", "mask", "]"]
     # Normalisation drops U+FFFD, which bytes that are no UTF-8 become.
     assert tokenizer.encode("").tolist() == [] and tokenizer.encode_bytes(b"the \xff").tolist() == [9]

@@ -22,7 +22,7 @@ def test_the_vocabulary_is_the_same_every_time_and_holds_the_words():
     assert {"the", "of", "built", "##s", "."} <= set(first) and not {"The", "##.", "é"} & set(first)
 
 
-def test_case_and_accents_stay_where_asked():
+def test_case_and_accents_are_kept_on_request():
     assert {"The", "Café", "é"} <= set(trained(lower=False, size=100))
 
 
