@@ -27,8 +27,7 @@ import outcome
 from megajax.checkpoint.weights.foreign import Entry, declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.interop.huggingface.registry import families
-from megajax.interop.huggingface.safetensors import SafetensorsFolder
-from megajax.interop.huggingface.shards import ShardWriter
+from megajax.interop.huggingface.safetensors import SafetensorsFolder, ShardWriter
 from megajax.models.presets.llama import llama2
 
 SHARD_BYTES = 5_000_000_000

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megajax.interop.megatron.checkpoints.archive import STORAGES, write_archive, write_archive_to
 from megajax.interop.megatron.checkpoints.pickles import Name, Record
-from megajax.interop.megatron.checkpoints.writer import STORAGES, write_archive, write_archive_to
 
 type Arrays = Mapping[str, np.ndarray]
 

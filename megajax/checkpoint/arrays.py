@@ -19,7 +19,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from megajax.checkpoint.boxes import Box, box_of, shape_of
-from megajax.checkpoint.weights.placement import array_of
+from megajax.checkpoint.weights.foreign import array_of
 from megajax.config.errors import UserError
 
 type Tree = Any

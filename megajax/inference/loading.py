@@ -14,8 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
-from megajax.checkpoint.weights.foreign import WeightSource
-from megajax.checkpoint.weights.placement import placed
+from megajax.checkpoint.weights.foreign import WeightSource, placed
 from megajax.config.errors import UserError
 from megajax.inference.programs import LoadedModel
 from megajax.layers.param import Observation, ParamSpec, specs

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,21 +45,16 @@ class Options:
     """The base model of an adapter that is written: hf:DIR, or a name to record."""
 
 
-class TrainingState(Protocol):
+class TrainingState(NamedTuple):
     """The state of another library's optimizer, with which a run continues its training."""
 
-    @property
-    def iteration(self) -> int:
-        """Number of steps so far."""
-        ...
-
-    def config(self, base: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
-        """The config of a continued run, and the settings that it lacks. base: of a new run with the weights."""
-        ...
-
-    def arrays(self, declared: Mapping[str, ParamSpec]) -> dict[str, StateArray]:
-        """A run's state except weights, by name."""
-        ...
+    iteration: int
+    """Number of steps so far."""
+    config: Callable[[RunConfig, Path], tuple[RunConfig, list[str]]]
+    """(config of a new run with the weights, its folder) -> the config of a continued run, and settings that it
+    lacks."""
+    arrays: Callable[[Mapping[str, ParamSpec]], dict[str, StateArray]]
+    """Weights and observations on one device, by path -> a run's state except weights, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

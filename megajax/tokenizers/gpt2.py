@@ -13,8 +13,7 @@ import numpy as np
 from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.tokenizers.base import before_last_blank, read_file
-from megajax.tokenizers.byte_pair import BytePairTokenizer
+from megajax.tokenizers.base import BytePairTokenizer, before_last_blank, read_file
 from megajax.tokenizers.config import GPT2TokenizerConfig
 
 PRETOKEN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"

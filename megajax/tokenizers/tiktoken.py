@@ -10,6 +10,7 @@ from megajax.config.budget import parse_json
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.optional_packages import require
 from megajax.tokenizers.base import (
+    BytePairTokenizer,
     Tokenizer,
     before_last_blank,
     end_of_document,
@@ -17,7 +18,6 @@ from megajax.tokenizers.base import (
     sentinels_of,
     usual_specials,
 )
-from megajax.tokenizers.byte_pair import BytePairTokenizer
 from megajax.tokenizers.config import TiktokenTokenizerConfig
 
 PATTERNS = {

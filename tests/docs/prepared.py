@@ -105,7 +105,7 @@ def _megatron_checkpoint(folder: Path) -> None:
     from megajax.checkpoint.boxes import Box
     from megajax.checkpoint.weights.foreign import declared_by
     from megajax.config import load
-    from megajax.interop.megatron.checkpoints.conversion import write_model
+    from megajax.interop.megatron.checkpoints.format import write_model
 
     model = load("gpt2.py:debug").model
     declared = declared_by(model)

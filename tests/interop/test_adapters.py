@@ -25,9 +25,19 @@ from megajax.interop.conversion.conversion import open_source, options, write
 from megajax.interop.conversion.provenance import Provenance
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
-from megajax.interop.peft.folder import TENSORS, PeftAdapter, adapter_files, read_adapter
+from megajax.interop.peft.folder import (
+    LORA_A,
+    LORA_B,
+    TENSORS,
+    JoinedWeights,
+    MergedWeights,
+    PeftAdapter,
+    adapter_files,
+    leading,
+    merge,
+    read_adapter,
+)
 from megajax.interop.peft.settings import CONFIG, read_settings
-from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
 from megajax.interop.stored_model import StoredModel
 from megajax.layers.configs import LoRAConfig
 from megajax.optim.config import AdamWConfig

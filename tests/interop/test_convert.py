@@ -20,20 +20,18 @@ from megajax.checkpoint import arrays, boxes, integrity
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.folder import META
 from megajax.checkpoint.stored_arrays import StoredArrays
-from megajax.checkpoint.weights.copying import contiguous, converted
-from megajax.checkpoint.weights.foreign import Entry, declared_by
+from megajax.checkpoint.weights.foreign import Entry, contiguous, converted, declared_by
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.configs import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop.conversion import conversion
 from megajax.interop.conversion.weights_config import DATA, special_tokens, weights_config
-from megajax.interop.huggingface.export import config_for, family_for
 from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.format import config_for, family_for
 from megajax.interop.huggingface.registry import families
 from megajax.interop.runs import format as run_format
-from megajax.interop.runs.array_writer import ArrayWriter
 from megajax.interop.runs.reader import StepWeights, open_step
-from megajax.interop.runs.writer import write_step
+from megajax.interop.runs.writer import ArrayWriter, write_step
 from megajax.interop.stored_model import Options, StoredModel
 from megajax.layers.configs import Mamba1Config
 from megajax.models.presets.llama import llama3

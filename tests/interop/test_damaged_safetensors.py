@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.folder import open_model
-from megajax.interop.huggingface.safetensors import SafetensorsFile, SafetensorsFolder
-from megajax.interop.huggingface.shards import ShardWriter, TensorFile
+from megajax.interop.huggingface.safetensors import SafetensorsFile, SafetensorsFolder, ShardWriter, TensorFile
 from megajax.interop.tokenizers.files import copy_files
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -27,8 +27,8 @@ from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.terminal import Session
 from megajax.interop.conversion.provenance import Ancestor, Provenance
-from megajax.interop.huggingface.export import config_for, write_model
 from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.format import config_for, write_model
 from megajax.interop.huggingface.registry import families
 from megajax.interop.opening.engine import load as load_model
 from megajax.interop.opening.engine import start_engine

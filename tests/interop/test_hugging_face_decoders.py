@@ -16,8 +16,8 @@ from test_tensor_table import Arrays
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
-from megajax.interop.huggingface.export import config_for
 from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.layers.configs import RopeConfig, YarnScalingConfig
 from megajax.models.configs import PredictionConfig

@@ -9,11 +9,10 @@ from hugging_face_folders import write_llama
 from safetensors.numpy import load_file, save_file
 
 from megajax.config.errors import UserError
-from megajax.interop.huggingface.export import family_for
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import open_model
-from megajax.interop.huggingface.kin import KINDS
-from megajax.interop.huggingface.registry import families, family_of
+from megajax.interop.huggingface.format import family_for
+from megajax.interop.huggingface.registry import KINDS, families, family_of
 from megajax.models.presets.llama import llama3
 
 SUPPORTED = {name for family in families().values() for name in family.model_types}

@@ -18,13 +18,12 @@ from megajax.convert import main as convert
 from megajax.data.configs import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
-from megajax.interop.huggingface.export import family_for
 from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.format import family_for
 from megajax.interop.opening.engine import Loaded, load, start_engine
 from megajax.interop.opening.origin import Origin, folder_stop_tokens, generation_config, origin_of
-from megajax.interop.peft.folder import TENSORS, adapter_files
+from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
-from megajax.interop.peft.weights import LORA_A
 from megajax.layers.configs import LoRAConfig
 from megajax.layers.param import bind
 

@@ -7,7 +7,7 @@ from test_tensor_table import Arrays
 
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Settings
-from megajax.interop.quantized.huggingface import BFLOAT16, dequantizer
+from megajax.interop.huggingface.quantized import BFLOAT16, dequantizer
 
 DRAW = np.random.default_rng(0)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 3], "activation_scheme": "dynamic"}

@@ -10,8 +10,8 @@ from hugging_face_folders import LLAMA, write_llama
 from megajax import convert
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.config import GenerationConfig
+from megajax.interop.huggingface.family import UNUSED, is_unused
 from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.unused_settings import UNUSED, is_unused
 from megajax.interop.opening.engine import weights_of
 from megajax.interop.opening.origin import Origin, generation_config, origin_of
 

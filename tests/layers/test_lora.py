@@ -12,7 +12,7 @@ from flax import nnx
 from tiny_runs import QUICK
 
 from megajax.config.errors import UserError
-from megajax.interop.peft.weights import LORA_A, LORA_B, leading, merge
+from megajax.interop.peft.folder import LORA_A, LORA_B, leading, merge
 from megajax.kernels.grouped.capability import GroupedSizes, capable_grouped
 from megajax.layers.configs import (
     AttentionConfig,

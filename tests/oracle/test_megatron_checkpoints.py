@@ -11,7 +11,7 @@ from megatron_folders import Shares, write_ranks, write_sharded
 from megatron_run import OneDevice, batch_by_rule
 from megatron_weights import weight_by_rule
 
-from megajax.interop.megatron.checkpoints.conversion import open_model
+from megajax.interop.megatron.checkpoints.format import open_model
 from megajax.layers.param import bind
 
 LOGITS = 1e-4

@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.checkpoint.boxes import Box, box_of, shape_of
 from megajax.checkpoint.local.sets import HostCopy, Shard
-from megajax.checkpoint.weights.copying import contiguous
+from megajax.checkpoint.weights.foreign import contiguous
 
 type Shards = frozenset[Shard]
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of, shape_of
-from megajax.checkpoint.weights.copying import converted
-from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, export_tensor
+from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, converted, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.formats import Reading, open_stored

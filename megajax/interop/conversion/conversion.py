@@ -11,7 +11,7 @@ from megajax.checkpoint.reader import open_checkpoints
 from megajax.config.errors import UserError
 from megajax.interop.conversion.provenance import Provenance
 from megajax.interop.formats import FORMATS, Reading, format_of, open_stored, split_name
-from megajax.interop.peft.weights import MergedWeights
+from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import mean_of
 from megajax.interop.runs.reader import open_step
 from megajax.interop.runs.writer import Advance

@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of
+from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, linear, norm, tokens
+from megajax.interop.huggingface.family import attention as attention_rows
 from megajax.interop.huggingface.rotary import rope, rope_settings, window_settings, windows
-from megajax.interop.huggingface.rows import attention as attention_rows
-from megajax.interop.huggingface.rows import linear, norm, tokens
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

@@ -12,9 +12,9 @@ from megajax.config.nearest import download_hint
 from megajax.config.tree import check
 from megajax.interop.huggingface.family import Family, Settings
 from megajax.interop.huggingface.names import rename_tensors
+from megajax.interop.huggingface.quantized import dequantizer
 from megajax.interop.huggingface.registry import family_of
 from megajax.interop.huggingface.safetensors import SafetensorsFolder
-from megajax.interop.quantized.huggingface import dequantizer
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 

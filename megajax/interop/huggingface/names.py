@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.weights.copying import contiguous
-from megajax.checkpoint.weights.foreign import Entry, ForeignModel, Tensors
+from megajax.checkpoint.weights.foreign import Entry, ForeignModel, Tensors, contiguous
 from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Family
-from megajax.interop.huggingface.safetensors import SafetensorsFolder
-from megajax.interop.huggingface.shards import ONE_FILE, TensorFile
+from megajax.interop.huggingface.safetensors import ONE_FILE, SafetensorsFolder, TensorFile
 
 ROWS = 4096
 """Rows of a tensor that are compared at a time."""

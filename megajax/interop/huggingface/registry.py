@@ -1,51 +1,24 @@
-"""The families of Hugging Face models that can be read and written."""
+"""The families of Hugging Face models that can be read and written, and the nearest ones to those that cannot."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from functools import cache
+from importlib import import_module
+from typing import NamedTuple
 
 from megajax.config.errors import UserError
+from megajax.config.nearest import either
 from megajax.interop.conversion.model_differences import describe_differences, differences
-from megajax.interop.huggingface import kin
-from megajax.interop.huggingface.families import (
-    bert,
-    clip,
-    deepseek,
-    gemma,
-    gpt2,
-    gpt_oss,
-    llama,
-    llava,
-    mamba,
-    mixtral,
-    nemotron_h,
-    phi3,
-    qwen_moe,
-    t5,
-    vit,
-)
 from megajax.interop.huggingface.family import Family, Settings
+
+MODULES = "llama mixtral qwen_moe deepseek gpt_oss gemma phi3 gpt2 mamba nemotron_h bert t5 vit clip llava"
+"""Modules of `families`. A model is written as the first family that loses no setting of it."""
 
 
 @cache
 def families() -> Mapping[str, Family]:
     """Families by name."""
-    modules = (
-        llama,
-        mixtral,
-        qwen_moe,
-        deepseek,
-        gpt_oss,
-        gemma,
-        phi3,
-        gpt2,
-        mamba,
-        nemotron_h,
-        bert,
-        t5,
-        vit,
-        clip,
-        llava,
-    )
+    modules = (import_module(f"megajax.interop.huggingface.families.{name}") for name in MODULES.split())
     return {family.name: family for module in modules for family in module.FAMILIES}
 
 
@@ -54,7 +27,7 @@ def family_of(settings: Settings) -> Family:
     by_type = {name: family for family in families().values() for name in family.model_types}
     kind = settings.peek("model_type")
     if not isinstance(kind, str) or kind not in by_type:
-        advice = kin.hint(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
+        advice = hint(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
         raise UserError(f"{settings.where}: model_type={kind} is not supported; {advice}")
     return by_type[kind]
 
@@ -66,3 +39,71 @@ def lost_settings(cfg: object, family: Family) -> list[str]:
     except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
         return [f"it is not a {family.name} model ({error})"]
     return describe_differences(differences(cfg, restored))
+
+
+class Kin(NamedTuple):
+    """Unsupported types with the same architecture."""
+
+    types: str
+    description: str
+    nearest: tuple[str, ...]
+    """Supported families."""
+
+
+KINDS = (
+    Kin("mpt bloom", "a decoder with ALiBi positions", ("gpt2",)),
+    Kin("opt gpt_neo gpt_bigcode openai-gpt xglm biogpt", "a decoder with other positions or attention", ("gpt2",)),
+    Kin(
+        "gptj gpt_neox codegen phi falcon persimmon stablelm starcoder2 nemotron cohere cohere2",
+        "a decoder with rotary positions and LayerNorm or parallel sub-layers",
+        ("llama",),
+    ),
+    Kin("gemma2 gemma3_text gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
+    Kin("olmo olmo2 olmo3 exaone4", "a decoder with other norms", ("llama", "qwen3")),
+    Kin("qwen glm glm4 chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2",)),
+    Kin(
+        "granite minicpm internlm internlm2 internlm3 baichuan smollm3 seed_oss arcee apertus ernie4_5 helium "
+        "hunyuan_v1_dense ministral ministral3 nanochat exaone aquila stablelm_epoch",
+        "a decoder with rotary positions and RMSNorm, but settings of its own",
+        ("llama",),
+    ),
+    Kin("phimoe olmoe dbrx jetmoe granitemoe minimax_m2 hunyuan_v1_moe grok-1", "a decoder with experts", ("mixtral",)),
+    Kin("llama4_text ernie4_5_moe flex_olmo", "a decoder with experts", ("qwen2_moe", "qwen3_moe")),
+    Kin("deepseek glm4_moe dots1 exaone_moe", "a decoder with shared experts", ("qwen2_moe", "deepseek_v3")),
+    Kin("kimi_k2 deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
+    Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
+    Kin("qwen3_next qwen3_5_text kimi_linear olmo_hybrid", "a decoder with gated delta nets", ("qwen3_moe",)),
+    Kin("falcon_mamba", "a Mamba with norms inside", ("mamba",)),
+    Kin("bamba jamba zamba zamba2 falcon_h1 granitemoehybrid", "a hybrid of Mamba and attention", ("nemotron_h",)),
+    Kin(
+        "roberta xlm-roberta camembert distilbert electra albert deberta deberta-v2 modernbert mobilebert mpnet ernie "
+        "nomic_bert roformer big_bird longformer rembert",
+        "an encoder with other embeddings, positions or sizes",
+        ("bert",),
+    ),
+    Kin("umt5 longt5 switch_transformers t5gemma", "an encoder-decoder with other positions or layers", ("t5", "mt5")),
+    Kin("bart mbart pegasus marian m2m_100 blenderbot", "an encoder-decoder with learned positions", ("t5",)),
+    Kin("deit beit dinov2 dinov3_vit vit_mae vit_msn ijepa", "a vision transformer with other parts", ("vit",)),
+    Kin("siglip2 siglip2_vision_model", "a vision tower with other image sizes", ("siglip",)),
+    Kin("chinese_clip altclip metaclip_2 blip groupvit xclip", "a model with an image and a text tower", ("clip",)),
+    Kin(
+        "llava_next llava_onevision vipllava mllama mistral3 paligemma gemma3 internvl internvl_chat qwen2_vl "
+        "qwen2_5_vl qwen3_vl idefics2 idefics3 smolvlm llava_llama llama4 kimi_k25",
+        "a model of images and text with other image parts",
+        ("llava",),
+    ),
+)  # fmt: skip
+"""One type is in one row."""
+
+
+def hint(name: str, supported: Collection[str]) -> str:
+    """The nearest supported families by architecture, or the supported name with other punctuation; "" if unknown."""
+    for kin in KINDS:
+        if name in kin.types.split():
+            return f"it is {kin.description}; nearest of the supported: {either(kin.nearest)}"
+    matches = [other for other in supported if _letters(other) == _letters(name)]
+    return f"did you mean {matches[0]}?" if matches else ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -11,13 +11,11 @@ from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.interop.formats import Reading, open_stored, split_name
-from megajax.interop.huggingface.export import family_for
 from megajax.interop.huggingface.family import Family
-from megajax.interop.huggingface.safetensors import SafetensorsFolder
-from megajax.interop.huggingface.shards import TensorFile
-from megajax.interop.peft.folder import TENSORS, adapter_files, base_of, read_adapter
+from megajax.interop.huggingface.format import family_for
+from megajax.interop.huggingface.safetensors import SafetensorsFolder, TensorFile
+from megajax.interop.peft.folder import LORA_A, LORA_B, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
-from megajax.interop.peft.weights import LORA_A, LORA_B, JoinedWeights
 from megajax.interop.runs.writer import Advance, converted
 from megajax.interop.stored_model import Options, StoredModel
 from megajax.optim.groups import trainable

@@ -1,21 +1,28 @@
-"""Writes a step of a run with only weights, from any source, a chunk at a time."""
+"""Writes a step of a run with only weights, from any source, a chunk at a time.
+
+Arrays that don't fit in memory are written box by box into a folder that Orbax can read. Orbax writes the metadata
+files, for scalars of the same names. The database of the arrays is then written with TensorStore, as Zarr 3 arrays
+whose chunks are small enough to be buffered.
+"""
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 
-from megajax.checkpoint import integrity
-from megajax.checkpoint.boxes import Box
+from megajax.checkpoint import arrays, integrity
+from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of
 from megajax.checkpoint.folder import ARRAYS, META, step_name
-from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
-from megajax.checkpoint.weights.copying import converted
-from megajax.checkpoint.weights.foreign import Entry, WeightSource
-from megajax.interop.runs.array_writer import ArrayWriter
+from megajax.checkpoint.stored_arrays import DATABASE, OBSERVED, WEIGHTS, database
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, converted
 from megajax.layers.param import ParamSpec
 from megajax.storage import disk
 
@@ -72,3 +79,98 @@ def write_step(
     disk.write_durably(step / META, text)
     integrity.complete_step(step)
     return step
+
+
+WRITING_BYTES = 2**26
+"""Largest number of bytes that are being written in the background."""
+DESCRIPTION = f"{DATABASE}/_METADATA"
+SHAPES = f"{DATABASE}/array_metadatas"
+
+
+class ArrayWriter:
+    """The arrays of a folder. All boxes of `chunks` are written, then `finish` is called."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]):
+        """path: must not exist. entries: dotted name -> shape and dtype; arrays without elements are left out."""
+        self._entries = {name: entry for name, entry in entries.items() if prod(entry.shape)}
+        arrays.start_writing(path, {name: jnp.zeros((), jnp.int32) for name in self._entries}).result()
+        for name in ("d", "ocdbt.process_0"):
+            shutil.rmtree(path / DATABASE / name)
+        (path / DATABASE / "manifest.ocdbt").unlink()
+        self._describe(path)
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._database = database(path.resolve())
+        self._writing: deque[tuple[int, Any]] = deque()
+        self._bytes = 0
+        self._open: tuple[str, Any] = ("", None)
+
+    def chunks(self) -> Iterator[tuple[str, Box]]:
+        """Name and box of every chunk, array by array."""
+        for name, (shape, dtype) in self._entries.items():
+            yield from ((name, box) for box in chunks_of(box_of((), shape), chunk_shape(shape, dtype.itemsize)))
+
+    def write(self, name: str, box: Box, values: np.ndarray) -> None:
+        """Writes a chunk in the background. The caller must not change the values afterwards.
+
+        Raises OSError if this chunk or an earlier one can't be written.
+        """
+        if self._open[0] != name:
+            self._open = (name, self._create(name, *self._entries[name]))
+        while self._writing and self._bytes + values.nbytes > WRITING_BYTES:
+            self._wait()
+        self._writing.append((values.nbytes, self._open[1][box].write(values)))
+        self._bytes += values.nbytes
+
+    def finish(self) -> None:
+        """Waits for all chunks. Raises OSError if one can't be written."""
+        while self._writing:
+            self._wait()
+
+    def abandon(self) -> None:
+        """Waits until no chunk is being written and ignores errors, so that the folder can be deleted."""
+        while self._writing:
+            self._writing.popleft()[1].exception()
+
+    def _wait(self) -> None:
+        size, future = self._writing.popleft()
+        with _AsOSError():
+            future.result()
+        self._bytes -= size
+
+    def _create(self, name: str, shape: Sequence[int], dtype: np.dtype) -> Any:
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk_shape(shape, dtype.itemsize)}}
+        little = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        metadata = {"shape": [*shape], "data_type": dtype.name, "chunk_grid": grid, "codecs": little}
+        # Chunks of zeros are written too, so that a missing chunk is always an error.
+        spec = {
+            "driver": "zarr3",
+            "kvstore": self._database | {"path": f"{name}/"},
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+        }
+        with _AsOSError():
+            return ts.open(spec, create=True, context=self._context).result()
+
+    def _describe(self, path: Path) -> None:
+        """Replaces the shapes of the scalars in Orbax's files by those of the arrays."""
+        description = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        for array in description["tree_metadata"].values():
+            (key,) = array["key_metadata"]
+            array["value_metadata"]["write_shape"] = [*self._entries[key["key"]].shape]
+        (path / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+        for file in (path / SHAPES).iterdir():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            for array in content["array_metadatas"]:
+                shape, dtype = self._entries[array["array_metadata"]["param_name"]]
+                array["array_metadata"] |= {"write_shape": [*shape], "chunk_shape": chunk_shape(shape, dtype.itemsize)}
+            file.write_text(json.dumps(content), encoding="utf-8")
+
+
+class _AsOSError:
+    """Converts TensorStore's errors, which are ValueErrors, to OSError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ValueError):
+            raise OSError(str(error).partition(" [")[0]) from error

@@ -12,8 +12,7 @@ from jax import Array
 
 from megajax.checkpoint.reader import DamagedStep, open_checkpoints
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
-from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.placement import placed
+from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit, placed
 from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError

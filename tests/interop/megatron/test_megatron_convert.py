@@ -14,7 +14,7 @@ from megajax.checkpoint.reader import CheckpointReader
 from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config import load
 from megajax.convert import main
-from megajax.interop.megatron.checkpoints.conversion import read_model
+from megajax.interop.megatron.checkpoints.format import read_model
 from megajax.train import main as train
 
 TRAINED: dict[str, Any] = {

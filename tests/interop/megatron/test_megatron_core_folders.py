@@ -13,7 +13,7 @@ from flax import nnx
 
 from megajax.config import load
 from megajax.convert import main
-from megajax.interop.megatron.checkpoints.conversion import open_model
+from megajax.interop.megatron.checkpoints.format import open_model
 from megajax.interop.megatron.checkpoints.sharded import ShardedFolder
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig

@@ -13,7 +13,7 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
-from megajax.interop.megatron.checkpoints.conversion import model_config, open_model, read_model, write_model
+from megajax.interop.megatron.checkpoints.format import model_config, open_model, read_model, write_model
 from megajax.interop.megatron.checkpoints.tables import table
 
 SHARED: dict[str, Any] = {

@@ -19,10 +19,9 @@ import pytest
 from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints import archive
-from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
+from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map, write_archive, write_archive_to
 from megajax.interop.megatron.checkpoints.names import LazyTensor
 from megajax.interop.megatron.checkpoints.pickles import Name, Record, TensorPlace, read_pickle
-from megajax.interop.megatron.checkpoints.writer import write_archive, write_archive_to
 
 
 class Called:

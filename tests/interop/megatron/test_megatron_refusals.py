@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.interop.megatron.checkpoints.conversion import write_model
+from megajax.interop.megatron.checkpoints.format import write_model
 
 
 @pytest.mark.parametrize("config", ["mamba2.py:debug", "nemotron_h.py:debug"])

@@ -3,8 +3,18 @@
 from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import Family, Names, Settings, activation_name, to_settings
-from megajax.interop.huggingface.rows import attention, dense, linear, norm, tokens
+from megajax.interop.huggingface.family import (
+    Family,
+    Names,
+    Settings,
+    activation_name,
+    attention,
+    dense,
+    linear,
+    norm,
+    to_settings,
+    tokens,
+)
 from megajax.layers import configs as layers
 from megajax.models.configs import BertConfig
 

@@ -5,9 +5,7 @@ from functools import partial
 from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import Family, Settings
-from megajax.interop.huggingface.rows import dense
-from megajax.interop.huggingface.vision import (
+from megajax.interop.huggingface.families.vit import (
     CLIP,
     SIGLIP,
     UNUSED,
@@ -19,6 +17,7 @@ from megajax.interop.huggingface.vision import (
     tower_rows,
     vision_config,
 )
+from megajax.interop.huggingface.family import Family, Settings, dense
 from megajax.layers.configs import IdentityNormConfig
 from megajax.models.configs import ViTConfig
 from megajax.models.vision.config import VisionTowerConfig

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of
-from megajax.interop.huggingface.rows import norm, tokens
+from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, norm, tokens
 from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.models.configs import DecoderConfig
 

@@ -6,9 +6,8 @@ from typing import Any
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.interop.conversion.model_differences import differences
 from megajax.interop.huggingface.families import llama
-from megajax.interop.huggingface.family import Family, Settings, activation_name
-from megajax.interop.huggingface.rows import linear
-from megajax.interop.huggingface.vision import read_tower, tower_rows, vision_config
+from megajax.interop.huggingface.families.vit import read_tower, tower_rows, vision_config
+from megajax.interop.huggingface.family import Family, Settings, activation_name, linear
 from megajax.models.configs import DecoderConfig, LlavaConfig
 from megajax.models.llava.config import ProjectorConfig
 

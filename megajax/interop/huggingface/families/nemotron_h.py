@@ -5,9 +5,7 @@ from math import inf
 from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import Family, Names, Settings, activation_name, layers_of, to_settings
-from megajax.interop.huggingface.rows import attention, linear, norm
-from megajax.interop.huggingface.state_space import (
+from megajax.interop.huggingface.families.mamba import (
     KINDS,
     LAYER,
     MAMBA2,
@@ -17,6 +15,17 @@ from megajax.interop.huggingface.state_space import (
     model_settings,
     outer_rows,
     pattern,
+)
+from megajax.interop.huggingface.family import (
+    Family,
+    Names,
+    Settings,
+    activation_name,
+    attention,
+    layers_of,
+    linear,
+    norm,
+    to_settings,
 )
 from megajax.layers import configs as layers
 from megajax.layers.stack.segments import stack_of

@@ -4,8 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import ACTIVATIONS, Family, Names, Settings, activation_name, to_settings
-from megajax.interop.huggingface.rows import attention, linear, norm, tokens
+from megajax.interop.huggingface.family import (
+    ACTIVATIONS,
+    Family,
+    Names,
+    Settings,
+    activation_name,
+    attention,
+    linear,
+    norm,
+    to_settings,
+    tokens,
+)
 from megajax.layers import configs as layers
 from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.models.configs import T5Config, WidthScalingConfig

@@ -1,14 +1,168 @@
-"""ViT, with a classifier or alone."""
+"""ViT, with a classifier or alone; and the vision towers of ViT, CLIP and SigLIP, standalone or in a LLaVA."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.interop.huggingface.family import Family, Settings
-from megajax.interop.huggingface.rows import attention, dense, linear, norm, patches
-from megajax.interop.huggingface.vision import UNUSED, VIT, class_settings, classes, tower, tower_settings
+from megajax.interop.huggingface.family import (
+    Family,
+    Settings,
+    activation_name,
+    attention,
+    dense,
+    linear,
+    norm,
+    patches,
+)
+from megajax.layers import configs as layers
 from megajax.models.configs import ViTConfig
-from megajax.models.vision.config import VisionTowerConfig
+from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.models.vit.config import ClassifierConfig, with_image_head
+
+
+class Tower(NamedTuple):
+    """What the towers of a family have in common."""
+
+    model_type: str
+    """model_type in the config.json of a standalone tower."""
+    activation: str
+    epsilon: float
+    patch: int
+    class_token: bool = True
+    """Whether there is a class token before the patches."""
+    entry_norm: bool = False
+    """Whether there is a norm before the blocks, and no patch bias."""
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+
+VIT = Tower("vit", "gelu", 1e-12, 16)
+CLIP = Tower("clip_vision_model", "quick_gelu", 1e-5, 32, entry_norm=True, mean=CLIP_MEAN, deviation=CLIP_DEVIATION)
+SIGLIP = Tower("siglip_vision_model", "gelu_pytorch_tanh", 1e-6, 16, class_token=False)
+TOWERS = {tower.model_type: tower for tower in (CLIP, SIGLIP)}
+
+UNUSED = frozenset(
+    {"attention_probs_dropout_prob", "dropout", "hidden_dropout_prob", "projection_dim", "vision_use_head"}
+)
+"""Settings of dropout, and of heads that read the tower's output."""
+
+
+def pixels(settings: Settings, patch: int) -> dict[str, Any]:
+    """height, width and patch. In config.json, sizes are numbers or pairs of numbers."""
+    settings.only("num_channels", 3)
+    (height, width), (patch_height, patch_width) = (
+        value if isinstance(value, Sequence) else (value, value)
+        for value in (settings.take("image_size", 224, object), settings.take("patch_size", patch, object))
+    )
+    if patch_height != patch_width:
+        settings.refuse("patch_size", [patch_height, patch_width], "only squares are supported")
+    return {"height": height, "width": width, "patch": patch_height}
+
+
+def tower(settings: Settings, kind: Tower, *, qkv_bias: bool = True) -> VisionTowerConfig:
+    """The tower of a config.json, or of its vision_config: pre-norm blocks with bidirectional attention."""
+    mixer = layers.AttentionConfig(
+        heads=settings.take("num_attention_heads", 12), bias=True, qkv_bias=None if qkv_bias else False, causal=False
+    )
+    activation: Any = settings.activation("hidden_act", kind.activation)
+    mlp = layers.DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation)
+    norm = layers.LayerNormConfig(epsilon=settings.take("layer_norm_eps", kind.epsilon))
+    block = layers.BlockConfig(mixer=mixer, mlp=mlp, norm=norm)
+    return VisionTowerConfig(
+        hidden=settings.take("hidden_size", 768),
+        stack=layers.StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
+        **pixels(settings, kind.patch),
+        patch_bias=not kind.entry_norm,
+        class_tokens=int(kind.class_token),
+        entry_norm=norm if kind.entry_norm else None,
+        norm=norm,
+        mean=tuple(settings.take("image_mean", kind.mean)),
+        deviation=tuple(settings.take("image_std", kind.deviation)),
+    )
+
+
+def tower_settings(cfg: Any) -> dict[str, Any]:
+    """The reverse of `tower`, including the mean and deviation of preprocessor_config.json."""
+    block = cfg.stack.pattern[0]
+    return {
+        "hidden_size": cfg.hidden,
+        "intermediate_size": block.mlp.ffn,
+        "num_hidden_layers": cfg.stack.layers(),
+        "num_attention_heads": block.mixer.heads,
+        "hidden_act": activation_name(block.mlp.activation),
+        "layer_norm_eps": block.norm.epsilon,
+        "image_size": cfg.height if cfg.height == cfg.width else [cfg.height, cfg.width],
+        "patch_size": cfg.patch,
+        "num_channels": 3,
+        "image_mean": list(cfg.mean),
+        "image_std": list(cfg.deviation),
+    }
+
+
+def vision_config(cfg: Any) -> dict[str, Any]:
+    """The settings of a tower of CLIP or SigLIP, with its model_type."""
+    if cfg.class_tokens:
+        return {"model_type": CLIP.model_type, **tower_settings(cfg)}
+    return {"model_type": SIGLIP.model_type, "vision_use_head": False, **tower_settings(cfg)}
+
+
+def tower_rows(side: int, tensor: str = "vision_model", path: str = "") -> list[Row]:
+    """The table of a tower with patches of this side. tensor, path: prefixes."""
+    layer, block = f"{tensor}.encoder.layers.{{layer}}", f"{path}stack.*"
+    return [
+        Row(f"{tensor}.embeddings.class_embedding", f"{path}class_tokens", "d -> 1 d"),
+        patches(f"{tensor}.embeddings.patch_embedding.weight", f"{path}patches", side),
+        Row(f"{tensor}.embeddings.patch_embedding.bias", f"{path}patch_bias"),
+        Row(f"{tensor}.embeddings.position_embedding.weight", f"{path}positions"),
+        *norm(f"{tensor}.pre_layrnorm", f"{path}entry_norm"),
+        *attention(f"{layer}.self_attn", f"{block}.mixer", ("q_proj", "k_proj", "v_proj", "out_proj")),
+        *linear(f"{layer}.mlp.fc1", f"{block}.mlp.up"),
+        *linear(f"{layer}.mlp.fc2", f"{block}.mlp.down"),
+        *norm(f"{layer}.layer_norm1", f"{block}.mixer_norm"),
+        *norm(f"{layer}.layer_norm2", f"{block}.mlp_norm"),
+        *norm(f"{tensor}.post_layernorm", f"{path}norm"),
+    ]
+
+
+def classes(settings: Settings) -> int:
+    """Number of classes of a classifier: the number of names in id2label, or else num_labels (default 2)."""
+    count, names = settings.take("num_labels", 2), settings.remaining.get("id2label")
+    return len(names) if names else count
+
+
+def class_settings(count: int) -> dict[str, Any]:
+    """The reverse of `classes`."""
+    names = {str(number): f"LABEL_{number}" for number in range(count)}
+    return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+
+
+def inner_tower(settings: Settings) -> Settings:
+    """vision_config, with the mean and deviation of preprocessor_config.json."""
+    inner = settings.part("vision_config")
+    inner.assume({name: settings.take(name) for name in ("image_mean", "image_std") if name in settings.remaining})
+    return inner
+
+
+def read_tower(settings: Settings) -> tuple[VisionTowerConfig, bool]:
+    """The tower up to the layer that the model reads, and whether it reads all positions."""
+    inner = inner_tower(settings)
+    kind = inner.remaining.get("model_type", CLIP.model_type)
+    if kind not in TOWERS:
+        settings.refuse("vision_config.model_type", kind, f"only {', '.join(TOWERS)} is supported")
+    full_tower = tower(inner, TOWERS.get(kind, CLIP))
+    inner.close(UNUSED | {"initializer_factor", "vocab_size"})
+    strategy = settings.only("vision_feature_select_strategy", "default", "full")
+    if strategy == "default" and not full_tower.class_tokens:
+        settings.refuse("vision_feature_select_strategy", strategy, "without a class token it drops a patch")
+    total, layer = full_tower.stack.layers(), settings.take("vision_feature_layer", -2, object)
+    count = total + 1 + layer if isinstance(layer, int) and layer < 0 else layer
+    if not isinstance(count, int) or not 1 <= count <= total:
+        settings.refuse("vision_feature_layer", layer, f"only one of the {total} layers is supported")
+        count = total
+    # The model reads the output of the last block, before the final norm.
+    stack = replace(full_tower.stack, repeats=count)
+    return replace(full_tower, stack=stack, norm=layers.IdentityNormConfig()), strategy == "full"
 
 
 def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:

@@ -12,7 +12,6 @@ from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, dec
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
-from megajax.interop.megatron.checkpoints.moments import MASTER, MOMENTS, UnmappedError, rank_moments, updates
 from megajax.interop.megatron.checkpoints.names import (
     WITHOUT_WEIGHTS,
     LazyTensor,
@@ -21,7 +20,16 @@ from megajax.interop.megatron.checkpoints.names import (
     without_padding,
 )
 from megajax.interop.megatron.checkpoints.pickles import Record, TensorPlace
-from megajax.interop.megatron.checkpoints.ranks import RANK, RankTensors, rank_files
+from megajax.interop.megatron.checkpoints.ranks import (
+    MASTER,
+    MOMENTS,
+    RANK,
+    RankTensors,
+    UnmappedError,
+    rank_files,
+    rank_moments,
+    updates,
+)
 from megajax.interop.megatron.checkpoints.sharded import METADATA, ShardedFolder
 from megajax.interop.megatron.checkpoints.tables import second_names, table
 from megajax.layers.param import ParamSpec

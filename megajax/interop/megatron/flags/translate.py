@@ -14,14 +14,18 @@ from megajax.interop.megatron.flags.data import data
 from megajax.interop.megatron.flags.encoders import (
     bert_embedding,
     bert_stack,
+    captions,
     masked_sentences,
     masked_spans,
+    partly_frozen,
     t5_embedding,
     t5_stack,
+    vlm_embedding,
+    vlm_stack,
+    vlm_vocabulary,
 )
 from megajax.interop.megatron.flags.hybrid import decoder_stack
-from megajax.interop.megatron.flags.layout import parallel
-from megajax.interop.megatron.flags.memory import recompute
+from megajax.interop.megatron.flags.layout import parallel, recompute
 from megajax.interop.megatron.flags.model import embedding, stack, vocabulary, width_scaling
 from megajax.interop.megatron.flags.reading import (
     Arguments,
@@ -45,7 +49,6 @@ from megajax.interop.megatron.flags.run import (
     resilience,
     schedule,
 )
-from megajax.interop.megatron.flags.vlm import captions, partly_frozen, vlm_embedding, vlm_stack, vlm_vocabulary
 from megajax.training.run_config import RunConfig
 
 SHARED = (

@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 from megajax.config.budget import read_file
 from megajax.config.errors import UserError
-from megajax.interop.megatron.shell.conditions import Test, Truth
 from megajax.interop.megatron.shell.state import Command, State, Value, is_known, plain
 from megajax.interop.megatron.shell.syntax import DEPTH, NAME, Body, Simple, array_entries, parse
-from megajax.interop.megatron.shell.words import Words, checked_text
+from megajax.interop.megatron.shell.words import Test, Truth, Words, checked_text
 
 ASSIGNMENT = re.compile(rf"({NAME})(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)
 DECLARING = {"export", "declare", "typeset", "readonly", "local"}

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
 from megajax.interop.megatron.shell.commands import Commands, Left
-from megajax.interop.megatron.shell.conditions import Truth, inverse
 from megajax.interop.megatron.shell.state import Command, Report, State, is_known, plain
 from megajax.interop.megatron.shell.syntax import Body, Condition, Node, Simple, parse
-from megajax.interop.megatron.shell.words import checked_text
+from megajax.interop.megatron.shell.words import Truth, checked_text, inverse
 
 LIMITS = Limits(bytes=2**24, entries=1_000_000)
 """Of the values of all expansions of a script, and of the commands followed."""

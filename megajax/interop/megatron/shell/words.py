@@ -1,14 +1,23 @@
-"""Expand the words of a script: quotes, $NAME, ${…}, $((…)) and $(…)."""
+"""Expand the words of a script: quotes, $NAME, ${…}, $((…)) and $(…); and evaluate its arithmetic and conditions.
 
+Arithmetic is that of whole numbers as far as it is Python's. A condition is true, false or not known.
+"""
+
+import ast
 import fnmatch
+import operator
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.interop.megatron.shell.arithmetic import Number, evaluate
 from megajax.interop.megatron.shell.state import State, Value, is_known, plain
 from megajax.interop.megatron.shell.syntax import NAME, Document, pieces
+
+type Number = int | None
+"""None: not known."""
 
 PARAMETER = re.compile(
     rf"(?P<hash>#(?=.))?(?P<name>{NAME}|\d+|[@*#?$-])(?:\[(?P<index>[^]]*)\])?"
@@ -227,3 +236,204 @@ def checked_text(text: str) -> str:
         if not is_known(character) or character == "\ufffe":
             raise UserError(f"it has the character U+{ord(character):04X}, which is reserved for internal use")
     return text
+
+
+ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)\s*|([-+*/%]?)=(?!=)(.*))", re.DOTALL)
+INNER = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+LENGTH, LARGEST = 200, 2**62
+
+
+def _quotient(left: int, right: int) -> int:
+    """Rounded towards zero."""
+    quotient = abs(left) // abs(right)
+    return quotient if (left < 0) == (right < 0) else -quotient
+
+
+OPERATORS: Mapping[type, Callable[..., int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.And: lambda *values: all(values),
+    ast.Or: lambda *values: any(values),
+}
+
+
+def evaluate(text: str, value_of: Callable[[str], str], assign: Callable[[str, Number], None]) -> Number:
+    """The value of an expression, and the assignment that it may be; None: not known, or not supported.
+
+    value_of: the text of a variable. assign: sets a variable.
+
+    Raises:
+        UserError: an assignment inside of an expression.
+    """
+    if (match := ASSIGNMENT.fullmatch(text)) is None:
+        if INNER.search(text):
+            raise UserError(f"an assignment inside of (({text})) is not supported: write it as a command of its own")
+        return value(text, value_of)
+    name, step, symbol, right = match.groups()
+    before = value(name, value_of) if step or symbol else None
+    after = value(f"{name} {step[0]} 1" if step else f"{name} {symbol} ({right})" if symbol else right, value_of)
+    assign(name, after)
+    return before if step else after
+
+
+def value(text: str, value_of: Callable[[str], str]) -> Number:
+    """The value of an expression without assignments."""
+
+    def number(node: Any) -> int:
+        match node:
+            case ast.Constant(value=int(constant)) if not isinstance(constant, bool):
+                return constant
+            case ast.Name(id=name):
+                if not re.fullmatch(r"\s*[-+]?(0|[1-9]\d{0,17})?\s*", constant := value_of(name)):
+                    raise ValueError("not a decimal number")
+                return int(constant.strip() or 0)
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+                operands = [left, right]
+            case ast.BoolOp(op=op, values=operands):
+                pass
+            case ast.UnaryOp(op=op, operand=operand):
+                operands = [operand]
+            case _:
+                raise ValueError("not a number")
+        result = int(OPERATORS[type(op)](*map(number, operands)))
+        if abs(result) > LARGEST:
+            raise ValueError("too large")
+        return result
+
+    source = " ".join(text.replace("&&", " and ").replace("||", " or ").split()) or "0"
+    try:
+        return number(ast.parse(source, mode="eval").body) if len(text) <= LENGTH else None
+    except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+type Truth = bool | None
+"""None: not known."""
+
+FILE_TESTS: dict[str, Callable[[str], bool]] = {
+    "-e": os.path.exists,
+    "-f": os.path.isfile,
+    "-d": os.path.isdir,
+    **dict.fromkeys(("-r", "-s", "-w", "-x"), os.path.exists),
+}
+NUMBERS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+}
+TEXTS = ("=", "==", "!=", "<", ">", "=~")
+
+
+def conjunction(left: Truth, right: Truth) -> Truth:
+    """left and right."""
+    if left is False or right is False:
+        return False
+    return None if None in (left, right) else True
+
+
+def inverse(value: Truth) -> Truth:
+    """not value."""
+    return None if value is None else not value
+
+
+@dataclass
+class Test:
+    """The tokens of a condition that are not evaluated so far. In [[ ]] they are words before expansion."""
+
+    tokens: list[str]
+    words: Words
+    extended: bool
+    """Whether it is [[ ]]."""
+
+    def value(self) -> Truth:
+        """The value of all tokens."""
+        value = self.any() if self.tokens else False
+        return None if self.tokens else value
+
+    def text(self, token: str) -> str:
+        """The value of an operand."""
+        return self.words.text(token) if self.extended else token
+
+    def takes(self, *tokens: str) -> bool:
+        """Step behind the next token if it is one of these."""
+        return bool(self.tokens) and self.tokens[0] in tokens and bool(self.tokens.pop(0))
+
+    def any(self) -> Truth:
+        """Conditions joined by || or -o."""
+        value = self.all()
+        while self.takes("||" if self.extended else "-o"):
+            value = inverse(conjunction(inverse(value), inverse(self.all())))
+        return value
+
+    def all(self) -> Truth:
+        """Conditions joined by && or -a."""
+        value = self.condition()
+        while self.takes("&&" if self.extended else "-a"):
+            value = conjunction(value, self.condition())
+        return value
+
+    def condition(self) -> Truth:
+        """One condition, or several in brackets."""
+        if len(self.tokens) > 2 and (self.tokens[1] in TEXTS or self.tokens[1] in NUMBERS):
+            left, operator, right = self.tokens[:3]
+            del self.tokens[:3]
+            return self.compare(self.text(left), operator, right)
+        if not self.tokens:
+            return None
+        token = self.tokens.pop(0)
+        if token == "!":
+            return inverse(self.condition())
+        if token == "(" and self.tokens:
+            value = self.any()
+            return value if self.takes(")") else None
+        if re.fullmatch(r"-[a-zA-Z]", token) and self.tokens and self.tokens[0] not in ("&&", "||", ")"):
+            return self.single(token, self.text(self.tokens.pop(0)))
+        return self.is_filled(self.text(token))
+
+    def is_filled(self, text: str) -> Truth:
+        """Whether a text is not empty."""
+        return None if text and all(not is_known(character) for character in text) else bool(text)
+
+    def single(self, operator: str, operand: str) -> Truth:
+        """An operator with one operand."""
+        state = self.words.state
+        if operator == "-n":
+            return self.is_filled(operand)
+        if operator == "-z":
+            return inverse(self.is_filled(operand))
+        if operator in FILE_TESTS and is_known(operand) and operand:
+            path = state.path(operand)
+            if FILE_TESTS[operator](path):
+                place = state.place(self.words.line)
+                state.report.note(f"{place}: {operator} {plain(operand)} is true: {plain(path)} exists")
+                return True
+        return None
+
+    def compare(self, left: str, operator: str, right: str) -> Truth:
+        """An operator with two operands; `left` is a value. < > and =~ are not evaluated."""
+        if operator in NUMBERS:
+            numbers = [self.words.number(text) if text.strip() else None for text in (left, self.text(right))]
+            first, second = numbers
+            return None if first is None or second is None else NUMBERS[operator](first, second)
+        if operator in ("<", ">", "=~") or not is_known(left):
+            return None
+        if self.extended:
+            pattern = self.words.pattern(right)
+            is_equal = None if pattern is None else pattern.match(left) is not None
+        else:
+            is_equal = left == right if is_known(right) else None
+        return is_equal if operator != "!=" else inverse(is_equal)
