@@ -21,6 +21,20 @@ class LanguageTask(Builds):
         resolve("megajax.training.scoring:demand_scores")(scorer.program)
         return Builds.build(self, scorer)
 
+    def problems(self) -> list[Problem]:
+        """Strides below 1, empty paths, and files that do not exist. Token files are checked when they are opened."""
+        stride, problems = getattr(self, "stride", None), list[Problem]()
+        if stride is not None and stride < 1:
+            hint = "none: windows that do not overlap"
+            problems.append(Problem("stride", f"must be at least 1, got {stride}", hint))
+        files = {name: getattr(self, name) for name in ("path", "paths") if hasattr(self, name)}
+        problems += [Problem(name, "is empty") for name, value in files.items() if not (value and all(value))]
+        path = files.get("path")
+        if path and not Path(path).expanduser().is_file():
+            hint = "nothing is downloaded: give a local file"
+            problems.append(Problem("path", f"{path} does not exist", hint))
+        return problems
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerplexityConfig(LanguageTask):
@@ -34,9 +48,6 @@ class PerplexityConfig(LanguageTask):
     ends at most `stride` tokens later. None: the length of a row, windows that do not overlap."""
     name: str = "perplexity"
     """Under which the figures are reported."""
-
-    def problems(self) -> list[Problem]:
-        return _stride_problems(self.stride) + _path_problems("paths", self.paths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +66,7 @@ class TextConfig(LanguageTask):
     """Under which the figures are reported."""
 
     def problems(self) -> list[Problem]:
-        problems = _stride_problems(self.stride) + _path_problems("path", (self.path,))
+        problems = LanguageTask.problems(self)
         if self.key != "text" and not self.has_lines():
             problems.append(Problem("key", f"is {self.key}, but {self.path} is not a .jsonl file", "leave it out"))
         return problems
@@ -79,15 +90,12 @@ class WikitextConfig(LanguageTask):
     name: str = "wikitext"
     """Under which the figures are reported."""
 
-    def problems(self) -> list[Problem]:
-        return _stride_problems(self.stride) + _path_problems("path", (self.path,))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambadaConfig(LanguageTask):
     """Prediction of the last word of a text: the task LAMBADA of Megatron-LM."""
 
-    target: ClassVar[str] = "megajax.tasks.lambada:Lambada"
+    target: ClassVar[str] = "megajax.tasks.loglikelihood:Lambada"
     path: PathText
     """A .jsonl file with `text` in each line."""
     strict: bool = False
@@ -95,24 +103,18 @@ class LambadaConfig(LanguageTask):
     name: str = "lambada"
     """Under which the figures are reported."""
 
-    def problems(self) -> list[Problem]:
-        return _path_problems("path", (self.path,))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoicesConfig(LanguageTask):
     """Multiple choice by log-likelihood."""
 
-    target: ClassVar[str] = "megajax.tasks.choices:Choices"
+    target: ClassVar[str] = "megajax.tasks.loglikelihood:Choices"
     path: PathText
     """A .jsonl file with `context`, `choices` and `answer`, the index of the correct choice from 0, in each line."""
     delimiter: str = " "
     """Text between the context and a choice."""
     name: str = "choices"
     """Under which the figures are reported."""
-
-    def problems(self) -> list[Problem]:
-        return _path_problems("path", (self.path,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +176,7 @@ class BenchmarkTaskConfig(Builds):
 class GlueTaskConfig(BenchmarkTaskConfig):
     """The metrics of the run's GLUE task, and predictions in the format of GLUE's server."""
 
-    target: ClassVar[str] = "megajax.tasks.glue:Glue"
+    target: ClassVar[str] = "megajax.tasks.benchmarks:Glue"
     name: str = "glue"
     """Under which the figures are reported."""
 
@@ -183,7 +185,7 @@ class GlueTaskConfig(BenchmarkTaskConfig):
 class RaceTaskConfig(BenchmarkTaskConfig):
     """The accuracy on RACE, on all questions and on those of middle and high schools."""
 
-    target: ClassVar[str] = "megajax.tasks.race:Race"
+    target: ClassVar[str] = "megajax.tasks.benchmarks:Race"
     name: str = "race"
     """Under which the figures are reported."""
 
@@ -211,18 +213,21 @@ class SquadTaskConfig(BenchmarkTaskConfig):
 
 
 KINDS: Mapping[str, tuple[type, str]] = {
-    "perplexity": (PerplexityConfig, "paths"),
-    "text": (TextConfig, "path"),
-    "wikitext": (WikitextConfig, "path"),
-    "lambada": (LambadaConfig, "path"),
-    "choices": (ChoicesConfig, "path"),
-    "split": (SplitConfig, "split"),
-    "glue": (GlueTaskConfig, "split"),
-    "race": (RaceTaskConfig, "split"),
-    "squad": (SquadTaskConfig, "split"),
-    "lm-eval": (HarnessConfig, "tasks"),
+    str(config.__dataclass_fields__["name"].default).replace("_", "-"): (config, setting)
+    for config, setting in (
+        (PerplexityConfig, "paths"),
+        (TextConfig, "path"),
+        (WikitextConfig, "path"),
+        (LambadaConfig, "path"),
+        (ChoicesConfig, "path"),
+        (SplitConfig, "split"),
+        (GlueTaskConfig, "split"),
+        (RaceTaskConfig, "split"),
+        (SquadTaskConfig, "split"),
+        (HarnessConfig, "tasks"),
+    )
 }
-"""Name on the command line -> config, and the setting that follows the name."""
+"""Name on the command line, which is the default of `name` -> config, and the setting that follows the name."""
 
 TRAINING_ONLY = ("batch", "checkpoint", "evaluation", "optimizer", "profile", "schedule", "steps")
 """Parts of a run's config that an evaluation does not use."""
@@ -237,17 +242,3 @@ class EvaluatedConfig(RunConfig):
         problems = RunConfig.problems(self, devices)
         parts = (*TRAINING_ONLY, "parallel.virtual_stages")
         return [p for p in problems if not any(p.setting == part or p.setting.startswith(f"{part}.") for part in parts)]
-
-
-def _stride_problems(stride: int | None) -> list[Problem]:
-    if stride is None or stride > 0:
-        return []
-    return [Problem("stride", f"must be at least 1, got {stride}", "none: windows that do not overlap")]
-
-
-def _path_problems(setting: str, paths: tuple[str, ...]) -> list[Problem]:
-    """Empty paths, and files that do not exist. Token files are checked when they are opened."""
-    if not paths or not all(paths):
-        return [Problem(setting, "is empty")]
-    missing = [path for path in paths if setting == "path" and not Path(path).expanduser().is_file()]
-    return [Problem(setting, f"{path} does not exist", "nothing is downloaded: give a local file") for path in missing]

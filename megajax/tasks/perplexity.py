@@ -1,6 +1,7 @@
 """Perplexity of token files, raw text, and splits of a run's data."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,7 +11,6 @@ from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed import IndexedTokens
 from megajax.storage.reading import with_retries
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
-from megajax.tasks.detokenizers import detokenize
 from megajax.tasks.files import read_lines, read_text
 from megajax.tasks.loglikelihood import demand_ids
 from megajax.tasks.statistics import exponential, ratio, scaled
@@ -19,6 +19,50 @@ from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window
 
 LARGEST_EXPONENT = 20.0
 """Megatron-LM limits the exponents of WIKITEXT103's perplexities to this."""
+
+type Replacement = tuple[str | re.Pattern[str], str]
+
+WIKITEXT: Sequence[Replacement] = (
+    ("s '", "s'"),
+    (re.compile(r"/' [0-9]/"), "/'[0-9]/"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+    (re.compile(r"\(\s*([^)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"\{\s*([^}]*?)\s*\}"), r"{\1}"),
+    (re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"'),
+    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+PENN_TREEBANK: Sequence[Replacement] = (
+    (" '", "'"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" n't", "n't"),
+    (" N ", "1 "),
+    ("$ 1", "$1"),
+    ("# 1", "#1"),
+)
+REPLACEMENTS = {"wikitext": WIKITEXT, "ptb": PENN_TREEBANK, "none": ()}
+"""By the values of `WikitextConfig.detokenizer`: they remove the spaces of word-tokenised texts, like Megatron-LM's
+tasks/zeroshot_gpt before scoring. The replacements and their order are Megatron-LM's, to get its figures; some never
+match any text."""
+
+
+def detokenize(text: str, kind: str) -> str:
+    """The text after all replacements of this kind, in order."""
+    for pattern, replacement in REPLACEMENTS[kind]:
+        text = text.replace(pattern, replacement) if isinstance(pattern, str) else pattern.sub(replacement, text)
+    return text
 
 
 def windows(tokens: np.ndarray, length: int, stride: int | None) -> Iterator[Window]:

@@ -12,7 +12,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import SquadConfig
 from megajax.data.benchmarks.squad import Question, Window, read_split
-from megajax.tasks.benchmark import as_lines, demand_data, scores_and_losses, write_predictions
+from megajax.tasks.benchmarks import as_lines, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import SquadTaskConfig
 from megajax.tasks.statistics import mean, scaled
 from megajax.training.scoring import Figure, Figures, Scorer

@@ -1,4 +1,4 @@
-"""Means over scored items, and their standard errors."""
+"""Means over scored items with their standard errors, and metrics of predictions: numpy arrays [N] and their labels."""
 
 import math
 from collections.abc import Sequence
@@ -45,3 +45,35 @@ def scaled(figure: Figure, factor: float, count: int | None = None) -> Figure:
     """The figure in another unit. count: the number of those units, by default unchanged."""
     error = None if figure.error is None else figure.error * factor
     return Figure(figure.value * factor, error, figure.count if count is None else count)
+
+
+def f1(predicted: np.ndarray, labels: np.ndarray, positive: int = 1) -> float:
+    """Harmonic mean of precision and recall of the class `positive`; 0 without true positives."""
+    true_positives = np.sum((predicted == positive) & (labels == positive))
+    positives = np.sum(predicted == positive) + np.sum(labels == positive)
+    return float(2 * true_positives / positives) if positives else 0.0
+
+
+def matthews(predicted: np.ndarray, labels: np.ndarray) -> float:
+    """Correlation of two classes 0 and 1 (Matthews 1975); 0 if all predictions or all labels are equal."""
+    x, y = predicted.astype(np.float64), labels.astype(np.float64)
+    deviations = x.std() * y.std()
+    return float(np.mean((x - x.mean()) * (y - y.mean())) / deviations) if deviations else 0.0
+
+
+def pearson(predicted: np.ndarray, labels: np.ndarray) -> float:
+    """Linear correlation; nan if an argument is constant."""
+    x, y = (values.astype(np.float64) - values.astype(np.float64).mean() for values in (predicted, labels))
+    norms = np.sqrt(np.sum(x * x) * np.sum(y * y))
+    return float(np.sum(x * y) / norms) if norms else float("nan")
+
+
+def spearman(predicted: np.ndarray, labels: np.ndarray) -> float:
+    """Linear correlation of ranks; equal values share the mean of their ranks."""
+    return pearson(_ranks(predicted), _ranks(labels))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[place]

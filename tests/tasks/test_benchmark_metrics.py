@@ -12,15 +12,15 @@ from sklearn import metrics as sklearn_metrics
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import SquadConfig
 from megajax.data.benchmarks.squad import Paragraph, Question, Window, paragraph_windows
-from megajax.tasks.benchmark import as_table
+from megajax.tasks.benchmarks import as_table
 from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
-from megajax.tasks.metrics import f1, matthews, pearson, spearman
 from megajax.tasks.squad import Squad, best_answers, evaluation, most_context, normalized
 from megajax.tasks.squad import f1 as word_f1
+from megajax.tasks.statistics import f1, matthews, pearson, spearman
 
 
 def test_a_threshold_needs_version_2(monkeypatch):
-    monkeypatch.setattr("megajax.tasks.benchmark.demand_outputs", lambda program, name: None)
+    monkeypatch.setattr("megajax.tasks.benchmarks.demand_outputs", lambda program, name: None)
     scorer: Any = SimpleNamespace(
         program=SimpleNamespace(cfg=SimpleNamespace(data=SquadConfig(path="", version="1.1")))
     )

@@ -12,13 +12,10 @@ import pytest
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.text.indexed import IndexedWriter
-from megajax.tasks.choices import Choices
 from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig
-from megajax.tasks.detokenizers import detokenize
-from megajax.tasks.lambada import Lambada, cloze
-from megajax.tasks.loglikelihood import encode_pair, with_prefix
-from megajax.tasks.perplexity import Text, TokenFiles, Wikitext, windows
+from megajax.tasks.loglikelihood import Choices, Lambada, cloze, encode_pair, with_prefix
+from megajax.tasks.perplexity import Text, TokenFiles, Wikitext, detokenize, windows
 from megajax.tasks.statistics import exponential, mean, ratio
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.scoring import Answer, Window
