@@ -24,7 +24,7 @@ def plain(colour: tuple[int, int, int], width: int = 20, height: int = 24) -> Im
 
 
 def gradient(width: int, height: int) -> Image.Image:
-    """Red rises to the right, green downwards."""
+    """Red increases to the right, green downwards."""
     down, across = np.meshgrid(np.linspace(0, 255, height), np.linspace(0, 255, width), indexing="ij")
     return Image.fromarray(np.stack([across, down, np.zeros_like(down)], -1).astype(np.uint8))
 

@@ -80,7 +80,7 @@ def test_each_row_has_one_place(groups: int, microbatches: int, group_rows: int,
         assert (micro[:-1].min(1) >= micro[1:].max(1)).all(), "neighbours have like work"
 
 
-def test_rows_of_a_microbatch_are_dealt_nearly_as_well_as_possible() -> None:
+def test_rows_of_a_microbatch_are_assigned_nearly_optimally() -> None:
     """Longest first is at most 4/3 of the best (Graham 1969)."""
     draw = np.random.default_rng(3)
     for _ in range(10):
@@ -89,7 +89,7 @@ def test_rows_of_a_microbatch_are_dealt_nearly_as_well_as_possible() -> None:
         assert Imbalance.of(work[balance_rows(work, 3, 1, across=False)], 3, 1).step <= 4 / 3 * best
 
 
-def test_many_uneven_rows_are_dealt_evenly() -> None:
+def test_many_uneven_rows_are_assigned_evenly() -> None:
     work = np.random.default_rng(0).lognormal(0, 1, 8 * 16)
     assert Imbalance.of(work, 8, 16).step > 1.2
     assert Imbalance.of(work[balance_rows(work, 8, 16, across=False)], 8, 16).step < 1.05
@@ -140,7 +140,7 @@ def test_sources_know_their_documents(tmp_path: Path, name: str) -> None:
             np.testing.assert_array_equal(lengths_of_row(rows if positions else Unread(rows), row), expected)
 
 
-def test_made_up_documents_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_documents_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     config, schema = MockConfig(isolate_documents=True), text_schema(20_000, 100)
     rows = config.build(tokenizer=tokenizer(), schema=schema, rows=Rows(3), seed=5).train
     expected = [document_lengths(rows[row]["segment_ids"]) for row in range(3)]

@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_pair_has_berts_marks_types_and_padding(word_tokenizer):
+def test_a_pair_has_the_marks_and_types_and_padding_of_BERT(word_tokenizer):
     row = SequenceBuilder(word_tokenizer, schema(12))(np.array(ids("the cat")), np.array(ids("dog ran .")))
     expected = [CLS, *ids("the cat"), SEP, *ids("dog ran ."), SEP]
     assert row["tokens"].tolist() == [*expected, 0, 0, 0, 0]
@@ -77,7 +77,7 @@ def test_texts_are_cleaned_as_by_megatron():
 MNLI = "index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
 
 
-def test_columns_are_those_of_the_header(word_tokenizer, tmp_path):
+def test_columns_follow_the_header(word_tokenizer, tmp_path):
     write_text(
         tmp_path / "train.tsv", MNLI + '0\tx\t"the cat\tthe dogs\tneutral\tentailment\n1\tx\ta\tcat\tneutral\t-\n'
     )

@@ -50,10 +50,8 @@ def test_exhaustive_order(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal weights", "random weights"])
 @pytest.mark.parametrize("size", [4, 7])
-def test_rows_are_drawn_from_the_datasets_that_may_get_them(
-    monkeypatch: pytest.MonkeyPatch, size: int, equal: bool
-) -> None:
-    """With many datasets, the few that may get a row of a block; ties, borders and exhausted datasets included."""
+def test_rows_come_from_the_datasets_that_are_due(monkeypatch: pytest.MonkeyPatch, size: int, equal: bool) -> None:
+    """With many datasets, a few may get a row of a block; ties, borders and exhausted datasets included."""
     monkeypatch.setattr(blend_module, "MANY", size)
     monkeypatch.setattr(blend_module, "BLOCK", size)
     draw = np.random.default_rng(size)
@@ -207,7 +205,7 @@ def test_the_order_of_rows_has_an_identifier(tmp_path: Path, pair: list[str]) ->
     assert order(40, paths=weighted) != order(40, paths=("0.6", pair[0], "0.4", pair[1]))
     one_epoch = len(build(tmp_path, Rows(None), paths=(pair[0],), split="100,0,0").train)
     assert order(5, paths=(pair[0],)) == order(one_epoch - 1, paths=(pair[0],))
-    # The last epoch is shuffled apart from the others or with them by how much of it is used: same length, other order.
+    # The last epoch is shuffled separately or with the others, depending on how much of it is used.
     apart, shared = one_epoch + one_epoch // 4, 2 * one_epoch - 2
     lengths = {len(build(tmp_path, Rows(rows), paths=(pair[0],), split="100,0,0").train) for rows in (apart, shared)}
     assert len(lengths) == 1 and order(apart, paths=(pair[0],)) != order(shared, paths=(pair[0],))
@@ -220,7 +218,7 @@ def test_a_split_smaller_than_a_row_is_repeated_with_a_warning(tmp_path: Path) -
     def build(rows: int | None) -> Any:
         return config.build(tokenizer=tokenizer(), schema=text_schema(32, 2**31), rows=Rows(rows), seed=1).train
 
-    for _ in range(2):  # built, then from the cache
+    for _ in range(2):  # Built, then from the cache.
         with pytest.warns(
             UserWarning, match=r"tiny, split train: has 14 tokens, but a row reads 33: .* repeated"
         ) as warned:

@@ -46,7 +46,7 @@ def text(tokens: np.ndarray) -> str:
 def test_a_row_of_two_conversations(tmp_path: Path) -> None:
     lines = [chat("a?", "bc"), chat("d", "e")]
     row = splits(write(tmp_path / "c", lines), 48, packing="lines").train[0]
-    # A line of its own each; only the last label has no token.
+    # One line each; only the last label has no token.
     assert text(row["tokens"]) == "user: a?\nassistant: bc\n|" + "|" * 24
     row = splits(write(tmp_path / "c", lines), 50).train[0]
     first, second = "user: a?\nassistant: bc\n|", "user: d\nassistant: e\n|"
@@ -94,7 +94,7 @@ def test_lines_without_loss_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_a_cut_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, multiple: int) -> None:
+def test_a_truncated_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, multiple: int) -> None:
     draw, counts = np.random.default_rng(3), Counter[bool]()
     for number in range(30):
         messages, place, expected = [], 0, False
@@ -117,7 +117,7 @@ def test_a_cut_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, mul
 DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
-def test_everything_is_learned_and_padding_is_not(tmp_path: Path) -> None:
+def test_with_data_loss_all_everything_but_padding_is_learned(tmp_path: Path) -> None:
     path = write(tmp_path / "c", [chat("a", "b")])
     size = len("user: a\nassistant: b\n|")
     row = splits(path, 30, loss="all").train[0]
@@ -132,7 +132,7 @@ def test_conversations_are_padded_to_a_multiple(tmp_path: Path) -> None:
     assert row["positions"].tolist() == [*range(32), *range(32)]
 
 
-def test_rows_read_as_the_model_reads_them(tmp_path: Path) -> None:
+def test_the_model_isolates_the_conversations_of_a_row(tmp_path: Path) -> None:
     rows = splits(write(tmp_path / "c", [chat("a" * n, "b") for n in range(12)]), rows=Rows(20)).train
     block = read_rows(rows, text_schema(40, 257), 3, np.arange(5))
     assert block["tokens"].shape == (5, 40)
@@ -201,7 +201,7 @@ def test_invalid_conversations(tmp_path: Path, line: Any, reason: str, message: 
     path = write(tmp_path / "c.jsonl", [chat("a", "b"), "", line, chat("c", "d")])
     with pytest.raises(UserError, match=rf"c\.jsonl, line 3: .*{message}.*data\.on_error=skip"):
         splits(path)
-    for _ in range(2):  # built, then from the cache
+    for _ in range(2):  # Built, then from the cache.
         rows = splits(path, on_error="skip").train
         assert rows.skipped == {reason: 1} and len(rows) == 2
 
@@ -229,7 +229,7 @@ def test_lines_longer_than_a_row(tmp_path: Path) -> None:
     assert truncated[1]["loss_mask"][-1] == 0, "the label of the last token was cut off"
 
 
-def test_splits_and_files_of_their_own(tmp_path: Path) -> None:
+def test_splits_and_files_per_split(tmp_path: Path) -> None:
     path = write(tmp_path / "c", [chat(str(n), "b") for n in range(10)] + ["{"])
     row_sources = splits(path, split="8,2", rows=Rows(None, None, None), on_error="skip")
     assert (len(row_sources.train), len(row_sources.valid), row_sources.test) == (8, 2, None)
@@ -344,8 +344,8 @@ def test_documents_of_a_row_are_known(tmp_path: Path, packing: str, multiple: in
             assert apart or len(starts) == row["segment_ids"].max()
 
 
-def test_padding_is_hardly_computed(tmp_path: Path) -> None:
-    """It is documents of a block of queries, which take no part in the loss; nothing else of a row changes."""
+def test_padding_costs_little_attention(tmp_path: Path) -> None:
+    """It is documents of one block of queries, without loss; nothing else of a row changes."""
     path = write(tmp_path / "c", [chat("a" * 50, "b" * 50)])
     apart, joined = (splits(path, 4096, isolate_padding=isolate).train for isolate in (True, False))
     for name, values in joined[0].items():
@@ -359,7 +359,7 @@ def test_padding_is_hardly_computed(tmp_path: Path) -> None:
 
 
 def test_padding_leaves_rows_to_cudnn() -> None:
-    """Documents of padding do not make a row one of too many documents."""
+    """Documents of padding do not count against the limit of documents."""
     assert DOCUMENTS == cudnn.DOCUMENTS
     for padding, documents, parts in (
         (1, 1, 1),

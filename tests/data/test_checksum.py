@@ -62,7 +62,7 @@ def test_a_sample_of_a_large_file_is_cheap(large: Path, monkeypatch: pytest.Monk
         changed(large, at)
         (after,) = sums(large)
         noticed = after.sample != before.sample
-        # Of what lies between its blocks a sample knows nothing: the whole is for that.
+        # A sample does not cover the bytes between its blocks: only the whole does.
         assert noticed == (at in (0, -1)) and after.bytes == 1 << 30
         changed(large, at, b"\0")
     assert len(reads) == 3 * BLOCKS and {size for _, size in reads} == {BLOCK}
@@ -74,7 +74,7 @@ def test_size_and_place_are_named(tmp_path: Path) -> None:
     first, second = sums(tmp_path / "a", tmp_path / "b")
     assert second.difference(first) == f"in place of {tmp_path / 'a'}, bytes: 2 -> 3"
     (tmp_path / "b").write_bytes(b"12")
-    assert sums(tmp_path / "b")[0].difference(first) is None  # at another place, the same content
+    assert sums(tmp_path / "b")[0].difference(first) is None  # The same content at another path.
 
 
 def test_files_among_many_have_small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_whole_files_are_divided_over_processes(
     shares = [full_checksums(groups, process=process, processes=processes) for process in range(processes)]
     assert [sum(share[number] for share in shares) % checksum.MODULUS for number in range(3)] == single
     assert progress[-1][0] == 115 and len(set(single)) == 3
-    # Parts that change places, or move to another file, are noticed.
+    # Parts that change places, or move to another file, are detected.
     paths[0].write_bytes(bytes([*range(10, 20), *range(10), *range(20, 95)]))
     changed = full_checksums(groups)
     assert changed[0] != single[0] and changed[1:] == single[1:]

@@ -1,4 +1,4 @@
-"""Reads that fail: a file cut under a run is named, errors of disks are tried again, then named."""
+"""Reads that fail: a file truncated during a run is named, errors of disks are retried, then named."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def read(source: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("remaining", [0, 1, 700])
-def test_a_file_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Path, remaining: int) -> None:
+def test_a_file_truncated_while_it_is_read_is_named(source: Any, tmp_path: Path, remaining: int) -> None:
     """Read through a memory map, this ends the process with SIGBUS."""
     size = os.path.getsize(tokens_path(tmp_path / "text"))
     os.truncate(tokens_path(tmp_path / "text"), remaining)
@@ -55,7 +55,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Pat
     assert e.value.code == 2
 
 
-def test_an_index_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Path) -> None:
+def test_an_index_truncated_while_it_is_read_is_named(source: Any, tmp_path: Path) -> None:
     os.truncate(index_path(tmp_path / "text"), 40)
     with pytest.raises(ChangedFile, match=r"row 3 of the data: .*text.idx: \d+ bytes .*, 40 now: number"):
         read(source)
@@ -103,7 +103,7 @@ def test_transient_errors_are_retried(
 
 def test_a_stale_handle_is_opened_again(source: Any, tmp_path: Path, waits: list[float], monkeypatch: Any) -> None:
     expected = read(source)
-    # The server has another file under the name now, as after a failover: the old handle would not do.
+    # The server has another file under the name now, as after a failover: the old handle would fail.
     content = tokens_path(tmp_path / "text").read_bytes()
     tokens_path(tmp_path / "text").unlink()
     tokens_path(tmp_path / "text").write_bytes(content)

@@ -51,12 +51,12 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def reading_order(document: list[int]) -> list[int]:
-    """A document as it was before it was reordered."""
+    """A document before it was reordered."""
     if PREFIX not in document:
         return document
     middle = document.index(MIDDLE)
     if document[1] == SUFFIX:
-        # Where the prefix ends and the middle begins is not marked: together they are one text.
+        # The border of prefix and middle is not marked: together they are one text.
         return document[middle + 1 :] + document[2:middle]
     suffix = document.index(SUFFIX)
     return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
@@ -64,7 +64,7 @@ def reading_order(document: list[int]) -> list[int]:
 
 def test_documents_hold_the_same_text_in_another_order(tmp_path: Path) -> None:
     documents = [[*range(n, n + 6), EOD] for n in range(0, 90, 6)]
-    # Marks of one document are as many tokens as 15 rows of 7 have too few.
+    # The marks of one document are as many tokens as 15 rows of 7 lack.
     dataset = build(fill(write(tmp_path / "c", documents), spm_rate=0.5), 7 * 15 - 1, None)
     plain = build(BlendConfig(paths=(str(tmp_path / "c"),), split="1", cache_dir=str(tmp_path / "k")), 7 * 15 - 1, None)
 
@@ -116,7 +116,7 @@ def test_padding_has_no_loss(tmp_path: Path) -> None:
     assert row["loss_mask"].tolist() == [1, 1, 1, 1, 0, 0]
 
 
-def test_fragments_are_reordered_one_by_one(tmp_path: Path) -> None:
+def test_fragments_are_reordered_separately(tmp_path: Path) -> None:
     border = 50
     files = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     document = [token for file in files for token in (*file, border)][:-1]

@@ -139,13 +139,13 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         StoredPicture(b"x", 1)
 
 
-def test_crop_is_that_of_pillow() -> None:
+def test_crop_equals_that_of_pillow() -> None:
     image = gradient(90, 70)
     result = crop_image(ArrayPicture(np.asarray(image)), Crop((10, 20, 60, 55), flip=True), (25, 35))
     expected = image.crop((10, 20, 60, 55)).resize((25, 35), Image.Resampling.BILINEAR)
     expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     assert np.asarray(result).shape == (35, 25, 3)
-    assert abs(np.asarray(result).astype(int) - np.asarray(expected)).max() <= 3  # the whole image has further pixels
+    assert abs(np.asarray(result).astype(int) - np.asarray(expected)).max() <= 3  # The whole image has more pixels.
 
 
 def test_crop_of_a_jpeg_that_is_decoded_smaller() -> None:
@@ -165,7 +165,7 @@ def test_centre() -> None:
     assert (np.asarray(result) == image[8:24, 16:32]).all()
 
 
-def test_random_crops_have_the_area_and_ratio_asked_for() -> None:
+def test_random_crops_have_the_requested_area_and_ratio() -> None:
     config, generator = CropConfig(area=(0.2, 0.6), ratio=(0.5, 2.0), flip=0.25), np.random.default_rng(0)
     crops = [random_crop((400, 300), config, generator) for _ in range(2000)]
     box = np.array([crop.box for crop in crops])
@@ -189,7 +189,7 @@ def test_classes_of_the_nearest_pixel() -> None:
 
 
 def test_operations() -> None:
-    """Each changes the image at full strength; without strength all keep it but those that have none."""
+    """Each changes the image at full strength; at strength 0 only those without a strength change it."""
     draw = np.random.default_rng(0)
     image = Image.fromarray(draw.integers(20, 200, (32, 32, 3), dtype=np.uint8))
     unchanged = [[(np.asarray(f(image, s, 1.0)) == np.asarray(image)).all() for f in OPERATIONS] for s in (0.0, 1.0)]

@@ -163,7 +163,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, make: Any, message: str) -> Non
         classes(tmp_path)
 
 
-def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         classes(tmp_path / "absent")
 
@@ -174,8 +174,8 @@ def masks(path: Path, rows: Rows = ONE_PASS, **options: Any) -> Any:
     return config.build(tokenizer=None, schema=mask_schema(), rows=rows, seed=1)
 
 
-def test_image_and_mask_are_cropped_and_flipped_alike(tmp_path: Path) -> None:
-    """Each pixel's class is its place from left to right, which its red tells too."""
+def test_image_and_mask_are_cropped_and_flipped_together(tmp_path: Path) -> None:
+    """Each pixel's class is its position from left to right, which its red value states too."""
     picture = gradient(60, 40)
     saved(tmp_path / "images" / "a.png", picture)
     places = np.broadcast_to(np.arange(60, dtype=np.uint8), (40, 60))

@@ -101,14 +101,14 @@ def header(name: str, size: bytes, kind: bytes = b"0", content: bytes = b"") -> 
         (header("a.png", b"77777777777"), "but a file in it ends at"),
     ],
 )
-def test_sizes_that_lie_are_refused(tmp_path: Path, members: bytes, message: str) -> None:
+def test_false_sizes_are_refused(tmp_path: Path, members: bytes, message: str) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(members + bytes(1024))
     with pytest.raises(UserError, match=r"0\.tar: cannot be read as a tar file: .*" + message):
         image_shards.scan(path, "label")
 
 
-def test_a_sample_of_many_files_is_left_out(tmp_path: Path) -> None:
+def test_a_sample_of_many_files_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(b"".join(header(f"a.{number}", b"0") for number in range(1200)) + bytes(1024))
     rows, unusable = image_shards.scan(path, "label")
@@ -217,7 +217,7 @@ def test_tar_files_that_cannot_be_read(tmp_path: Path) -> None:
         build(tmp_path, paths=(str(path),))
 
 
-def test_a_tar_file_that_is_cut_after_it_was_indexed(tmp_path: Path) -> None:
+def test_a_tar_file_that_is_truncated_after_it_was_indexed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", samples(0, 3))
     rows = build(tmp_path, paths=(str(path),), split="1").train
     path.write_bytes(path.read_bytes()[:600])

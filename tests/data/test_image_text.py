@@ -54,12 +54,12 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 def ids(*parts: Any) -> list[int]:
-    """Text as bytes, numbers as they are."""
+    """Text as bytes, numbers unchanged."""
     return [token for part in parts for token in (part.encode() if isinstance(part, str) else [part])]
 
 
 def check(row: Any, expected_ids: list[int], weighted: Iterable[Any]) -> None:
-    """The row is this text, shifted by one for the labels, and the loss is on these parts."""
+    """The row is this text, shifted by one for the labels, with loss on these parts."""
     length = len(row["tokens"])
     padded = np.array([*expected_ids, *[0] * (length + 1)], np.int32)
     assert row["tokens"].tolist() == padded[:length].tolist()
@@ -130,7 +130,7 @@ def test_images_in_base64(tmp_path: Path) -> None:
         assert abs(rows[row]["images"][0].astype(int) - RED).max() < 3
 
 
-def test_long_text_is_cut_but_no_image(tmp_path: Path) -> None:
+def test_long_text_is_truncated_but_no_image(tmp_path: Path) -> None:
     row = build(lines(tmp_path, {"image": "red.png", "caption": "x" * 100})).train[0]
     assert row["loss_mask"].sum() == 63 and row["tokens"][-1] == row["labels"][-1] == ord("x")
 
@@ -219,7 +219,7 @@ def test_grids_are_those_of_internvl() -> None:
             assert grid((width, height), (448, 448), most) == internvl(width, height, most, 448)
 
 
-def test_tiles_are_cut_row_by_row() -> None:
+def test_tiles_are_in_row_order() -> None:
     picture = ArrayPicture(np.asarray(gradient(24, 16)))
     tiles = tile_image(picture, (8, 8), 6)
     assert len(tiles) == 7
@@ -284,7 +284,7 @@ def test_settings() -> None:
     assert [problem.setting for problem in config.problems()] == ["tiles", "paths", "marker"]
 
 
-def test_training_needs_files_of_its_own_where_splits_have_them(tmp_path: Path) -> None:
+def test_training_needs_its_own_files_where_splits_have_files(tmp_path: Path) -> None:
     paths = lines(tmp_path, {"image": "red.png", "caption": "red"}).paths
     config = ImageTextConfig(valid_paths=paths, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"data\.train_paths is empty"):

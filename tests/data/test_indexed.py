@@ -42,7 +42,7 @@ def test_round_trip(tmp_path: Path, dtype: np.dtype) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx"]
 
 
-def test_header_is_the_published_one(tmp_path: Path) -> None:
+def test_the_header_equals_the_published_one(tmp_path: Path) -> None:
     """Byte for byte, by hand: magic, version 1, code 8, 2 sequences, 3 entries, lengths, offsets, documents."""
     write(tmp_path / "a", [[1, 2], [3]])
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 2, 1, 0, 4, 0, 1, 2)
@@ -166,7 +166,7 @@ def test_a_large_index_is_checked_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_damage_is_named_by_an_optimised_python_too(tmp_path: Path) -> None:
-    """python -O leaves out every assert."""
+    """python -O removes every assert."""
     write(tmp_path / "a", [[1, 2], [3]])
     damage(index_path(tmp_path / "a"), *FAULTS["last document"][:2])
     code = f"from megajax.data.text.indexed import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"

@@ -1,4 +1,4 @@
-"""Preprocessing that is killed, as a worker or as a whole: one message, no hang, and what is left is deleted."""
+"""Preprocessing that is killed, one worker or all of it: one message, no hang, and partial files are deleted."""
 
 import os
 import resource
@@ -43,12 +43,14 @@ def test_a_killed_worker_ends_in_one_message(tmp_path: Path, partitions: int) ->
     assert "fewer --workers" in text and only_output(tmp_path) == []
 
 
-def test_a_worker_that_ends_by_itself_is_named() -> None:
+def test_a_worker_that_exits_is_named() -> None:
     assert str(WorkerDied(3)) == "A worker process ended with exit code 3; nothing was written."
     assert str(WorkerDied(None)) == "A worker process died; nothing was written." and WorkerDied(None).code == 1
 
 
-def test_what_a_killed_process_left_is_deleted_by_the_next_and_a_living_ones_is_not(tmp_path: Path, capfd) -> None:
+def test_partial_files_of_a_killed_process_are_deleted_by_the_next_one_and_those_of_a_running_one_are_not(
+    tmp_path: Path, capfd
+) -> None:
     source = lines(tmp_path / "a.jsonl", [{"text": "some words"}] * 100_000)
     call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--tokenizer=byte", "--workers=1"]
     output = tmp_path / "out"
@@ -71,8 +73,8 @@ def test_what_a_killed_process_left_is_deleted_by_the_next_and_a_living_ones_is_
     assert only_output(tmp_path) == [*hidden, "corpus_text_document.bin", "corpus_text_document.idx"]
 
 
-def test_the_limit_of_a_files_size_is_named_and_not_the_disk(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the limit would cut the files of modules
+def test_the_file_size_limit_is_named_and_not_the_disk(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # The limit would truncate the files of modules.
     source, limits = (
         lines(tmp_path / "a.jsonl", [{"text": "words" * 100}] * 100),
         resource.getrlimit(resource.RLIMIT_FSIZE),

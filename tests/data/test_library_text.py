@@ -34,7 +34,7 @@ def f(x):
 '''
 
 
-def test_sentences_are_english_and_code_is_left_out():
+def test_sentences_are_english_and_code_is_omitted():
     expected = [
         "Return the sum of all items.",
         "The result is a new list.",
@@ -44,13 +44,13 @@ def test_sentences_are_english_and_code_is_left_out():
 
 
 def build_corpus(folder: Path) -> tuple[str, int, bytes]:
-    """What a start makes in an empty folder: the tokenizer, its size, and the token file."""
+    """The files of a first start in an empty folder: the tokenizer, its size, and the token file."""
     tokenizer = LibraryWordPieceConfig(size=400, megabytes=0.5, cache_dir=str(folder)).build()
     file = corpus(LibrarySentencesConfig(megabytes=0.5, cache_dir=str(folder)), tokenizer, seed=1)
     return tokenizer.identity, tokenizer.vocabulary_size, file.read_all().tobytes()
 
 
-def test_two_that_start_at_once_make_the_same(tmp_path: Path):
+def test_two_simultaneous_starts_write_the_same_files(tmp_path: Path):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(build_corpus, [tmp_path / "same"] * 2)
     assert first == second == build_corpus(tmp_path / "other")

@@ -100,7 +100,7 @@ def test_processes_read_the_rows_of_their_devices(sizes: tuple[int, ...], proces
 
 
 def test_resuming_and_another_batch_size() -> None:
-    """The position is the number of rows used: a larger batch goes on where the smaller one stopped."""
+    """The position is the number of rows used: a larger batch continues where the smaller one stopped."""
     sharding = layout((1, 8, 1, 1, 1))
     with load(sharding) as loader:
         batches = [next(loader) for _ in range(3)]
@@ -142,8 +142,8 @@ def test_microbatches_must_divide() -> None:
         load(layout((1, 1, 1, 1, 1)), microbatches=3)
 
 
-def test_bad_rows_arrive_as_they_are() -> None:
-    """An error in a reading thread keeps its type and text, and its turn."""
+def test_errors_of_rows_arrive_unchanged() -> None:
+    """An error in a reading thread keeps its type and text, and its place."""
 
     class Bad(Numbers):
         def __getitem__(self, row: int) -> dict[str, np.ndarray]:
@@ -199,7 +199,7 @@ def test_a_row_that_does_not_match_the_schema_is_refused(row: dict[str, Any], me
         read_rows(Wrong(), SCHEMA, 0, np.array([2, 6]))
 
 
-def test_a_value_that_does_not_count_is_no_class() -> None:
+def test_a_class_id_outside_the_range_is_refused_unless_it_does_not_count() -> None:
     schema = {"labels": Leaf("int32", (2,), (None,), below=3, ignored=255)}
     assert read_rows([{"labels": np.array([2, 255])}], schema, 0, np.array([0]))["labels"].tolist() == [[2, 255]]
     with pytest.raises(UserError, match=r"labels from 7 to 7, the model reads 0 to 2, and 255 for ignored values"):
@@ -249,7 +249,7 @@ class Documents(Numbers):
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 2), (1, 2, 2, 1, 2), (1, 8, 1, 1, 1)], ids=str)
 def test_rows_are_balanced_over_data_groups(sizes: tuple[int, ...], across: bool) -> None:
-    """Each row stands where `balance_rows` puts it, also after a resume; no process reads the rows of another."""
+    """Each row is where `balance_rows` puts it, also after a resume; no process reads the rows of another."""
     sharding, source, balancing = layout(sizes), Documents(), Balancing(RowWork(), across)
     groups = sizes[1] * sizes[2]
     with load(sharding, source=source, balancing=balancing) as loader:
@@ -269,7 +269,7 @@ def test_rows_are_balanced_over_data_groups(sizes: tuple[int, ...], across: bool
         assert ended.imbalance() is None and load(sharding).imbalance() is None
 
 
-def test_dealt_rows_of_growing_steps() -> None:
+def test_balanced_rows_of_growing_steps() -> None:
     sizes, source = {0: 8, 8: 16, 24: 24}, Documents()
     balancing = Balancing(RowWork(), across=True)
     with load(layout((1, 4, 1, 1, 2)), source=source, balancing=balancing, size_at=sizes.__getitem__) as loader:
@@ -303,7 +303,7 @@ def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: i
 
 
 class Broken(Numbers):
-    """Its disk fails at row 40, for good."""
+    """Its disk fails permanently at row 40."""
 
     tries = 0
 
@@ -315,7 +315,7 @@ class Broken(Numbers):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_what_a_reading_thread_meets_is_raised_where_its_batch_is_asked_for(threads: int) -> None:
+def test_an_error_in_a_reading_thread_is_raised_where_its_batch_is_requested(threads: int) -> None:
     config = LoaderConfig(threads=threads, prefetch=4, retries=0)
     with load(layout((1, 8, 1, 1, 1)), source=Broken(), config=config) as loader:
         for first in (0, 16):

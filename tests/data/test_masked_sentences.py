@@ -164,7 +164,7 @@ def test_spans(masking):
         assert spans == plain_spans(tokens.tolist(), masking, target, theirs)
 
 
-def test_rows_are_what_their_arrays_say(tmp_path):
+def test_rows_match_their_arrays(tmp_path):
     data = build(write(tmp_path / "text", corpus(np.random.default_rng(2))), tmp_path)
     flat, outcomes = data.tokens.read_all(), set()
     for number in range(len(data)):

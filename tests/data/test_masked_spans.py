@@ -80,14 +80,14 @@ def test_rows_fill_their_own_blanks(prefix):
     assert longest > 3
 
 
-def test_what_has_no_room_is_cut(prefix):
+def test_text_beyond_the_row_is_truncated(prefix):
     data = build(prefix, decoder=4, pieces=tokenizer(sentinels=(99,)), mask_probability=0.5)
     rows = [data[number] for number in range(60)]
     assert max(row["loss_mask"].sum() for row in rows) == 4
     assert all(np.isin(row["encoder_tokens"], 99).sum() <= 1 for row in rows)
 
 
-def test_tokenizers_that_do_not_fit(prefix):
+def test_unsuitable_tokenizers(prefix):
     with pytest.raises(UserError, match=r"masked spans need .* has no bos token"):
         build(prefix, pieces=tokenizer(specials={"eos": EOS}))
     with pytest.raises(UserError, match=r"need sentinels, .* pieces has none. Set tokenizer.extra_ids=100"):

@@ -81,7 +81,7 @@ def test_both_files_of_pairs(tmp_path):
     assert f"--output-prefix {tmp_path}/a --tokenizer=byte --json-keys de en --pairs" in text
 
 
-def test_the_tokenizer_below_images(tmp_path):
+def test_the_tokenizer_below_image_tokens(tmp_path):
     tokenizer = MultimodalTokenizerConfig(base=SentencePieceTokenizerConfig(path=f"{tmp_path}/a.model"))
     text = refusal(BlendConfig(paths=(f"{tmp_path}/b_text_document",)), tokenizer)
     assert f"--tokenizer=sentencepiece --vocab-file={tmp_path}/a.model" in text

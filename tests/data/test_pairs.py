@@ -64,7 +64,7 @@ def test_the_encoder_reads_one_text_and_the_decoder_writes_the_other(prefix):
     assert PairsConfig().leaves() == MaskedSpansConfig().leaves()
 
 
-def test_each_pass_has_an_order_of_its_own():
+def test_each_pass_has_its_own_order():
     once = shuffled_passes((5, 12), None, seed=1)
     numbers = shuffled_passes((5, 12), 15, seed=1)
     assert len(numbers) == 21 and (numbers[:7] == once).all() and (numbers[7:14] != once).any()

@@ -1,4 +1,4 @@
-"""A run that repeats its corpus says how often."""
+"""A run that repeats its corpus reports the number of passes."""
 
 from pathlib import Path
 

@@ -314,7 +314,7 @@ def test_progress(monkeypatch):
 
 @pytest.fixture
 def own_signals():
-    """Give SIGTERM back to whoever had it."""
+    """Restore the previous handler of SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

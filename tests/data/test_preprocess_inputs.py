@@ -44,7 +44,7 @@ def corpus(tmp_path_factory) -> list[Path]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_partitions_write_what_one_does(corpus, tmp_path, rule):
+def test_partitions_write_the_same_as_one(corpus, tmp_path, rule):
     expected = content(preprocess(job(tmp_path, *corpus, rule=RULES[rule])).prefixes[0])
     for count in (3, 17):
         partitioned = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=3000)
@@ -65,7 +65,7 @@ def test_partitions_of_json_lines_in_processes(tmp_path):
     assert result.workers == 2 and result.counts == expected.counts
 
 
-def test_partitions_are_of_about_the_same_size(tmp_path):
+def test_partitions_have_about_the_same_size(tmp_path):
     for name, count in (("a", 900), ("b", 100), ("c", 500)):
         lines(tmp_path / f"{name}.jsonl", [{"text": "x" * 80}] * count)
     files = find_files([str(tmp_path)])
@@ -107,7 +107,7 @@ def test_only_invalid_rows(tmp_path):
         preprocess(job(tmp_path, tmp_path / "a.jsonl", on_error="skip"))
 
 
-def test_text_that_the_tokenizer_refuses_is_left_out_under_every_key(tmp_path):
+def test_text_that_the_tokenizer_refuses_is_skipped_under_every_key(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"a": "1", "b": "2"}, {"a": "3", "b": "x"}, {"a": "4", "b": "5"}])
     numbers = NullTokenizerConfig(vocabulary_size=9)
     result = preprocess(job(tmp_path, source, keys=("a", "b"), tokenizer=numbers, on_error="skip", append_eod=False))
@@ -133,7 +133,7 @@ def table(path, columns, rows_per_group=None):
 
 
 @pytest.mark.parametrize("options", [{}, {"partitions": 3}])
-def test_parquet_is_read_as_json_lines_are(tmp_path, options):
+def test_parquet_equals_json_lines(tmp_path, options):
     records = [{"text": f"猫 {number}" * (number % 4), "title": str(number), "n": number} for number in range(90)]
     source = lines(tmp_path / "a.jsonl", records)
     expected = preprocess(job(tmp_path, source, keys=("title", "text")))
@@ -153,7 +153,7 @@ def test_kinds_of_text_columns(tmp_path):
         assert texts(result.prefixes[0]) == ["a", "猫", "a"]
 
 
-def test_parquet_that_is_wrong(tmp_path):
+def test_invalid_parquet(tmp_path):
     def message(columns, **options):
         source = table(tmp_path / "a.parquet", columns, rows_per_group=2)
         with pytest.raises(UserError) as caught:
@@ -235,7 +235,7 @@ def test_pairs_of_keys(tmp_path):
     assert [read(prefix) for prefix in result.prefixes] == [[[[97, EOD]]], [[[49, EOD]]]]
 
 
-def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_would_exhaust_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of a few kilobytes may have a line of gigabytes."""
     monkeypatch.setattr(text_formats, "LIMITS", Limits(bytes=2**20))
     monkeypatch.setattr(text_formats, "PIECE_BYTES", 2**16)

@@ -1,4 +1,4 @@
-"""Lines of progress appear only where something takes long, and not too often."""
+"""Lines of progress appear only for long work, and not too often."""
 
 import io
 

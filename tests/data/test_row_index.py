@@ -52,7 +52,7 @@ def test_equals_a_walk(lengths: list[int], sequence_length: int, rows: int | Non
         return
     index = build_index(sizes, request, "x")
     if rows is None and total < extra + (sequence_length if drop_last else 1):
-        rows = 1  # repeated until a row is full
+        rows = 1  # Repeated until a row is full.
     stream = len(index.documents) // len(lengths) * total - extra
     expected = stream // sequence_length if drop_last else -(-stream // sequence_length)
     assert len(index.shuffle) == expected >= (rows or 0)
@@ -78,7 +78,7 @@ def test_chunks_do_not_change_an_index(monkeypatch: pytest.MonkeyPatch, chunk: i
 
 
 def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arrays, 10 MB, lie in the file."""
+    """The arrays, 10 MB, are in the file."""
     monkeypatch.setattr(index_module, "CHUNK", 1 << 14)
     lengths = np.full(1_000_000, 3, np.int32)
     wanted = IndexRequest(first=0, last=len(lengths), rows=None, sequence_length=6, seed=1)

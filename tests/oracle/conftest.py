@@ -1,4 +1,4 @@
-"""Where the reference values are (MEGAJAX_ORACLE_DIR, or ../shared/oracle beside the repository); how many agreed."""
+"""Location of the reference values (MEGAJAX_ORACLE_DIR, or ../shared/oracle beside the repository) and a summary."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,7 +21,7 @@ def outcome_of(report: Any) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many cases of each kind agreed: `oracle numerics: 5 passed, 9 unsupported`."""
+    """Number of cases of each kind that agreed: `oracle numerics: 5 passed, 9 unsupported`."""
     counts: dict[str, Counter[str]] = {}
     for report in (report for actual in terminalreporter.stats.values() for report in actual):
         file = Path(getattr(report, "nodeid", "").partition("::")[0])

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers: opened by the package, as arrays of ours, and written back."""
+"""Checkpoints of transformers: opened by the package, as our arrays, and written back."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def folders(accepted: Callable[[str], bool]) -> list[str]:
 
 
 def opened(folder: Path) -> HuggingFaceModel:
-    """The model of a folder, whose config.json and tensors survive the way to ours and back."""
+    """The model of a folder, whose config.json and tensors survive a round trip."""
     try:
         model = open_model(folder)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The folder of reference values: its cases, why a case is left out, and comparing with all differences shown."""
+"""The folder of reference values: its cases, reasons for skipped cases, and comparisons that show all differences."""
 
 import json
 import os
@@ -13,30 +13,30 @@ FOLDER = Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / "
 
 
 def load_json(name: str) -> Any:
-    """What a file of the folder holds; {} where there is none."""
+    """The content of a file of the folder; {} if there is none."""
     path = FOLDER / name
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def load_arrays(name: str) -> dict[str, np.ndarray]:
-    """Arrays of a file that must be there."""
+    """Arrays of a required file."""
     with np.load(FOLDER / name) as stored:
         return dict(stored)
 
 
 def cases(actual: Iterable[str]) -> list[Any]:
-    """Parameters of a test, or one skip that says why there are none."""
+    """Parameters of a test, or one skip with the reason."""
     reason = f"nothing of this kind at {FOLDER}: set MEGAJAX_ORACLE_DIR"
     return sorted(actual) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
 
 
 def unsupported(what: str) -> NoReturn:
-    """Leave the case out: MegaJAX does not have this yet."""
+    """Skip the case: MegaJAX does not have this yet."""
     pytest.skip(f"unsupported: {what}")
 
 
 class Settings:
-    """Settings that are read one by one; those that nothing read make the case unsupported."""
+    """Settings that are read one by one; unread settings make the case unsupported."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.left = dict(values)
@@ -53,7 +53,7 @@ class Settings:
         return value
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """What is left must be off or have no effect on the numbers: all these runs are on one device."""
+        """The remaining settings must be off or have no effect on the numbers: all these runs are on one device."""
         for name, value in self.left.items():
             alone = name.endswith("_parallel_size") and value == 1
             if name not in ignored and not alone and value is not None and value is not False:
@@ -61,7 +61,7 @@ class Settings:
 
 
 class Comparison:
-    """Gathers every difference of a case before it fails, so that one run shows them all."""
+    """Collects every difference of a case before it fails, so that one run shows them all."""
 
     def __init__(self, case: str):
         self.case, self.worst, self.failures = case, dict[str, float](), list[str]()
@@ -106,7 +106,7 @@ class Comparison:
             self.failures.append(f"{kind}: {message}")
 
     def finish(self) -> None:
-        """Print the largest relative difference of each kind (`-rP` shows them); fail when anything was off."""
+        """Print the largest relative difference of each kind (`-rP` shows them); fail if any comparison failed."""
         print(f"{self.case}: " + ", ".join(f"{kind} {worst:.2g}" for kind, worst in self.worst.items()))
         assert self.worst or self.failures, f"nothing was compared for {self.case}"
         assert not self.failures, f"{self.case}: {len(self.failures)} differences\n" + "\n".join(self.failures)

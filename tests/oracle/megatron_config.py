@@ -1,4 +1,4 @@
-"""Megatron-LM's settings as MegaJAX configs; what MegaJAX does not have yet leaves the case out."""
+"""Megatron-LM's settings as MegaJAX configs; unsupported settings skip the case."""
 
 import shlex
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, Sched
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
 
 WITHOUT_EFFECT = {
-    # Memory, speed, initial values that are replaced, or float16 alone.
+    # Memory, speed, replaced initial values, or float16 only.
     "attention_backend", "autocast_dtype", "cross_entropy_fusion_impl", "cross_entropy_loss_fusion",
     "fp16_lm_cross_entropy", "log_max_attention_logit", "memory_efficient_layer_norm", "post_process", "pre_process",
     "scatter_embedding_sequence_parallel", "sequence_parallel", "test_mode", "transformer_impl", "variable_seq_lengths",
@@ -83,7 +83,7 @@ def decoder_config(
         core.only(name, 0.0)
     for name in ("vocab_size", "max_sequence_length", "position_embedding_type"):
         outer.take(name)
-    core.take("calculate_per_token_loss")  # how gradients are averaged is the caller's affair
+    core.take("calculate_per_token_loss")  # The caller decides how gradients are averaged.
     core.finish(WITHOUT_EFFECT)
     outer.finish(WITHOUT_EFFECT)
     return decoder
@@ -134,7 +134,7 @@ def _mamba(core: Settings, hidden: int) -> Mamba2Config:
 
 
 def _prediction(blocks: list[BlockConfig], depth: int, factor: float) -> PredictionConfig:
-    """Windows and rotation are those of the first layers, by which its blocks are numbered; the rest of the last."""
+    """Windows and rotation of the first layers number its blocks; the other settings are those of the last layers."""
     if any(block.mixer != blocks[0].mixer for block in blocks[:depth]):
         unsupported("blocks of multi-token prediction that differ")
     block = replace(blocks[0], mlp=blocks[-1].mlp)
@@ -158,7 +158,7 @@ def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:
 
 
 def _windowed_layers(core: Settings, layers: int, length: int) -> list[int | None]:
-    """The window of each layer; one that no row fills is none."""
+    """The window of each layer; a window as long as the row is none."""
     size, every = core.take("window_size"), core.take("window_attn_skip_freq")
     if size is None:
         return [None] * layers
@@ -201,7 +201,7 @@ def attention_config(core: Settings, outer: Settings, norm: NormConfig, bias: bo
 
 
 def _latent(core: Settings, outer: Settings, norm: NormConfig, bias: bool) -> LatentAttentionConfig:
-    """Settings and defaults of a MLATransformerConfig; the model's own about positions are not used."""
+    """Settings and defaults of a MLATransformerConfig; the model's own settings of positions are not used."""
     outer.take("rotary_base")
     outer.take("rotary_percent")
     given = core.left.get("q_lora_rank", 512)
@@ -220,7 +220,7 @@ def _latent(core: Settings, outer: Settings, norm: NormConfig, bias: bool) -> La
     core.take("kv_channels")
     core.take("num_query_groups")
     core.take("add_qkv_bias")
-    # Scores are scaled so whatever the kind, and muP or the config itself says.
+    # Scores have this scale for any kind, and muP or the config overrides it.
     core.take("softmax_scale")
     scale = yarn.mscale_factor(yarn.mscale_all) ** 2 * (content + place) ** -0.5
     if kind == "rope":
@@ -262,12 +262,12 @@ def _rope(core: Settings, outer: Settings, length: int) -> RopeConfig | None:
             fast=float(given.get("beta_fast", 32.0)),
             slow=float(given.get("beta_slow", 1.0)),
             rounded=given.get("correction_range_round_to_int", True),
-            # One alone has no effect.
+            # A single one has no effect.
             mscale=given["mscale"] if both else None,
             mscale_all=given["mscale_all_dim"] if both else None,
         )
         return RopeConfig(base=float(base), scaling=scaling)
-    # Megatron-LM has the other numbers of the stretch fixed.
+    # Megatron-LM fixes the other numbers of the stretch.
     scaling = Llama3ScalingConfig(factor=factor, low=1.0, high=4.0, original=8192) if stretched else None
     return RopeConfig(
         base=float(base), scaling=scaling, fraction=share, interleaved=interleaved, interpolation=float(interpolation)
@@ -411,7 +411,7 @@ FLAGS_WITHOUT_COUNT = {
 
 
 def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -> tuple[DecoderConfig, dict[str, Any]]:
-    """The shapes a command line asks for, and all its flags; without positions and biases, which nothing counts."""
+    """The shapes of a command line, and all its flags; without positions and biases, which no count includes."""
     flags = Settings(flags_of(line))
     heads, groups = int(flags.take("num_attention_heads")), int(flags.take("num_query_groups", 1))
     norm = (RMSNormConfig if flags.take("normalization", "LayerNorm") == "RMSNorm" else LayerNormConfig)()
@@ -447,7 +447,7 @@ def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -
 
 
 def memory_setting(flags: Mapping[str, Any], layers: int, *, data: int, microbatches: int | None) -> MemorySetting:
-    """How the flags of a command line share a model of so many layers."""
+    """How the flags of a command line distribute a model with this many layers."""
     tensor, stages = (int(flags.get(f"{name}_model_parallel_size", 1)) for name in ("tensor", "pipeline"))
     virtual, each = (
         flags.get("num_virtual_stages_per_pipeline_rank"),

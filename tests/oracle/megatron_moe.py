@@ -22,7 +22,7 @@ LOGGED = {
 }
 """What Megatron-LM logs -> what a router reports."""
 WITHOUT_EFFECT = {
-    # How tokens get to experts, memory, kernels, precision above float32, logging.
+    # How tokens reach experts, memory, kernels, precision above float32, logging.
     "moe_token_dispatcher_type", "moe_pad_expert_input_to_capacity", "moe_router_dtype", "moe_shared_expert_overlap",
     "moe_per_layer_logging", "moe_permute_fusion", "moe_router_fusion", "moe_router_aux_loss_fusion",
     "moe_layer_recompute", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_enable_deepep",
@@ -59,7 +59,7 @@ COUNTED = {"moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermed
 
 
 def flag_mixtures(flags: Settings, mlp: MLPConfig, layers: int) -> list[MLPConfig | MoEConfig]:
-    """The same of a command line, whose flags have text; what changes no shape is left out."""
+    """The same for a command line, whose flags are text; flags without an effect on shapes are omitted."""
     given = {name: flags.take(name) for name in list(flags.left) if name.startswith("moe_")}
     shapes = {name: int(value) for name, value in given.items() if name in COUNTED and value is not None}
     others = {name: given[name] for name in ("moe_layer_freq", "moe_shared_expert_gate") if name in given}
@@ -70,7 +70,7 @@ def flag_mixtures(flags: Settings, mlp: MLPConfig, layers: int) -> list[MLPConfi
 
 
 def layers_with_experts(every: int | list[int] | str, layers: int) -> list[bool]:
-    """Which layers are mixtures of experts, by `moe_layer_freq`: every so many from the first, or one by one."""
+    """Which layers are mixtures of experts, by `moe_layer_freq`: every n-th from the first, or a list."""
     if isinstance(every, str):
         every = pattern(every)
     if isinstance(every, int):
@@ -91,7 +91,7 @@ def pattern(text: str) -> int | list[int]:
 
 
 def router(core: Settings, bias: bool) -> RouterConfig:
-    """bias: whether linear layers have biases, which routers then have too."""
+    """bias: whether linear layers have biases; routers then have them too."""
     kinds, weights = core.take("moe_router_load_balancing_type", "aux_loss"), core.take("moe_aux_loss_coeff", 0.0)
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     weights = [weights] * len(kinds) if isinstance(weights, int | float) else list(weights)

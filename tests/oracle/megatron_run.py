@@ -1,4 +1,4 @@
-"""A decoder with given weights on one device, asked by the paths training and inference take."""
+"""A decoder with given weights on one device, evaluated by the code of training and inference."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +68,7 @@ class OneDevice:
         return {path: np.zeros(spec.shape, np.float32) for path, spec in self.declared.items()}
 
     def checked(self, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The weights, once their paths and shapes are those of the model."""
+        """The weights, after a check that their paths and shapes are those of the model."""
         shapes = {path: spec.shape for path, spec in self.declared.items()}
         assert {path: w.shape for path, w in params.items()} == shapes
         return dict(params)
@@ -135,17 +135,17 @@ class OneDevice:
         return self(compute, self.checked(params), tokens)
 
     def context(self, tokens: Any) -> Context:
-        """That of training where it matters: theirs were in training mode."""
+        """The loss of training where it matters: the reference ran in training mode."""
         index, keys = jnp.arange(tokens.shape[1]), jnp.zeros((tokens.shape[0], 2), jnp.uint32)
         training = self.cfg.has_dropout()
         return Context(jnp.broadcast_to(index[None], tokens.shape), index, row_keys=keys if training else None)
 
     def kept(self) -> dict[str, np.ndarray]:
-        """What a fresh state keeps of observations, by path."""
+        """Observations of a fresh state, by path."""
         return {path: np.zeros(spec.observed().shape(spec.shape), np.float32) for path, spec in self.observed.items()}
 
     def read(self, kept: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """What layers read of it. kept: what is not as in a fresh state."""
+        """What layers read of it. kept: entries that differ from a fresh state."""
         state = {**self.kept(), **kept}
         return {path: self.observed[path].observed().used(x, jnp.ones(())) for path, x in state.items()}
 
@@ -160,7 +160,7 @@ class OneDevice:
         return accumulate(weights, parts, self.mesh)
 
     def gradients(self, params: Mapping[str, np.ndarray], batch: Batch, average: Average) -> dict[str, Any]:
-        """The training step's gradients by path, the loss they are of, and the loss that is reported."""
+        """The training step's gradients by path, their loss, and the reported loss."""
         rows = next(iter(batch.values())).shape[1]
         out = self(self.grad_fn(average, rows, batch), self.checked(params) | self.kept(), batch, jnp.ones(()))
         total, tokens = out.metrics["loss"]
@@ -176,7 +176,7 @@ class OneDevice:
         }
 
     def routers(self, observed: Mapping[str, np.ndarray]) -> dict[int, dict[str, float]]:
-        """Layer -> what its router reported, summed over microbatches; blocks behind the stack come after it."""
+        """Layer -> its router's report, summed over microbatches; blocks behind the stack come after it."""
         actual = {}
         for path, seen in observed.items():
             if path.endswith(".report.sum"):
@@ -219,7 +219,7 @@ class Trainer:
         self.optimizer = optimizer.build(model.declared, model.layout.plan, model.cfg.width_ratio())
         self.schedule = schedule
         shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh, model.observed)
-        # All of a fresh state but its weights is zero, and the loss scale one: drawing weights would only cost time.
+        # Everything in a fresh state except weights is zero, and the loss scale is one: drawing weights would only cost time.
         shapes = jax.eval_shape(lambda: fresh_state(model.declared, self.optimizer, 0, observed=model.observed))
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         state = replace(zeros, params=model.checked(params), loss_scale=np.ones((), np.float32))
@@ -236,7 +236,7 @@ class Trainer:
         self.train_step = compiled(plain_step(parts), parts)
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """One step -> what it reported."""
+        """One step -> its report."""
         with jax.set_mesh(self.model.mesh), jax.default_matmul_precision("highest"):
             self.state, metrics = self.train_step(self.state, batch)
         return {name: float(value) for name, value in metrics.items() if value.ndim == 0}

@@ -1,4 +1,4 @@
-"""Weights by Megatron-LM's names: the rule their values come from, and the way to MegaJAX's paths and back."""
+"""Weights by Megatron-LM's names: the rule of their values, and the mapping to MegaJAX's paths and back."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ ORDER = (
     "A_log", "D", "in_proj", "norm", "out_proj", "final_layernorm", "final_norm", "lm_head", "dense", "layer_norm",
     "output_layer", "binary_head", "pooler", "weight", "bias",
 )  # fmt: skip
-"""Parts of names in the order in which Megatron-LM's modules are made, which is that of its named_parameters()."""
+"""Parts of names in the order in which Megatron-LM's modules are created, which is that of its named_parameters()."""
 
 
 def tensors(cfg: Any) -> dict[str, Mapped]:
@@ -59,7 +59,7 @@ def images_table(cfg: VisionTowerConfig) -> Sequence[Row]:
 
 
 def to_megatron(cfg: Any, ours: Arrays) -> dict[str, np.ndarray]:
-    """Our weights, or gradients, by path -> theirs by name. Padding of ours goes."""
+    """Our weights, or gradients, by path -> theirs by name, without our padding."""
     return {
         name: one.from_weights([np.asarray(ours[piece.path])[piece.index] for piece in one.pieces])
         for name, one in tensors(cfg).items()

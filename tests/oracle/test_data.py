@@ -1,4 +1,4 @@
-"""Rows, indices, blends, files and sample order against what Megatron-LM computed: every case found in the folder."""
+"""Rows, indices, blends, files and sample order against Megatron-LM's: every case found in the folder."""
 
 import json
 import os
@@ -43,7 +43,7 @@ INDICES, SAMPLES, BLENDS = (load_arrays(f"gpt_{kind}.npz") for kind in ("indices
 
 
 def cases(actual: Any) -> list[Any]:
-    """Parameters of a test, or one skip that says why there are none."""
+    """Parameters of a test, or one skip with the reason."""
     reason = f"nothing of this kind at {FOLDER}: set MEGAJAX_ORACLE_DIR"
     return sorted(actual) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
 
@@ -71,7 +71,7 @@ def build(case: dict[str, Any], cache: Path, length: int, sizes: list[int | None
 
 
 def asked(case: dict[str, Any], sizes: list[int | None]) -> list[int | None]:
-    """Rows per split; none of those that the original did not build."""
+    """Rows per split; none for splits that the original did not build."""
     return [0 if case["splits"].get(name) is None else size for name, size in zip(NAMES, sizes, strict=True)]
 
 
@@ -99,7 +99,7 @@ def test_index(key: str, cache: Path) -> None:
             assert actual.dtype.name == expected["dtypes"][list(ARRAYS).index(theirs)]
             array = INDICES.get(f"{key}/{name}/{theirs}")
             if array is not None:
-                # Some sample indices are stored without all but their last rows.
+                # Some sample indices are stored without their last rows.
                 np.testing.assert_array_equal(actual[-len(array) :], array)
                 compared += 1
     assert compared
@@ -273,7 +273,7 @@ def test_sample_order(key: str) -> None:
         for first in range(consumed, consumed + whole * micro * shards, microbatches * micro * shards):
             rows += layout.block(first + layout.offsets, index).tolist()
         assert rows == expected[:whole]
-    # A last group that is not full (drop False) is not formed: a source with too few rows is an error.
+    # A last incomplete group (drop False) is not formed: a source with too few rows is an error.
     assert len(expected) - whole == (0 if match[6] == "True" or (total - consumed) % (micro * shards) == 0 else 1)
 
 

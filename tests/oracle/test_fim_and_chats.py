@@ -1,4 +1,4 @@
-"""Rows with their middle at the end, and of chats, against what Megatron-LM computed: every case in the folder."""
+"""Fill-in-the-middle rows and chats against Megatron-LM's: every case in the folder."""
 
 import json
 import re

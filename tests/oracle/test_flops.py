@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and memory by formula, against Megatron-LM's count and report."""
+"""FLOPs of a step, and memory by formula, against Megatron-LM's count and report."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def test_operations(case: str) -> None:
         compare.check("operations", each.causal * cfg.sequence_length * rows, stored, TOLERANCE, name=f"of {rows} rows")
     packed = theirs.get("flops_packed_example")
     if packed:
-        # The causal half of core attention is what the two counts differ by.
+        # The two counts differ by the causal half of core attention.
         core = (each.full - each.causal) / cfg.sequence_length
         actual = (2 * each.causal - each.full) * packed["total_real_tokens"] + core * packed["seqlen_squared_sum"]
         compare.check("operations", actual, packed["value"], TOLERANCE, name="of packed rows")

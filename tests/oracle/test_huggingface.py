@@ -20,10 +20,10 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     rows, (params, kept) = np.concatenate([ids, greedy]), arrays(opening)
     actual = OneDevice(opening.model).forward(params, rows, np.roll(rows, -1, axis=1), kept)
     compare.check("logits", actual["logits"][: len(ids)], io["logits"], TOLERANCE)
-    # Their balancing loss takes all layers as one; ours is of each layer.
+    # Their balancing loss treats all layers as one; ours is per layer.
     extra = opening.config["router_aux_loss_coef"] * float(io["aux_loss"]) if "aux_loss" in io else 0.0
     compare.check("loss", actual["per_token_loss"][: len(ids), :-1].mean(), io["loss"] - extra, TOLERANCE)
-    # Each next token is the likeliest after those before it, hence the whole text is what greedy decoding gives.
+    # Each next token is the likeliest after those before it, so the whole text equals greedy decoding.
     prompt = greedy.shape[1] - 8
     np.testing.assert_array_equal(greedy[:, :prompt], ids[:, :prompt])
     np.testing.assert_array_equal(actual["logits"][len(ids) :, prompt - 1 : -1].argmax(-1), greedy[:, prompt:])

@@ -14,7 +14,7 @@ FOLDERS = sorted(path.parent for path in (FOLDER / "hf").glob("*/config.json"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_run_gives_the_folder_back(folder: Path, tmp_path: Path) -> None:
+def test_a_run_reproduces_the_folder(folder: Path, tmp_path: Path) -> None:
     def advance(elements: int) -> None:
         del elements
 

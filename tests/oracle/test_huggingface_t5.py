@@ -29,7 +29,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
         "tokens": shifted,
         "labels": np.where(counted, labels, 0),
         "loss_mask": counted.astype(np.float32),
-        # Theirs hides no padding of the decoder.
+        # Theirs does not mask padding of the decoder.
         "segment_ids": np.ones_like(labels),
     }
 

@@ -38,7 +38,7 @@ CASES = {
 
 
 def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
-    """By the rule that the reference model's were made by."""
+    """By the rule of the reference model's weights."""
     described = load_json(f"numerics/{kind}_meta.json")
 
     def shapes(name: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ HYBRIDS = [name for name, meta in OTHERS.items() if "hybrid_layer_pattern" in me
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """By the rule, which hybrids change for three kinds afterwards."""
+    """By the rule, which hybrids modify for three kinds afterwards."""
     ruled, kind = weight_by_rule(name, shape), name.rsplit(".", 1)[-1]
     changed = {"D": 1 + ruled, "dt_bias": ruled - 2}
     if kind == "A_log":

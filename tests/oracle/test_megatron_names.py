@@ -1,4 +1,4 @@
-"""Settings and weights of Megatron-LM's that no stored case has: what they lead to; weights come back whole."""
+"""Megatron-LM's settings and weights without a stored case: the resulting configs; weights survive a round trip."""
 
 from typing import Any
 
@@ -48,11 +48,11 @@ def model(case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_weights_go_there_and_back(case):
+def test_weights_round_trip(case):
     device = OneDevice(model(case))
     rng = np.random.default_rng(0)
     ours = {path: rng.normal(size=w.shape).astype(np.float32) for path, w in device.zeros().items()}
-    # Rows of padding are not theirs.
+    # Padding rows are not theirs.
     ours["tokens"][device.cfg.vocabulary_size :] = 0
     back = to_ours(device.cfg, to_megatron(device.cfg, ours))
     assert back.keys() == ours.keys()

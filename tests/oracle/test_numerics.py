@@ -39,9 +39,9 @@ def half_a_unit(rounded: np.ndarray) -> np.ndarray:
 def check_gradients(
     compare: Comparison, stored: dict[str, np.ndarray], grads: dict[str, np.ndarray], noise: set[str]
 ) -> None:
-    """Whole where they are stored whole, and 32 values, norm, sum and largest value of each.
+    """Whole arrays where they are stored, and 32 values, norm, sum and largest value of each.
 
-    noise: weights the loss does not depend on, whose gradients are rounding errors on both sides.
+    noise: weights without effect on the loss, whose gradients are rounding errors on both sides.
     """
     every = float(np.sqrt(np.sum(stored["grad_stats"][:, 0] ** 2)))
     for row, name in enumerate(grads):
@@ -59,7 +59,7 @@ def check_gradients(
         norm, total, largest = stored["grad_stats"][row]
         compare.check("gradient values", ours[0][row], stored["grad_strided"][row], GRADIENTS, name=name, scale=largest)
         compare.check("gradient norm", ours[1][row, 0], norm, GRADIENTS, name=name)
-        # A sum of values of both signs is no larger than its terms allow.
+        # A sum of values of both signs is bounded by its terms.
         compare.check("gradient sum", ours[1][row, 1], total, GRADIENTS, name=name, scale=norm)
         compare.check("gradient maximum", ours[1][row, 2], largest, GRADIENTS, name=name)
     compare.check(
@@ -91,7 +91,7 @@ def check_hidden(compare: Comparison, stored: dict[str, np.ndarray], actual: dic
 
 
 def check_weights(compare: Comparison, stored: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> None:
-    """The rule gave the values that were used."""
+    """The rule gives the values of the reference."""
     compare.check("weights", stats(weights), stored["weight_stats"], 1e-9)
     for name in weights:
         if f"weight/{name}" in stored:
@@ -101,12 +101,12 @@ def check_weights(compare: Comparison, stored: dict[str, np.ndarray], weights: d
 def check_losses(
     compare: Comparison, stored: dict[str, np.ndarray], meta: dict[str, Any], actual: dict[str, Any]
 ) -> None:
-    """What is minimised, and what is reported: the mean over all tokens."""
+    """The minimised loss, and the reported one: the mean over all tokens."""
     sums = stored["loss_sum_and_ntokens_per_microbatch"].astype(np.float64)
     compare.check("reported loss", actual["reported"], sums[:, 0].sum() / sums[:, 1].sum(), LOGITS)
     main = actual["minimised"]
     if actual["ahead"] and meta["micro"] == 1:
-        # Theirs leaves out what predicts further ahead; it is logged apart.
+        # Theirs excludes further predictions; they are logged separately.
         tracked = np.array(meta["mtp_tracker"]["loss_values"])
         compare.check("losses further ahead", actual["ahead"], tracked, LOGITS)
         main = main - meta["config"].get("mtp_loss_scaling_factor", 0.1) * np.mean(actual["ahead"])
@@ -117,7 +117,7 @@ def check_losses(
 
 
 def check_routers(compare: Comparison, meta: dict[str, Any], actual: dict[int, dict[str, float]]) -> None:
-    """The losses that balance routers, of each layer, summed over microbatches; theirs are 0 without a router."""
+    """The balancing losses of each layer's router, summed over microbatches; theirs are 0 without a router."""
     for logged, values in (meta.get("moe_aux_losses") or {}).items():
         ours = [actual[layer][LOGGED[logged]] if layer in actual else 0.0 for layer in range(len(values))]
         compare.check("router losses", ours, values, LOGITS, name=logged)

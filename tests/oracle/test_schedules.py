@@ -1,4 +1,4 @@
-"""Learning rates, weight decay and batch sizes against what Megatron-LM's classes said, row by row."""
+"""Learning rates, weight decay and batch sizes against Megatron-LM's classes, row by row."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_rates(case: str) -> None:
         ours = jax.jit(jax.vmap(lambda n, group=group: schedule.rates(n, end, group)))(samples.astype(np.int32))
         for kind, rates in zip(("lr", "wd"), ours, strict=True):
             theirs = stored[f"{case}/{kind}"].reshape(len(samples), -1)[:, place]
-            # Their last sample of the decay is what is left of rounding in float64.
+            # Their last sample of the decay is a rounding error of float64.
             np.testing.assert_allclose(rates, theirs, rtol=TOLERANCE, atol=1e-15, err_msg=f"{kind}, group {place}")
 
 
@@ -61,7 +61,7 @@ def rates_group(settings: dict[str, Any]) -> Group:
 def test_microbatches(case: str) -> None:
     row, kind = numbered(COUNTS)[case], case.partition("-")[0]
     batch = batch_config(kind, row)
-    # Before the run, what is wrong with any of the sizes is known; nor may they shrink, which theirs finds in the run.
+    # Here, invalid sizes are reported before the run, and sizes may not decrease; theirs reports both during the run.
     ramp = [] if batch.ramp is None else batch.ramp.problems()
     problems = ramp + batch.problems() + batch.replica_problems(row["dp"])
     if "error" in row and "divi" not in row["error"] and "at least 1" not in row["error"]:
@@ -78,7 +78,7 @@ def test_microbatches(case: str) -> None:
     for consumed, nominal, running, microbatches in rows_of(row):
         assert sizes.nominal(consumed) == nominal, f"at {consumed}"
         if nominal in uneven:
-            # Unchecked, they leave rows out that are counted as read; here it is an error.
+            # Unchecked, they skip rows that count as read; here it is an error.
             with pytest.raises(UserError, match="not divisible"):
                 sizes.at(consumed)
             continue
@@ -88,7 +88,7 @@ def test_microbatches(case: str) -> None:
 
 
 def refused(sizes: BatchSizes) -> None:
-    """Some size of the run cannot be had."""
+    """Some size of the run is impossible."""
     with pytest.raises(UserError, match="not divisible"):
         sizes.sizes()
 
@@ -100,7 +100,7 @@ def shrinks(row: dict[str, Any]) -> bool:
 
 
 def rows_of(row: dict[str, Any]) -> list[list[int]]:
-    """(consumed, global batch, running batch, microbatches), as many as there were before an error."""
+    """(consumed, global batch, running batch, microbatches), up to the first error."""
     if "rows" in row:
         return row["rows"]
     return [] if "error" in row else [[0, row["current"], row["running"], row["num_micro_batches"]]]

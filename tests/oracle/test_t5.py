@@ -61,7 +61,7 @@ def t5_config(meta: dict[str, Any], rows: dict[str, np.ndarray]) -> T5Config:
 
 
 def sizes_of_tables(outer: Settings) -> list[str]:
-    """Settings about relative positions, which the case also says outside."""
+    """Settings of relative positions, which the case states outside too."""
     return [name for name in outer.left if name.startswith("relative_attention_")]
 
 

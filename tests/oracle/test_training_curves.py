@@ -19,7 +19,7 @@ RUNS = load_json("numerics/train_runs.json")
 
 
 def first_seed(run: dict[str, Any]) -> int:
-    """Seed of the first microbatch; they follow one another."""
+    """Seed of the first microbatch; the others follow consecutively."""
     matches = re.search(r"seed=(\d+)\+t\*micro\+i", run["batch_rule"])
     return int(matches[1]) if matches else unsupported(f"batch rule {run['batch_rule']}")
 
@@ -65,7 +65,7 @@ def determined(model: OneDevice) -> dict[str, np.ndarray]:
 
 
 def check_params(compare: Comparison, stored: Arrays, step: int, params: Arrays, meaningful: Arrays) -> None:
-    """Norms and sums only of arrays that mean something as a whole."""
+    """Norms and sums only of arrays that are meaningful as a whole."""
     rows = zip(
         params,
         strided(params),
