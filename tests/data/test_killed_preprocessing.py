@@ -48,9 +48,7 @@ def test_a_worker_that_exits_is_named() -> None:
     assert str(WorkerDied(None)) == "A worker process died; nothing was written." and WorkerDied(None).code == 1
 
 
-def test_partial_files_of_a_killed_process_are_deleted_by_the_next_one_and_those_of_a_running_one_are_not(
-    tmp_path: Path, capfd
-) -> None:
+def test_partial_files_are_deleted_unless_their_process_runs(tmp_path: Path, capfd) -> None:
     source = lines(tmp_path / "a.jsonl", [{"text": "some words"}] * 100_000)
     call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--tokenizer=byte", "--workers=1"]
     output = tmp_path / "out"

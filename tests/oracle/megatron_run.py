@@ -219,7 +219,7 @@ class Trainer:
         self.optimizer = optimizer.build(model.declared, model.layout.plan, model.cfg.width_ratio())
         self.schedule = schedule
         shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh, model.observed)
-        # Everything in a fresh state except weights is zero, and the loss scale is one: drawing weights would only cost time.
+        # A fresh state has zeros beside its weights, and a loss scale of one: drawing weights would only cost time.
         shapes = jax.eval_shape(lambda: fresh_state(model.declared, self.optimizer, 0, observed=model.observed))
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         state = replace(zeros, params=model.checked(params), loss_scale=np.ones((), np.float32))
