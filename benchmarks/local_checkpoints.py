@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import outcome
 
-from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader
 from megajax.config import load

@@ -19,7 +19,7 @@ from megajax.checkpoint.integrity import (
 )
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """A range of a file, and where to put it."""
 
     name: str
@@ -49,9 +49,9 @@ class BlockReader:
             if "block" not in entry and entry["bytes"] > BLOCK_BYTES:
                 self._entries[name] = entry | {"block": BLOCK_BYTES, "sha256": ""}
 
-    def read(self, spans: Iterable[Span]) -> None:
+    def read(self, spans: Iterable[ByteRange]) -> None:
         """Fills the targets. Raises Damaged for a block that differs from the manifest or can't be read."""
-        by_block: dict[Block, list[Span]] = {}
+        by_block: dict[Block, list[ByteRange]] = {}
         for span in spans:
             if span.name not in self._entries or span.stop > self._entries[span.name]["bytes"]:
                 raise Damaged(f"{span.name}: bytes {span.start} to {span.stop} are not in the manifest")
@@ -73,7 +73,7 @@ class BlockReader:
         size = block_range(self._entries[name], 0)[1]
         return range(start // size, -(-stop // size)) if stop > start else range(0)
 
-    def _read_block(self, name: str, block: int, spans: list[Span]) -> None:
+    def _read_block(self, name: str, block: int, spans: list[ByteRange]) -> None:
         first, last = block_range(self._entries[name], block)
         whole = next((span for span in spans if span.start <= first and last <= span.stop), None)
         # The memory that is hashed is the memory that is used: the file may change after it was read.

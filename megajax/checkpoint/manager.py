@@ -18,16 +18,15 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from megajax.checkpoint import arrays, failures, folder, integrity
+from megajax.checkpoint import arrays, folder, integrity, saves
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
+from megajax.checkpoint.saves import Background, BackgroundSaves, CheckpointError, PendingSave, SaveReport
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.mesh.processes.peers import PartFailed, Peers
@@ -36,20 +35,6 @@ from megajax.storage.working_folder import delete_folder
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 LAST_SAVE_TIMEOUT_SECONDS = 5.0
-
-
-class SaveReport(NamedTuple):
-    """A save that has ended."""
-
-    step: int
-    blocking_seconds: float
-    """How long `save` took, including waiting for an earlier save."""
-    total_seconds: float
-    """Time from the call to the commit, including hashing."""
-    bytes: int
-    """Size of all files of the step (0 on processes other than 0); of a local save, of this process's set."""
-    failure: str | None = None
-    """Why a local save was not committed. A failed save to the shared folder raises CheckpointError instead."""
 
 
 class _Save(NamedTuple):
@@ -64,24 +49,7 @@ class _Save(NamedTuple):
     """Total size of the arrays."""
 
 
-type Background = Callable[[int], AbstractContextManager[Any]]
-"""Step -> context manager that is entered while the step is written in the background, for watchdogs."""
-
-
-@dataclass
-class _Pending:
-    """The last save, until its result is read."""
-
-    step: int | None = None
-    result: futures.Future[SaveReport] | None = None
-
-    def report_failure(self) -> None:
-        """At the end of the program, or when the manager is deleted: prints the error of a failed last save."""
-        if self.result is not None and self.result.done() and (error := self.result.exception()) is not None:
-            say(str(error))
-
-
-class CheckpointManager(CheckpointReader):
+class CheckpointManager(BackgroundSaves, CheckpointReader):
     """The writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
 
     A program that ends without either waits for its last save and prints its error, if any.
@@ -104,16 +72,13 @@ class CheckpointManager(CheckpointReader):
         Raises UserError if the folder can't be written, is being written by another run, or is not shared by all
         processes.
         """
-        super().__init__(path, event=event)
+        BackgroundSaves.__init__(self, "megajax checkpoint")
+        CheckpointReader.__init__(self, path, event=event)
         self.cfg = cfg
-        self._saves = 0
         self._watched = background
-        self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
-        self._pending = _Pending()
-        weakref.finalize(self, self._pending.report_failure)
+        weakref.finalize(self, report_failure, self._pending)
         # Not by atexit, whose functions run after the threads that Orbax needs to finish a save have ended.
         threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # not in threading's public API
-        self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
         self._marker = self.folder / f"lock.{self._peers.token}"
         self._source: tuple[CheckpointReader, int | None] | None = None
@@ -222,8 +187,7 @@ class CheckpointManager(CheckpointReader):
         except Exception as error:
             # Other processes may have succeeded: the thread reports the error to them, and `wait` raises it here.
             writing = error
-        finished = self._background.submit(self._finish, save, writing, time.monotonic() - started)
-        self._pending.step, self._pending.result = step, finished
+        self._submit(step, self._finish, save, writing, time.monotonic() - started)
         if isinstance(writing, Exception) or not self.cfg.asynchronous:
             self.wait()
         return True
@@ -236,11 +200,11 @@ class CheckpointManager(CheckpointReader):
     def _failed(self, save: _Save, error: Exception) -> CheckpointError:
         if save.peers.first:
             delete_folder(save.path)
-        reason = str(error) if isinstance(error, PartFailed) else failures.reason(error, save.path, save.bytes)
+        reason = str(error) if isinstance(error, PartFailed) else saves.reason(error, save.path, save.bytes)
         return CheckpointError(save.step, reason)
 
     def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
-        return save.peers.on_all(work, lambda error: failures.reason(error, save.path, save.bytes))
+        return save.peers.on_all(work, lambda error: saves.reason(error, save.path, save.bytes))
 
     def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
         """The background part of a save; runs in a thread of every process.
@@ -309,32 +273,6 @@ class CheckpointManager(CheckpointReader):
                 except OSError as error:
                     say(f"old checkpoint step {step} in {self.folder} was not deleted: {error.strerror}")
 
-    def poll(self) -> list[SaveReport]:
-        """The saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
-        if self._pending.result is not None and self._pending.result.done():
-            self.wait()
-        reports, self._reports = self._reports, []
-        return reports
-
-    @property
-    def saving(self) -> int | None:
-        """The last step passed to `save`."""
-        return self._pending.step
-
-    def wait(self) -> None:
-        """Waits for the save in progress. Raises CheckpointError if it failed; `poll` returns its report."""
-        finished, self._pending.result = self._pending.result, None
-        if finished is not None:
-            futures.wait([finished])
-            self._reports.append(finished.result())
-
-    def close(self) -> None:
-        """Waits for the last save and releases the lock. Raises CheckpointError if the save failed."""
-        try:
-            self.wait()
-        finally:
-            self._release()
-
     def peers_for(self, name: str) -> Peers:
         """All processes of the run, for communication of another thread. The name is used once."""
         return self._peers.namespace(name)
@@ -370,17 +308,11 @@ class CheckpointManager(CheckpointReader):
         self._peers.agree()
         return target
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except CheckpointError as failed:  # the first error is the one to raise; this one goes into its notes
-            error.add_note(str(failed))
+def report_failure(pending: PendingSave) -> None:
+    """At the end of the program, or when the manager is deleted: prints the error of a failed last save."""
+    if pending.result is not None and pending.result.done() and (error := pending.result.exception()) is not None:
+        say(str(error))
 
 
 def finish_at_exit(reference: weakref.ref[CheckpointManager]) -> None:

@@ -5,20 +5,20 @@ dotted name: NAME/zarr.json and one chunk per shard of a device.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import tensorstore as ts
 
 from megajax.checkpoint import integrity
-from megajax.checkpoint.blocks import BlockReader, Span
+from megajax.checkpoint.blocks import BlockReader, ByteRange
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
-from megajax.checkpoint.database import MANIFEST, Place, read_index
 from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
 from megajax.config.budget import parse_json
@@ -37,6 +37,61 @@ BUFFER_BYTES = 2**28
 """Maximum size of the buffers of chunks whose parts lie apart; a larger chunk has a buffer of its size."""
 BLOCK = 2**18
 """Elements that are converted to float64 at a time."""
+
+
+MANIFEST = "manifest.ocdbt"
+"""Root of the index, in the folder of the database."""
+
+
+class Location(NamedTuple):
+    """A value in a file of the database."""
+
+    name: str
+    """Path in the folder of the database."""
+    start: int
+    bytes: int
+
+
+type Index = dict[str, bytes | Location]
+"""Key -> value, or its place."""
+
+
+def read_index(folder: Path, verify: Callable[[Location], object]) -> Index:
+    """The newest version of a database. TensorStore compares all nodes of the index with their CRC-32C.
+
+    verify: called with the place of each node before it is read. Raises ValueError, KeyError or OSError if the index
+    can't be read.
+    """
+    # JSON rather than a URL, in which some characters of a path would need escaping.
+    base = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+    versions = ts.ocdbt.dump(base).result()["versions"]
+    newest = max(versions, key=lambda version: version["generation_number"])["root"]
+    index: Index = {}
+    locations = set[str]()
+    nodes: list[tuple[str, bytes]] = [(newest["location"], b"")] if "location" in newest else []
+    while nodes:
+        location, prefix = nodes.pop()
+        if location in locations:  # no writer does this, and a circle of nodes would be read without end
+            raise ValueError(f"two nodes of its index refer to {location}")
+        locations.add(location)
+        verify(_parsed(location))
+        for entry in ts.ocdbt.dump(base, location).result()["entries"]:
+            if "location" in entry:
+                nodes.append((entry["location"], prefix + entry["subtree_common_prefix"]))
+            else:
+                index[(prefix + entry["key"]).decode()] = _value(entry)
+    return index
+
+
+def _value(entry: dict[str, Any]) -> bytes | Location:
+    if "inline_value" in entry:
+        return entry["inline_value"]
+    return _parsed(entry["indirect_value"])
+
+
+def _parsed(location: str) -> Location:
+    _, base, name, start, size = location.split(":")
+    return Location(unquote(base) + unquote(name), int(start), int(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +150,7 @@ class StoredArrays:
                     region = results[-1][(*relative(common, box), ...)]
                     part = _Part(region, _strides(metadata), relative(common, chunk_box))
                     parts.setdefault((name, key), []).append(part)
-        buffers, spans, waiting = list[_Buffer](), list[Span](), 0
+        buffers, spans, waiting = list[_Buffer](), list[ByteRange](), 0
         for (name, key), chunk_parts in parts.items():
             place, first = self._place(name, key), min(part.first for part in chunk_parts)
             size = max(part.last for part in chunk_parts) - first
@@ -106,7 +161,7 @@ class StoredArrays:
             if isinstance(place, bytes):
                 buffer[:] = np.frombuffer(place, np.uint8, size, first)
             else:
-                spans.append(Span(f"{FILES}{place.name}", place.start + first, buffer))
+                spans.append(ByteRange(f"{FILES}{place.name}", place.start + first, buffer))
             if not direct:
                 buffers.append(_Buffer(chunk_parts, first, buffer))
                 waiting += size
@@ -116,7 +171,7 @@ class StoredArrays:
         self._fill(spans, buffers)
         return results
 
-    def _fill(self, spans: Sequence[Span], buffers: Sequence["_Buffer"]) -> None:
+    def _fill(self, spans: Sequence[ByteRange], buffers: Sequence["_Buffer"]) -> None:
         self._blocks.read(spans)
         for parts, first, content in buffers:
             for part in parts:
@@ -129,7 +184,7 @@ class StoredArrays:
             whole = box_of((), metadata["shape"])
             for key, chunk_box in _chunks(name, metadata, whole) if _is_plain(metadata) else ():
                 common, place = overlap(whole, chunk_box), self._place(name, key)
-                if common is not None and isinstance(place, Place):
+                if common is not None and isinstance(place, Location):
                     part = _Part(np.empty(0), _strides(metadata), relative(common, chunk_box))
                     used.append((f"{FILES}{place.name}", place.start + part.first, place.start + part.last))
         self._blocks.verify_except(used, share)
@@ -167,24 +222,24 @@ class StoredArrays:
             for part in chunks_of(box, chunk_shape(shape_of(box), _dtype(self._metadata[name]).itemsize)):
                 yield self.read(name, part).reshape(-1)
 
-    def _place(self, name: str, key: str) -> bytes | Place:
+    def _place(self, name: str, key: str) -> bytes | Location:
         """A chunk, or its place. Raises Damaged if it is missing or has another size than its array says."""
         place, metadata = self._index.get(key), self._metadata[name]
         size = prod(_chunk_shape(metadata)) * _dtype(metadata).itemsize
         if metadata["codecs"][0]["name"] == "sharding_indexed":
             size += SHARD_INDEX_BYTES
-        actual = None if place is None else place.bytes if isinstance(place, Place) else len(place)
+        actual = None if place is None else place.bytes if isinstance(place, Location) else len(place)
         if place is None or actual != size:
             raise Damaged(f"{key} has {actual} bytes, not {size}" if place is not None else f"{key} is missing")
         return place
 
     def _value(self, key: str) -> bytes:
         place = self._index[key]
-        return self._read_place(place) if isinstance(place, Place) else place
+        return self._read_place(place) if isinstance(place, Location) else place
 
-    def _read_place(self, place: Place) -> bytes:
+    def _read_place(self, place: Location) -> bytes:
         content = np.empty(place.bytes, np.uint8)
-        self._blocks.read([Span(f"{FILES}{place.name}", place.start, content)])
+        self._blocks.read([ByteRange(f"{FILES}{place.name}", place.start, content)])
         return content.tobytes()
 
 

@@ -12,9 +12,8 @@ import pytest
 from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.local.config import LocalConfig
-from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.config import CheckpointConfig, LocalConfig
+from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.local.sets import SetWriter

@@ -13,23 +13,22 @@ import pytest
 from local_sets import damage
 from peer_threads import ThreadPeers, together
 
+from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local import manager
-from megajax.checkpoint.local.config import LocalConfig
-from megajax.checkpoint.local.exchange import RemoteSet
+from megajax.checkpoint.local.exchange import Members, RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.members import Members
 from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.local.sets import (
     OWN_FILE,
     REPLICAS_FILE,
     HostCopy,
     LocalSet,
-    Piece,
     SetIndex,
     SetInfo,
     SetWriter,
+    StoredShard,
+    as_bytes,
 )
-from megajax.checkpoint.local.shards import as_bytes
 from megajax.checkpoint.reader import DamagedStep
 
 ROWS = slice(0, 4), slice(4, 8)
@@ -122,7 +121,7 @@ def harm_files(*damaged: tuple[int, str]) -> Callable[[LocalCheckpoints], None]:
 def test_each_shard_of_each_set_is_read_once_and_once_more_for_who_lacks_it(restored, monkeypatch, replicas):
     read, content = Counter[tuple[str, str]](), LocalSet.content
 
-    def counted(self: LocalSet, piece: Piece) -> np.ndarray:
+    def counted(self: LocalSet, piece: StoredShard) -> np.ndarray:
         read[self.path.parent.name, piece.file] += 1
         return content(self, piece)
 
@@ -194,7 +193,7 @@ def without_set(local: LocalCheckpoints) -> None:
 def test_a_transfer_that_damages_a_copy_costs_no_set(restored, monkeypatch, capfd):
     content = RemoteSet.content
 
-    def flipped(self: RemoteSet, piece: Piece) -> bytearray:
+    def flipped(self: RemoteSet, piece: StoredShard) -> bytearray:
         received = content(self, piece)
         received[3] ^= 1
         return received

@@ -15,10 +15,26 @@ import pytest
 
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local import exchange
-from megajax.checkpoint.local.exchange import MOST_WAITING, REQUEST_BYTES, OwnAddress, RemoteSet, SetServer, own_address
-from megajax.checkpoint.local.members import Members
-from megajax.checkpoint.local.sets import OWN_FILE, HostCopy, LocalSet, SetIndex, SetInfo, SetWriter
-from megajax.checkpoint.local.shards import as_bytes, complete_parts, shards_of_processes
+from megajax.checkpoint.local.exchange import (
+    MOST_WAITING,
+    REQUEST_BYTES,
+    Members,
+    OwnAddress,
+    RemoteSet,
+    SetServer,
+    own_address,
+)
+from megajax.checkpoint.local.sets import (
+    OWN_FILE,
+    HostCopy,
+    LocalSet,
+    SetIndex,
+    SetInfo,
+    SetWriter,
+    as_bytes,
+    complete_parts,
+    shards_of_processes,
+)
 from megajax.config.errors import UserError
 
 SECRET = b"s" * 32

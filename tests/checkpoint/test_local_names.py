@@ -12,8 +12,7 @@ from test_local_checkpoints import newest, opened, saved
 
 from megajax.checkpoint import folder, integrity
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.folder import base_fault, folder_fault
-from megajax.checkpoint.local.history import FILE, RunHistory
+from megajax.checkpoint.local.folder import FILE, RunHistory, base_fault, folder_fault
 from megajax.checkpoint.local.sets import LocalSet, SetIndex
 from megajax.config.errors import UserError
 from megajax.storage.new_folder import LOCK, SUFFIX, new_folder

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.manager import CheckpointError
+from megajax.checkpoint.saves import CheckpointError
 from megajax.config.errors import UserError
 
 
@@ -239,7 +239,7 @@ def test_a_failing_disk_keeps_older_steps_and_gives_one_line(tmp_path):
 import resource, sys
 import jax, jax.numpy as jnp
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.manager import CheckpointError
+from megajax.checkpoint.saves import CheckpointError
 with CheckpointConfig(keep_last=1).build(sys.argv[1]) as manager:
     state = {"w": jnp.ones((512, 512))}
     manager.save(1, state)

@@ -12,8 +12,8 @@ import pytest
 
 from megajax.checkpoint import arrays, folder
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.failures import CheckpointError, reason
 from megajax.checkpoint.manager import finish_at_exit
+from megajax.checkpoint.saves import CheckpointError, reason
 from megajax.config.errors import UserError
 from megajax.storage import disk
 from megajax.storage.write_errors import remedy

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import blocks, database, integrity, stored_arrays
+from megajax.checkpoint import blocks, integrity, stored_arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.checkpoint.stored_arrays import StoredArrays
@@ -232,6 +232,6 @@ def test_an_index_whose_nodes_refer_to_each_other_ends(tmp_path, monkeypatch) ->
     pages[node] = {"entries": [{"location": node, "subtree_common_prefix": b""}]}
     ocdbt = SimpleNamespace(dump=lambda base, location=None: SimpleNamespace(result=lambda: pages[location]))
     opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: None))
-    monkeypatch.setattr(database, "ts", SimpleNamespace(KvStore=opened, ocdbt=ocdbt))
+    monkeypatch.setattr(stored_arrays, "ts", SimpleNamespace(KvStore=opened, ocdbt=ocdbt))
     with pytest.raises(ValueError, match=f"two nodes of its index refer to {node}"):
-        database.read_index(tmp_path, lambda place: None)
+        stored_arrays.read_index(tmp_path, lambda place: None)

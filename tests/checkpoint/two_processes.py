@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.checkpoint import folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.manager import CheckpointError
 from megajax.checkpoint.reader import DamagedStep
+from megajax.checkpoint.saves import CheckpointError
 from megajax.config.errors import UserError
 
 

@@ -13,7 +13,7 @@ from jax._src import compiler
 from jax._src.lib.mlir import ir
 
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.manager import SaveReport
+from megajax.checkpoint.saves import SaveReport
 from megajax.command_line.parser import front_door
 from megajax.faults.signals import Signals
 from megajax.job import ending

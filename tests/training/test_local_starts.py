@@ -14,8 +14,7 @@ import pytest
 import small_jobs
 from local_sets import damage, like, sets, small
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.reader import DamagedStep
 from megajax.faults.activity import Activity
 from megajax.job.job import train

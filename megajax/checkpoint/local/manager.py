@@ -14,29 +14,32 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent import futures
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from megajax.checkpoint import arrays, failures
-from megajax.checkpoint.failures import CheckpointError
+from megajax.checkpoint import arrays, saves
+from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.folder import step_name
-from megajax.checkpoint.local.config import LocalConfig
-from megajax.checkpoint.local.folder import LocalFolder
-from megajax.checkpoint.local.history import RunHistory
-from megajax.checkpoint.local.members import Members
-from megajax.checkpoint.local.sets import OWN_FILE, REPLICAS_FILE, HostCopy, LocalSet, SetInfo, SetWriter, set_id
-from megajax.checkpoint.local.shards import (
+from megajax.checkpoint.local.exchange import Members
+from megajax.checkpoint.local.folder import LocalFolder, RunHistory
+from megajax.checkpoint.local.sets import (
+    OWN_FILE,
+    REPLICAS_FILE,
+    HostCopy,
+    LocalSet,
+    SetInfo,
+    SetWriter,
     Shards,
     as_bytes,
     byte_count,
     complete_parts,
     copy_to_host,
+    set_id,
     shards_of_processes,
 )
-from megajax.checkpoint.manager import SaveReport
 from megajax.checkpoint.reader import Meta, Tree, say
+from megajax.checkpoint.saves import Background, BackgroundSaves, CheckpointError, SaveReport
 from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
 
@@ -53,7 +56,7 @@ class _Save(NamedTuple):
     started: float
 
 
-class LocalCheckpoints:
+class LocalCheckpoints(BackgroundSaves):
     """The writer of a run's local checkpoints; `megajax.checkpoint.local.reader` finds and restores them.
 
     All processes call the methods in the same order. `close` it, or use it as a context manager.
@@ -64,13 +67,14 @@ class LocalCheckpoints:
         cfg: LocalConfig,
         shared: Path | str,
         *,
-        during: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
+        during: Background = lambda step: nullcontext(),
     ):
         """shared: the run's checkpoints folder. during: context manager in which the background thread saves a step.
 
         Raises UserError if the folder can't be written or others could change it, if local.json can't be used, or if
         there are too few processes for the replicas.
         """
+        super().__init__("megajax local checkpoint", _yield_to_training)
         self.cfg, self.shared, self._during = cfg, Path(shared).absolute(), during
         self.peers = Peers()
         self.attempt = self.peers.token
@@ -84,10 +88,6 @@ class LocalCheckpoints:
         self.peers.check(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
         for local_set in self.folder.adopt(self.members.has_other_owner()):
             self.serve(local_set)
-        self._background = futures.ThreadPoolExecutor(1, "megajax local checkpoint", initializer=_yield_to_training)
-        self._current: futures.Future[SaveReport] | None = None
-        self._reports: list[SaveReport] = []
-        self._saves = 0
         self.failures = 0
         """Failed saves in a row."""
         self._shards: dict[int, Shards] = {}
@@ -171,7 +171,7 @@ class LocalCheckpoints:
             copy_to_host(arrays.flatten(state)),
             started,
         )
-        self._current = self._background.submit(self._finish, save, time.monotonic() - started)
+        self._submit(step, self._finish, save, time.monotonic() - started)
 
     def _finish(self, save: _Save, blocking: float) -> SaveReport:
         """The background part of a save."""
@@ -189,7 +189,7 @@ class LocalCheckpoints:
 
     def _write(self, save: _Save, path: Path) -> int:
         def on_all[T](work: Callable[[], T]) -> T:
-            return save.peers.on_all(work, lambda error: failures.reason(error, path, self.need))
+            return save.peers.on_all(work, lambda error: saves.reason(error, path, self.need))
 
         writer = on_all(lambda: self._write_own(save, path))
         on_all(lambda: self._write_replicas(save, writer))
@@ -234,21 +234,12 @@ class LocalCheckpoints:
         steps = sorted({local_set.index.info.step for local_set in self.served.values()})[-self.cfg.keep :]
         return [local_set for local_set in list(self.served.values()) if local_set.index.info.step not in steps]
 
-    def poll(self) -> list[SaveReport]:
-        """The saves that have ended since the last call, without waiting."""
-        if self._current is not None and self._current.done():
-            self.wait()
-        reports, self._reports = self._reports, []
-        return reports
-
     def wait(self) -> None:
         """Waits for the save in progress; `poll` returns its report."""
-        if self._current is None:
-            return
-        current, self._current = self._current, None
-        report = current.result()
-        self.failures = 0 if report.failure is None else self.failures + 1
-        self._reports.append(report)
+        ended = len(self._reports)
+        super().wait()
+        for report in self._reports[ended:]:
+            self.failures = 0 if report.failure is None else self.failures + 1
 
     def save_alone(self, step: int, state: Tree, meta: Mapping[str, Any]) -> tuple[int, ...]:
         """Saves the shards of this process after others were lost -> the processes whose shards it has.
@@ -274,7 +265,7 @@ class LocalCheckpoints:
                 writer.append(OWN_FILE, copy)
             writer.rename(writer.finish(info), self.folder.process_folder / step_name(step))
         except OSError as error:
-            raise CheckpointError(step, failures.reason(error, path, self.need)) from error
+            raise CheckpointError(step, saves.reason(error, path, self.need)) from error
         return info.parts
 
     def clear(self) -> None:
@@ -284,19 +275,9 @@ class LocalCheckpoints:
             self.drop(local_set)
         self.folder.remove()
 
-    def close(self) -> None:
-        """Waits for the last save."""
-        try:
-            self.wait()
-        finally:
-            self._background.shutdown()
-            self.members.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def _release(self) -> None:
+        self._background.shutdown()
+        self.members.close()
 
 
 def _yield_to_training() -> None:

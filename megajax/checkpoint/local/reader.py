@@ -15,7 +15,7 @@ from megajax.checkpoint.boxes import Box, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged, in_threads
 from megajax.checkpoint.local.exchange import RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.sets import LocalSet, Piece, Shard, bounds_of
+from megajax.checkpoint.local.sets import LocalSet, Shard, StoredShard, bounds_of
 from megajax.checkpoint.reader import DamagedStep, Meta, Tree, say
 
 
@@ -195,7 +195,7 @@ class _Sources:
         raise self._missing("no set can be read")
 
     @property
-    def arrays(self) -> dict[str, Piece]:
+    def arrays(self) -> dict[str, StoredShard]:
         """Name -> a piece, which has the shape and dtype of the array."""
         return {piece.name: piece for piece in self.first.index.pieces.values()}
 
@@ -240,7 +240,7 @@ class _Sources:
                 return values
         raise self._missing(f"{shard[0]} {bounds_of(shard[1])} has no intact copy")
 
-    def _values(self, source: LocalSet | RemoteSet, piece: Piece) -> np.ndarray | None:
+    def _values(self, source: LocalSet | RemoteSet, piece: StoredShard) -> np.ndarray | None:
         """The values of a copy of a shard; None if it is damaged or its process does not answer."""
         set_id = source.index.info.id
         self._read.add((set_id, piece.shard))

@@ -12,14 +12,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint.boxes import Box, shape_of
+from megajax.checkpoint.boxes import Box, box_of, shape_of
 from megajax.checkpoint.integrity import Damaged, in_threads, seal
+from megajax.checkpoint.weights.foreign import contiguous
 from megajax.config.budget import DOCUMENT, parse_json, read_file
 from megajax.storage.disk import flush_to_disk, write_durably
 
@@ -43,7 +47,7 @@ class HostCopy(NamedTuple):
     """Bytes of the shard."""
 
 
-class Piece(NamedTuple):
+class StoredShard(NamedTuple):
     """A shard in a file of a set."""
 
     name: str
@@ -99,7 +103,7 @@ class SetIndex(NamedTuple):
     """Content of set.json."""
 
     info: SetInfo
-    pieces: dict[Shard, Piece]
+    pieces: dict[Shard, StoredShard]
 
     def to_json(self) -> str:
         pieces = [piece._asdict() | {"box": bounds_of(piece.box)} for piece in self.pieces.values()]
@@ -118,7 +122,7 @@ class SetIndex(NamedTuple):
                 raise Damaged(f"{SET} was altered: its own sha256 does not match")
             info = SetInfo(**document["info"] | {"parts": tuple(document["info"]["parts"])})
             pieces = [
-                Piece(name, tuple(shape), dtype, box_from(bounds), *rest)
+                StoredShard(name, tuple(shape), dtype, box_from(bounds), *rest)
                 for name, shape, dtype, bounds, *rest in document["pieces"]
             ]
             if others := {str(piece.file) for piece in pieces} - {OWN_FILE, REPLICAS_FILE}:
@@ -152,7 +156,7 @@ class LocalSet:
         except (OSError, ValueError) as error:
             raise Damaged(f"{SET}: {getattr(error, 'strerror', None) or error}") from None
 
-    def content(self, piece: Piece) -> np.ndarray:
+    def content(self, piece: StoredShard) -> np.ndarray:
         """The bytes of a piece. Raises Damaged if the file is too short or can't be read."""
         try:
             content = np.fromfile(self.path / piece.file, np.uint8, piece.bytes, offset=piece.offset)
@@ -162,7 +166,7 @@ class LocalSet:
             raise Damaged(f"{piece.file} ends within {piece.name}")
         return content
 
-    def read(self, piece: Piece) -> np.ndarray:
+    def read(self, piece: StoredShard) -> np.ndarray:
         """A copy of the values of a piece. Raises Damaged."""
         return piece.array(self.content(piece))
 
@@ -177,7 +181,7 @@ class SetWriter:
     def __init__(self, path: Path):
         path.mkdir()
         self.path = path
-        self.pieces: dict[Shard, Piece] = {}
+        self.pieces: dict[Shard, StoredShard] = {}
         self._sizes: dict[str, int] = {}
 
     def append(self, file: str, copy: HostCopy) -> None:
@@ -188,7 +192,7 @@ class SetWriter:
             os.fsync(target.fileno())
         name, shape, dtype, box, content = copy
         digest, offset = hashlib.sha256(content).hexdigest(), self._sizes.get(file, 0)
-        self.pieces[name, box] = Piece(name, shape, dtype, box, file, offset, content.nbytes, digest)
+        self.pieces[name, box] = StoredShard(name, shape, dtype, box, file, offset, content.nbytes, digest)
         self._sizes[file] = offset + content.nbytes
 
     def snapshot(self, info: SetInfo) -> LocalSet:
@@ -213,3 +217,56 @@ class SetWriter:
     @property
     def bytes(self) -> int:
         return sum(self._sizes.values())
+
+
+type Shards = frozenset[Shard]
+
+
+def shards_of_processes(leaves: Mapping[str, Any]) -> dict[int, Shards]:
+    """Process -> shards on its devices. leaves: name -> array, or jax.ShapeDtypeStruct with a sharding."""
+
+    @cache
+    def boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, set[Box]]:
+        by_process: dict[int, set[Box]] = {}
+        for device, index in sharding.devices_indices_map(shape).items():
+            by_process.setdefault(device.process_index, set()).add(box_of(index, shape))
+        return by_process
+
+    result: dict[int, set[Shard]] = {}
+    for name, leaf in leaves.items():
+        for process, leaf_boxes in boxes(leaf.sharding, tuple(leaf.shape)).items():
+            result.setdefault(process, set()).update((name, box) for box in leaf_boxes)
+    return {process: frozenset(shards) for process, shards in result.items()}
+
+
+def complete_parts(present: Shards, shards: Mapping[int, Shards]) -> tuple[int, ...]:
+    """The processes whose shards are all present."""
+    return tuple(sorted(process for process, process_shards in shards.items() if process_shards <= present))
+
+
+def copy_to_host(leaves: Mapping[str, jax.Array]) -> list[HostCopy]:
+    """Each shard on devices of this process, once. The arrays may be donated when it returns.
+
+    On CPUs nothing is copied: JAX does not reuse the memory of an array while numpy refers to it.
+    """
+    shards: dict[Shard, jax.Array] = {}
+    for name, array in leaves.items():
+        for shard in array.addressable_shards:
+            key = name, box_of(shard.index, array.shape)
+            if key not in shards:
+                shard.data.copy_to_host_async()
+                shards[key] = shard.data
+    return [
+        HostCopy(name, tuple(leaves[name].shape), np.dtype(data.dtype).name, box, as_bytes(np.asarray(data)))
+        for (name, box), data in shards.items()
+    ]
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array in C order."""
+    return contiguous(array).reshape(-1).view(np.uint8)
+
+
+def byte_count(shards: Iterable[Shard], leaves: Mapping[str, Any]) -> int:
+    """Size of shards."""
+    return sum(prod(shape_of(box)) * np.dtype(leaves[name].dtype).itemsize for name, box in shards)

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from megajax.checkpoint.failures import CheckpointError
-from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader, SkippedStep
-from megajax.checkpoint.manager import CheckpointManager, SaveReport
+from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
+from megajax.checkpoint.saves import CheckpointError, SaveReport
 from megajax.config.errors import ConfigError, UserError
 from megajax.faults.activity import BACKGROUND_SAVE, Activity
 from megajax.job.faults.lost_peer import runtime_error_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
-from megajax.checkpoint.failures import CheckpointError
-from megajax.checkpoint.manager import CheckpointManager, SaveReport
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.saves import CheckpointError, SaveReport
 from megajax.config.errors import UserError
 from megajax.faults.activity import Activity
 from megajax.training.session import Run

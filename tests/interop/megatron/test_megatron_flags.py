@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATION, config, convert_line, line, problem
 
-from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.config import LocalConfig
 from megajax.config import schema
 from megajax.config.dump import flatten
 from megajax.data.configs import ChatConfig, FillInMiddleConfig

@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.config import LocalConfig
 from megajax.interop.megatron.flags.layout import model_devices
 from megajax.interop.megatron.flags.model import needed, positions
 from megajax.interop.megatron.flags.reading import Arguments, Settings
