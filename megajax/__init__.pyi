@@ -5,8 +5,8 @@ config class or preset is added here; tests/config/test_public_names.py checks t
 """
 
 from megajax.checkpoint.config import CheckpointConfig as CheckpointConfig
+from megajax.checkpoint.config import LocalConfig as LocalConfig
 from megajax.checkpoint.config import WeightsConfig as WeightsConfig
-from megajax.checkpoint.local.config import LocalConfig as LocalConfig
 from megajax.config.builds import Builds as Builds
 from megajax.config.errors import ConfigError as ConfigError
 from megajax.config.errors import Problem as Problem
