@@ -2,7 +2,6 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from megajax.tokenizers.base import Tokenizer
 
@@ -12,19 +11,22 @@ TAIL, WINDOW = 12, 24
 """Number of prompt tokens decoded before an answer, and number of tokens after which a window is shortened."""
 
 
-class Decoding(Protocol):
-    """Incremental text of an answer: joined, `add` and `rest` return the answer's part of the text of all tokens."""
+class Decoding:
+    """Incremental text of an answer: joined, `add` and `rest` return the answer's part of the text of all tokens.
+
+    This class is for answers without a tokenizer, which have no text.
+    """
 
     def add(self, token: int) -> str:
         """Add a token -> new text that no later token can change."""
-        ...
+        return ""
 
     def rest(self) -> str:
         """The rest of the text."""
-        ...
+        return ""
 
 
-class ByteDecoding:
+class ByteDecoding(Decoding):
     """Incremental text for tokenizers with a table of bytes."""
 
     def __init__(self, table: Sequence[bytes | None], prompt: Sequence[int]):
@@ -41,7 +43,7 @@ class ByteDecoding:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDecoding:
+class WindowDecoding(Decoding):
     """Incremental text for any tokenizer: decodes a window of the last tokens, and returns the text added at its end.
 
     The window starts in the prompt, with visible text that was returned before. Tokenizers treat the start of a text
@@ -82,16 +84,6 @@ class WindowDecoding:
 
     def _decoded(self) -> str:
         return self._tokenizer.decode(self._window)
-
-
-class NoText:
-    """Answers without a tokenizer have no text."""
-
-    def add(self, token: int) -> str:
-        return ""
-
-    def rest(self) -> str:
-        return ""
 
 
 class TextStream:
@@ -147,7 +139,7 @@ class Detokenizer:
     def stream(self, prompt: Sequence[int]) -> TextStream:
         """The text that follows a prompt."""
         if self._tokenizer is None:
-            return TextStream(NoText())
+            return TextStream(Decoding())
         if self._tokenizer.table:
             return TextStream(ByteDecoding(self._tokenizer.table, prompt))
         return TextStream(WindowDecoding(self._tokenizer, self._single_bytes, prompt))

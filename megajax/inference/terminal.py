@@ -80,7 +80,7 @@ class Session:
     def answer(self, text: str) -> None:
         """Print the answers to a prompt: a single answer while it is generated, several when all are complete."""
         prompt, single = encode(Prompt("--prompt", text), self._tokenizer, None), self._sampling.n == 1
-        answers = self.answers(prompt, self._sampling, lambda piece: self._screen.write(piece.text * single))
+        answers = self.answers(prompt, self._sampling, lambda output: self._screen.write(output.text * single))
         self._screen.write("\n" if single else "".join(f"[{n}] {answer.text}\n" for n, answer in enumerate(answers, 1)))
 
     def answer_all(
@@ -99,7 +99,7 @@ class Session:
         for prompt, (tokens, sampling) in zip(prompts, requests, strict=True):
             try:  # before anything is generated or written
                 self._engine.check(
-                    Request(identifier="check", prompt=tokens, sampling=sampling, deliver=lambda piece: None)
+                    Request(identifier="check", prompt=tokens, sampling=sampling, deliver=lambda output: None)
                 )
             except Refused as refusal:
                 raise UserError(f"{prompt.where}: {refusal.message}") from None
@@ -122,14 +122,14 @@ class Session:
         )
 
     def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Output], None]) -> list[Output]:
-        """All answers to a prompt; Ctrl-C stops them. show: called with each piece. Raises Refused."""
+        """All answers to a prompt; Ctrl-C stops them. show: called with each output. Raises Refused."""
 
-        def show_piece(piece: Output) -> None:
-            self._timed(piece)
-            show(piece)
+        def show_output(output: Output) -> None:
+            self._timed(output)
+            show(output)
 
         with interrupts() as interrupted:
-            (answers,) = complete(self._engine, [(prompt, sampling)], show_piece, interrupted)
+            (answers,) = complete(self._engine, [(prompt, sampling)], show_output, interrupted)
         return answers
 
     def of_chat(self) -> Sampling:
@@ -150,9 +150,9 @@ class Session:
             f"{counts.scheduler_seconds_total:.2f} s of scheduling and text"
         )
 
-    def _timed(self, piece: Output) -> None:
-        """Measure the time to the first piece."""
-        del piece
+    def _timed(self, output: Output) -> None:
+        """Measure the time to the first output."""
+        del output
         if self._first_seconds is None:
             self._first_seconds = time.monotonic() - self._started
 
@@ -171,7 +171,7 @@ class Chat:
         screen: Screen,
         live: bool,
     ):
-        """answer: (prompt, function called with each piece) -> complete answer; live: whether a person types."""
+        """answer: (prompt, function called with each output) -> complete answer; live: whether a person types."""
         self._answer, self._conversation, self._screen, self._live = answer, conversation, screen, live
         self.messages: list[dict[str, str]] = []
 
@@ -211,7 +211,7 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": line}]
         try:
             prompt = tuple(self._conversation.encode(messages))
-            answer = self._answer(prompt, lambda piece: self._screen.write(piece.text))
+            answer = self._answer(prompt, lambda output: self._screen.write(output.text))
         except (TemplateMisfit, OverBudget, Refused) as error:
             self._screen.write(f"({error})\n")
             return

@@ -24,8 +24,7 @@ from megajax.inference.server.body import (
     DETOKENIZE,
     TOKENIZE,
     RequestError,
-    check,
-    demand,
+    Values,
     invalid,
     read_object,
     shutting_down,
@@ -132,7 +131,7 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt, or of messages followed by the header of an answer."""
-        values = check(await read_object(request, self._config), TOKENIZE)
+        values = Values(await read_object(request, self._config), TOKENIZE)
         model = self._model
         model.demand_name(values)
         if ("prompt" in values) == ("messages" in values):
@@ -146,9 +145,9 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
-        values = check(await read_object(request, self._config), DETOKENIZE)
+        values = Values(await read_object(request, self._config), DETOKENIZE)
         self._model.demand_name(values)
-        return JSONResponse({"prompt": self._model.decode(demand(values, "tokens"))})
+        return JSONResponse({"prompt": self._model.decode(values.demand("tokens"))})
 
     def _generate(self, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -175,7 +174,7 @@ class Routes:
                 raise ClientDisconnect
             if logged:
                 log.update(answer=[answer.text for answer in answers])
-            return JSONResponse(job.form.response(answers))
+            return JSONResponse(job.response(answers))
 
         return answer
 
@@ -186,10 +185,10 @@ async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: 
     try:
         for event in form.opening():
             yield _event(event)
-        async for pieces in call.pieces():
-            for piece in pieces:
-                texts[piece.choice] = texts.get(piece.choice, "") + piece.text
-                yield _event(form.event(piece))
+        async for outputs in call.outputs():
+            for output in outputs:
+                texts[output.choice] = texts.get(output.choice, "") + output.text
+                yield _event(form.event(output))
         for event in form.closing():
             yield _event(event)
         yield "data: [DONE]\n\n"

@@ -304,56 +304,43 @@ DETOKENIZE: Fields = {"model": STRING, "tokens": Field("a list of token ids", _t
 """Fields of /detokenize."""
 
 
-def check(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
-    """Check names and types of the fields of a body -> Python values. Raises RequestError."""
-    values = {}
-    for name, value in body.items():
-        field = fields.get(name)
-        if field is None:
-            suggestion = did_you_mean(name[:60], [name for name, field in fields.items() if isinstance(field, Field)])
-            raise invalid(name[:60], f"unknown field {name[:60]!r}" + f": {suggestion}" * bool(suggestion))
-        if isinstance(field, Unsupported):
-            raise invalid(name, f"{name}: {field.reason}")
-        if value is None and field.null:
-            continue
-        try:
-            values[name] = field.read(value)
-        except ValueError:
-            raise invalid(name, f"{name} must be {field.kind}, got {abbreviated(value)}") from None
-    return values
+class Values(dict[str, Any]):
+    """The fields of a body as Python values."""
 
+    def __init__(self, body: Mapping[str, Any], fields: Fields):
+        """Checks names and types. Raises RequestError."""
+        super().__init__()
+        self._fields = {name: field for name, field in fields.items() if isinstance(field, Field)}
+        for name, value in body.items():
+            field = fields.get(name)
+            if field is None:
+                suggestion = did_you_mean(name[:60], list(self._fields))
+                raise invalid(name[:60], f"unknown field {name[:60]!r}" + f": {suggestion}" * bool(suggestion))
+            if isinstance(field, Unsupported):
+                raise invalid(name, f"{name}: {field.reason}")
+            if value is None and field.null:
+                continue
+            try:
+                self[name] = field.read(value)
+            except ValueError:
+                raise invalid(name, f"{name} must be {field.kind}, got {abbreviated(value)}") from None
 
-def sampling(values: Mapping[str, Any], fields: Fields, base: Sampling) -> Sampling:
-    """The settings of `base`, replaced by those of the fields. Raises RequestError for values beyond the limits."""
-    settings = {}
-    for name, value in values.items():
-        field = fields[name]
-        if isinstance(field, Field) and field.setting is not None:
-            settings[field.setting] = value
-    settings_with_defaults = replace(base, **settings)
-    names = names_by_setting(fields, values)
-    for problem in settings_with_defaults.problems():
-        param = names.get(problem.setting, problem.setting)
-        raise invalid(param, f"{param} {problem.message}")
-    return settings_with_defaults
+    def demand(self, name: str) -> Any:
+        """The value of a required field. Raises RequestError if it is missing."""
+        if name not in self:
+            raise invalid(name, f"{name} must be given")
+        return self[name]
 
+    def sampling(self, base: Sampling) -> Sampling:
+        """The settings of `base`, replaced by those of the fields. Raises RequestError for values beyond the limits."""
+        settings = {setting: value for name, value in self.items() if (setting := self._fields[name].setting)}
+        sampling, names = replace(base, **settings), self.names()
+        for problem in sampling.problems():
+            param = names.get(problem.setting, problem.setting)
+            raise invalid(param, f"{param} {problem.message}")
+        return sampling
 
-def names_by_setting(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
-    """Setting of `Sampling` -> its field; of two fields, the one in the request."""
-    settings = {name: field.setting for name, field in fields.items() if isinstance(field, Field) and field.setting}
-    order = sorted(settings, key=lambda name: name in values)
-    return {settings[name]: name for name in order}
-
-
-def one_of(values: Mapping[str, Any], first: str, second: str) -> None:
-    """Raises RequestError if two names of the same setting have different values."""
-    if first in values and second in values and values[first] != values[second]:
-        settings = f"{second} is {abbreviated(values[second])}, {first} is {abbreviated(values[first])}"
-        raise invalid(second, f"{settings}: both are the same setting, give one of them")
-
-
-def demand(values: Mapping[str, Any], name: str) -> Any:
-    """The value of a required field. Raises RequestError if it is missing."""
-    if name not in values:
-        raise invalid(name, f"{name} must be given")
-    return values[name]
+    def names(self) -> dict[str, str]:
+        """Setting of `Sampling` -> its field; of two fields, the one in the request."""
+        order = sorted(self._fields, key=lambda name: name in self)
+        return {setting: name for name in order if (setting := self._fields[name].setting)}

@@ -1,4 +1,4 @@
-"""The engine requests of an HTTP request, and the pieces of their answers."""
+"""The engine requests of an HTTP request, and the outputs of their answers."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from megajax.inference.worker import Worker
 class Call:
     """Prompts that are answered together: choice c of prompt p is answer p x n + c.
 
-    The engine's thread puts pieces into a queue of the event loop and never waits. A slow reader only delays itself,
+    The engine's thread puts outputs into a queue of the event loop and never waits. A slow reader only delays itself,
     and its answers stay in memory.
     """
 
@@ -24,7 +24,7 @@ class Call:
         """names: settings of `Sampling` -> fields of the request, for messages."""
         self._worker, self._metrics, self._names = worker, metrics, names
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Output] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._running: set[str] = set()
         self._unfinished = 0
         self._began = time.monotonic()
@@ -40,8 +40,8 @@ class Call:
                 identifier=identifier,
                 prompt=prompt,
                 sampling=sampling,
-                deliver=lambda piece, first=number * sampling.n: self._deliver(
-                    piece._replace(choice=first + piece.choice)
+                deliver=lambda output, first=number * sampling.n: self._deliver(
+                    output._replace(choice=first + output.choice)
                 ),
             )
             try:
@@ -52,66 +52,66 @@ class Call:
             self._running.add(identifier)
             self._unfinished += sampling.n
 
-    def _deliver(self, piece: Output) -> None:
+    def _deliver(self, output: Output) -> None:
         """Called on the engine's thread."""
         with contextlib.suppress(RuntimeError):  # The event loop is closed: nothing waits.
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     def cancel(self) -> None:
         """Cancel unfinished answers; allowed at any time."""
         while self._running:
             self._worker.cancel(self._running.pop())
 
-    async def pieces(self) -> AsyncIterator[list[Output]]:
-        """Yield the new text of answers, at most a piece of each, until all are finished.
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        """Yield the new text of answers, at most a output of each, until all are finished.
 
         Raises RequestError: 500 if the engine failed, 503 if it was shut down.
         """
         try:
             while self._unfinished:
                 grown: dict[int, Output] = {}
-                pending = [await self._pieces.get()]
-                while not self._pieces.empty():  # A slow reader gets several tokens in one event.
-                    pending.append(self._pieces.get_nowait())
-                for piece in pending:
-                    _append(grown, piece)
-                    self._count(piece)
+                pending = [await self._outputs.get()]
+                while not self._outputs.empty():  # A slow reader gets several tokens in one event.
+                    pending.append(self._outputs.get_nowait())
+                for output in pending:
+                    _append(grown, output)
+                    self._count(output)
                 yield list(grown.values())
             self._running.clear()
             self._metrics.seconds.observe(time.monotonic() - self._began)
         finally:
             self.cancel()
 
-    def _count(self, piece: Output) -> None:
+    def _count(self, output: Output) -> None:
         now = time.monotonic()
-        self.generated += len(piece.tokens)
-        if piece.tokens:
-            before = self._last.get(piece.choice)
+        self.generated += len(output.tokens)
+        if output.tokens:
+            before = self._last.get(output.choice)
             if before is None:
                 self._metrics.first_token_seconds.observe(now - self._began)
             else:
-                self._metrics.token_seconds.observe((now - before) / len(piece.tokens))
-            self._last[piece.choice] = now
-        if piece.finish is not None:
+                self._metrics.token_seconds.observe((now - before) / len(output.tokens))
+            self._last[output.choice] = now
+        if output.finish is not None:
             self._unfinished -= 1
-            self._metrics.answers.add(1, finish=piece.finish)
-        if piece.finish == "error":
+            self._metrics.answers.add(1, finish=output.finish)
+        if output.finish == "error":
             raise failed()
-        if piece.finish == "cancelled":
+        if output.finish == "cancelled":
             raise shutting_down()
 
 
 async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list[Output] | None:
-    """All answers of a call in order, each as one piece; None if the client disconnects, which cancels the call.
+    """All answers of a call in order, each as one output; None if the client disconnects, which cancels the call.
 
     disconnected: ends when the client closes the connection. Raises RequestError.
     """
     answers: dict[int, Output] = {}
 
     async def collect() -> None:
-        async for pieces in call.pieces():
-            for piece in pieces:
-                _append(answers, piece)
+        async for outputs in call.outputs():
+            for output in outputs:
+                _append(answers, output)
 
     task = asyncio.ensure_future(collect())
     try:
@@ -126,6 +126,6 @@ async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list
     return [answers[number] for number in sorted(answers)]
 
 
-def _append(answers: dict[int, Output], piece: Output) -> None:
-    before = answers.get(piece.choice)
-    answers[piece.choice] = piece if before is None else before.merge(piece)
+def _append(answers: dict[int, Output], output: Output) -> None:
+    before = answers.get(output.choice)
+    answers[output.choice] = output if before is None else before.merge(output)

@@ -7,19 +7,7 @@ from typing import Any
 
 from megajax.inference.request import Output
 from megajax.inference.sampling_settings import TOKEN, Limit, Sampling
-from megajax.inference.server.body import (
-    FLAG,
-    STRING,
-    Field,
-    Fields,
-    Unsupported,
-    check,
-    demand,
-    invalid,
-    names_by_setting,
-    number,
-)
-from megajax.inference.server.body import sampling as read_sampling
+from megajax.inference.server.body import FLAG, STRING, Field, Fields, Unsupported, Values, invalid, number
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel, split_prompts
 from megajax.inference.server.openai import Job, TokenTexts, finite
@@ -100,10 +88,10 @@ class MegatronForm:
 
 async def megatron_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of PUT /api. Raises RequestError."""
-    values = check(body, FIELDS)
+    values = Values(body, FIELDS)
     model.demand_name(values)
     settings, scored = _settings(values), values.get("logprobs", False)
-    texts = demand(values, "prompts")
+    texts = values.demand("prompts")
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise invalid("prompts", "prompts must be a list of strings")
     if settings.beams > 1 and len(texts) > 1:
@@ -117,16 +105,16 @@ async def megatron_job(body: Mapping[str, Any], model: ServedModel, config: Serv
     first = [tokenizer.specials.get("bos", tokenizer.eod)] if add_bos else []
     prompts = [first + await model.encode(text, special_tokens=False, prefix=False) for text in texts]
     form = MegatronForm(model, prompts, settings, scored=scored)
-    names = names_by_setting(FIELDS, values) | {"prompt": "prompts", "top_p": "top_p", "n": "beam_width"}
-    return Job(prompts=prompts, sampling=settings, form=form, names=names)
+    names = values.names() | {"prompt": "prompts", "top_p": "top_p", "n": "beam_width"}
+    return Job(prompts=prompts, sampling=settings, response=form.response, names=names)
 
 
-def _settings(values: Mapping[str, Any]) -> Sampling:
+def _settings(values: Values) -> Sampling:
     """Raises RequestError for settings that contradict each other."""
     top_p = values.get("top_p", 0.0)
     if top_p > 0 and values.get("top_k", 0) > 0:
         raise invalid("top_p", f"top_p={top_p:g} and top_k={values['top_k']} are given: give one of them")
-    settings = read_sampling(values, FIELDS, Sampling(max_tokens=64))
+    settings = values.sampling(Sampling(max_tokens=64))
     if settings.max_tokens == 0 and not values.get("logprobs", False):
         raise invalid("tokens_to_generate", "tokens_to_generate=0 needs logprobs=true")
     stop = ("\n\n",) * values.get("stop_on_double_eol", False) + ("\n",) * values.get("stop_on_eol", False)

@@ -2,24 +2,14 @@
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from megajax.inference.request import Output, TokenScore
-from megajax.inference.sampling_settings import Sampling
-from megajax.inference.server.body import (
-    CHAT,
-    COMPLETIONS,
-    Fields,
-    check,
-    demand,
-    invalid,
-    names_by_setting,
-    one_of,
-    sampling,
-)
+from megajax.inference.sampling_settings import Sampling, abbreviated
+from megajax.inference.server.body import CHAT, COMPLETIONS, Values, invalid
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.tokenizers.base import Tokenizer
@@ -101,21 +91,14 @@ def chat_scores(texts: TokenTexts, scores: Sequence[TokenScore]) -> dict[str, An
     return {"content": content, "refusal": None}
 
 
-class Form(Protocol):
-    """The format of a job's answers."""
-
-    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
-        """The body of a response."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A parsed request."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
-    form: Form
+    response: Callable[[Sequence[Output]], dict[str, Any]]
+    """All answers -> the body of a response."""
     stream: "OpenAIForm | None" = None
     """The format of events; None for a single response."""
     names: dict[str, str]
@@ -132,13 +115,21 @@ class OpenAIForm:
     prefix: str
     """Prefix of identifiers."""
 
-    def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], *, with_usage: bool):
-        """with_usage: whether the last event has the usage."""
-        self.texts, self._with_usage = TokenTexts(model.tokenizer), with_usage
+    def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], settings: Sampling, values: Values):
+        """values: the fields of the request."""
+        self._texts, self._tokenizer, self._prompts, self._settings = (
+            TokenTexts(model.tokenizer),
+            model.tokenizer,
+            prompts,
+            settings,
+        )
+        self._with_usage, self._echo = values.get("stream_options", False), values.get("echo", False)
         self._prompt_tokens, self._generated = sum(map(len, prompts)), 0
         self._head = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model.name}
+        self._lengths: dict[int, int] = {}
+        self._prompt_scores: dict[int, tuple[Any, ...]] = {}
 
-    def choice(self, piece: Output, *, event: bool) -> dict[str, Any]:
+    def choice(self, output: Output, *, event: bool) -> dict[str, Any]:
         """An entry of `choices`."""
         raise NotImplementedError
 
@@ -151,10 +142,10 @@ class OpenAIForm:
         """Events before the first token."""
         return []
 
-    def event(self, piece: Output) -> dict[str, Any]:
-        """The event of a piece of an answer."""
-        self._generated += len(piece.tokens)
-        return self._event([self.choice(piece, event=True)])
+    def event(self, output: Output) -> dict[str, Any]:
+        """The event of a output of an answer."""
+        self._generated += len(output.tokens)
+        return self._event([self.choice(output, event=True)])
 
     def closing(self) -> list[dict[str, Any]]:
         """Events after the last token."""
@@ -175,38 +166,24 @@ class CompletionForm(OpenAIForm):
     kind = chunk = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(
-        self,
-        model: ServedModel,
-        prompts: Sequence[Sequence[int]],
-        settings: Sampling,
-        *,
-        echo: bool,
-        with_usage: bool,
-    ):
-        super().__init__(model, prompts, with_usage=with_usage)
-        self._tokenizer, self._prompts, self._settings, self._echo = model.tokenizer, prompts, settings, echo
-        self._lengths: dict[int, int] = {}
-        self._prompt_scores: dict[int, tuple[Any, ...]] = {}
-
     def response(self, answers: Sequence[Output]) -> dict[str, Any]:
         # The first answer to a prompt has the scores of the prompt for all answers.
         n = self._settings.n
         self._prompt_scores = {answer.choice // n: answer.prompt_scores for answer in answers[::n]}
         return super().response(answers)
 
-    def choice(self, piece: Output, *, event: bool) -> dict[str, Any]:
-        number, echoes = piece.choice // self._settings.n, self._echo and piece.choice not in self._lengths
-        start = self._lengths.setdefault(piece.choice, 0)
-        text = self._tokenizer.decode(self._prompts[number]) + piece.text if echoes else piece.text
-        self._lengths[piece.choice] = start + len(text)
+    def choice(self, output: Output, *, event: bool) -> dict[str, Any]:
+        number, echoes = output.choice // self._settings.n, self._echo and output.choice not in self._lengths
+        start = self._lengths.setdefault(output.choice, 0)
+        text = self._tokenizer.decode(self._prompts[number]) + output.text if echoes else output.text
+        self._lengths[output.choice] = start + len(text)
         logprobs = None
         if self._settings.logprobs is not None:
             prompt = self._prompts[number] if echoes else ()
-            prompt_scores = self._prompt_scores.get(number, piece.prompt_scores) if echoes else ()
-            tokens, scores = [*prompt, *piece.tokens], [*prompt_scores, *piece.scores]
-            logprobs = completion_scores(self.texts, tokens, scores, start)
-        return {"index": piece.choice, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
+            prompt_scores = self._prompt_scores.get(number, output.prompt_scores) if echoes else ()
+            tokens, scores = [*prompt, *output.tokens], [*prompt_scores, *output.scores]
+            logprobs = completion_scores(self._texts, tokens, scores, start)
+        return {"index": output.choice, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
 
 
 class ChatForm(OpenAIForm):
@@ -215,17 +192,13 @@ class ChatForm(OpenAIForm):
     kind, chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl-"
 
-    def __init__(self, model: ServedModel, prompt: Sequence[int], settings: Sampling, *, with_usage: bool):
-        super().__init__(model, [prompt], with_usage=with_usage)
-        self._settings = settings
-
-    def choice(self, piece: Output, *, event: bool) -> dict[str, Any]:
-        logprobs = None if self._settings.logprobs is None else chat_scores(self.texts, piece.scores)
+    def choice(self, output: Output, *, event: bool) -> dict[str, Any]:
+        logprobs = None if self._settings.logprobs is None else chat_scores(self._texts, output.scores)
         if event:
-            content = {"delta": {"content": piece.text} if piece.text else {}}
+            content = {"delta": {"content": output.text} if output.text else {}}
         else:
-            content = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.finish}
+            content = {"message": {"role": "assistant", "content": output.text, "refusal": None}}
+        return {"index": output.choice, **content, "logprobs": logprobs, "finish_reason": output.finish}
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -237,51 +210,53 @@ class ChatForm(OpenAIForm):
 
 async def completion_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/completions. Raises RequestError."""
-    values = check(body, COMPLETIONS)
+    values = Values(body, COMPLETIONS)
     model.demand_name(values)
-    demand(values, "prompt")
-    echo, stream = values.get("echo", False), values.get("stream", False)
-    settings = sampling(values, COMPLETIONS, replace(Sampling(), guide=_guide(values)))
-    if echo and settings.logprobs is not None:
+    values.demand("prompt")
+    settings = values.sampling(replace(Sampling(), guide=_guide(values)))
+    if values.get("echo", False) and settings.logprobs is not None:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
-        if stream and settings.n > 1:
+        if values.get("stream", False) and settings.n > 1:
             raise invalid("n", "n must be 1 in a stream with echo and logprobs")
     _check_stream(values, settings)
     prompts = await read_prompts(values, model, config.prompts)
-    _check_answers(prompts, settings, config, "prompt")
-    form = CompletionForm(model, prompts, settings, echo=echo, with_usage=values.get("stream_options", False))
-    names = _names(COMPLETIONS, values) | {"prompt": "prompt"}
-    return Job(prompts=prompts, sampling=settings, form=form, stream=form if stream else None, names=names)
+    return _job(values, settings, config, CompletionForm(model, prompts, settings, values), prompts, "prompt")
 
 
 async def chat_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/chat/completions. Raises RequestError."""
-    values = check(body, CHAT)
+    values = Values(body, CHAT)
     model.demand_name(values)
-    messages = demand(values, "messages")
-    one_of(values, "max_tokens", "max_completion_tokens")
+    messages, old, new = values.demand("messages"), values.get("max_tokens"), values.get("max_completion_tokens")
+    if "max_tokens" in values and "max_completion_tokens" in values and old != new:
+        message = f"max_completion_tokens is {abbreviated(new)}, max_tokens is {abbreviated(old)}"
+        raise invalid("max_completion_tokens", f"{message}: both are the same setting, give one of them")
     scored, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
     if top is not None and not scored:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     if scored:
         values["top_logprobs"] = top or 0
     # By default, an answer may fill the row.
-    base = replace(Sampling(), max_tokens=model.length, guide=_guide(values))
-    settings = sampling(values, CHAT, base)
+    settings = values.sampling(replace(Sampling(), max_tokens=model.length, guide=_guide(values)))
     _check_stream(values, settings)
-    prompt = await model.converse(messages)
-    _check_answers([prompt], settings, config, "messages")
-    form = ChatForm(model, prompt, settings, with_usage=values.get("stream_options", False))
-    names = _names(CHAT, values) | {"prompt": "messages"}
+    prompts = [await model.converse(messages)]
+    return _job(values, settings, config, ChatForm(model, prompts, settings, values), prompts, "messages")
+
+
+def _job(
+    values: Values, settings: Sampling, config: ServerConfig, form: OpenAIForm, prompts: list[list[int]], param: str
+) -> Job:
+    """A job with a limited number of answers. param: field of the prompts. Raises RequestError."""
+    names = {**values.names(), "guide": "response_format", "prompt": param}
+    if (answers := len(prompts) * settings.choices()) > config.prompts:
+        param = "best_of" if settings.choices() > settings.n else "n" if settings.n > 1 else param
+        message = f"{len(prompts)} prompts with {settings.choices()} answers each make {answers:,} answers"
+        raise invalid(param, f"{message}, at most {config.prompts} are allowed")
     stream = form if values.get("stream", False) else None
-    return Job(prompts=[prompt], sampling=settings, form=form, stream=stream, names=names)
+    return Job(prompts=prompts, sampling=settings, response=form.response, stream=stream, names=names)
 
 
-def _names(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
-    return names_by_setting(fields, values) | {"guide": "response_format"}
-
-
-def _check_stream(values: Mapping[str, Any], settings: Sampling) -> None:
+def _check_stream(values: Values, settings: Sampling) -> None:
     stream = values.get("stream", False)
     if "stream_options" in values and not stream:
         raise invalid("stream_options", "stream_options needs stream=true")
@@ -290,14 +265,7 @@ def _check_stream(values: Mapping[str, Any], settings: Sampling) -> None:
         raise invalid("best_of", f"{message}: the best answers are known only at the end, so they cannot be streamed")
 
 
-def _check_answers(prompts: Sequence[Any], settings: Sampling, config: ServerConfig, param: str) -> None:
-    if (answers := len(prompts) * settings.choices()) > config.prompts:
-        param = "best_of" if settings.choices() > settings.n else "n" if settings.n > 1 else param
-        message = f"{len(prompts)} prompts with {settings.choices()} answers each make {answers:,} answers"
-        raise invalid(param, f"{message}, at most {config.prompts} are allowed")
-
-
-def _guide(values: Mapping[str, Any]) -> Any:
+def _guide(values: Values) -> Any:
     """The JSON schema of `response_format`; None for any text. Raises RequestError."""
     response_format = values.get("response_format")
     if response_format is None:

@@ -10,7 +10,7 @@ import pytest
 from served import Running
 
 from megajax.inference.sampling_settings import LIMITS, Sampling
-from megajax.inference.server.body import CHAT, COMPLETIONS, Field, RequestError, check, sampling
+from megajax.inference.server.body import CHAT, COMPLETIONS, Field, RequestError, Values
 
 CHATS = [{"role": "user", "content": "a"}]
 
@@ -197,12 +197,12 @@ def test_both_edges_of_each_limit(name: str) -> None:
     base = Sampling(max_tokens=2**20, beams=2 if name == "length_penalty" else 1)
     step = 1 if limit.kind is int else 1e-6
     for value in (limit.least + step * limit.above, limit.most):
-        checked = check({field: limit.kind(value)}, fields)
-        assert getattr(sampling(checked, fields, base), name) == value
+        checked = Values({field: limit.kind(value)}, fields)
+        assert getattr(checked.sampling(base), name) == value
     for value in (limit.least if limit.above else limit.least - step, limit.most + max(step, limit.most * 1e-9), True):
-        checked = check({field: value if value is True else limit.kind(value)}, fields)
+        checked = Values({field: value if value is True else limit.kind(value)}, fields)
         with pytest.raises(RequestError) as caught:
-            sampling(checked, fields, base)
+            checked.sampling(base)
         assert caught.value.param == field
 
 
