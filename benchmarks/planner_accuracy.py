@@ -18,7 +18,7 @@ from typing import Any
 import outcome
 
 from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
-from megajax.layers.stack.remat import PARTS, Recompute
+from megajax.layers.recompute import PARTS, Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.configs import DecoderConfig
 from megajax.models.facts import count_flops

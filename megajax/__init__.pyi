@@ -65,7 +65,6 @@ from megajax.layers.block.config import BlockConfig as BlockConfig
 from megajax.layers.block.config import FeedForwardBlockConfig as FeedForwardBlockConfig
 from megajax.layers.block.config import MixerBlockConfig as MixerBlockConfig
 from megajax.layers.block.config import PostNormBlockConfig as PostNormBlockConfig
-from megajax.layers.block.config import StackConfig as StackConfig
 from megajax.layers.block.cross_config import CrossAttentionConfig as CrossAttentionConfig
 from megajax.layers.block.cross_config import CrossBlockConfig as CrossBlockConfig
 from megajax.layers.lora.config import LoRAConfig as LoRAConfig
@@ -88,7 +87,8 @@ from megajax.layers.position.config import RelativeBiasConfig as RelativeBiasCon
 from megajax.layers.position.config import RopeConfig as RopeConfig
 from megajax.layers.position.config import YarnScalingConfig as YarnScalingConfig
 from megajax.layers.quantization.config import QuantizationConfig as QuantizationConfig
-from megajax.layers.stack.segments import SegmentsConfig as SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig as SegmentsConfig
+from megajax.layers.stack.config import StackConfig as StackConfig
 from megajax.mesh.config import ParallelConfig as ParallelConfig
 from megajax.mesh.xla import XlaConfig as XlaConfig
 from megajax.metrics.config import LoggingConfig as LoggingConfig

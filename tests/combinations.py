@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from tiny_runs import Trained, gpt, llama, pair, train
 
-from megajax.layers.stack.remat import Recompute
+from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.configs import DecoderConfig
 

@@ -23,7 +23,7 @@ from megajax.layers.configs import (
     StackConfig,
 )
 from megajax.layers.param import Normal, ParamSpec
-from megajax.layers.stack.remat import Recompute
+from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.configs import DecoderConfig

@@ -17,7 +17,7 @@ from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.layers.facts import Share
 from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
-from megajax.layers.stack.remat import SavePolicy, format_recompute
+from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.processes.nccl import variables as nccl_variables
 from megajax.mesh.processes.world import find_world

@@ -10,7 +10,6 @@ from megajax.layers.block.config import (
     FeedForwardBlockConfig,
     MixerBlockConfig,
     PostNormBlockConfig,
-    StackConfig,
     shared_bias,
 )
 from megajax.layers.block.residual import MixerConfig
@@ -36,6 +35,7 @@ from megajax.layers.norm.config import (
 )
 from megajax.layers.position.config import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.quantization.config import QuantizationConfig
+from megajax.layers.stack.config import StackConfig
 
 __all__ = [
     "LARGEST",

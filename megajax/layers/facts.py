@@ -14,7 +14,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
-from megajax.layers.stack.remat import PARTS, Part, SavePolicy
+from megajax.layers.recompute import PARTS, Part, SavePolicy
 
 CUT_AXES = frozenset({"heads", "kv_heads", "mlp"})
 """Logical axes that `tensor` shards."""
@@ -198,7 +198,7 @@ class Layer(Protocol):
         ...
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """Tensors that may be saved for the backward pass, by the names in megajax.layers.stack.remat.
+        """Tensors that may be saved for the backward pass, by the names in megajax.layers.recompute.
 
         A kernel between matmuls reads `query_key_value` and writes `core_attention`.
         """

@@ -27,8 +27,8 @@ from megajax.layers.facts import (
     prefixed,
     total_size,
 )
-from megajax.layers.stack.remat import Recomputing
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.recompute import Recomputing
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.protocol import ModelConfig, ids_below
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megajax.layers.configs import AnyBlockConfig
 from megajax.layers.facts import BlockFacts, Norm, Share, total_size
-from megajax.layers.stack.remat import Recompute, Recomputing
+from megajax.layers.recompute import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts, SectionFacts
 from megajax.models.protocol import ids_below

@@ -16,7 +16,7 @@ from megajax.config.errors import Problem, UserError, demand_members
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.configs import StackConfig
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 
 

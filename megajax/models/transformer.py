@@ -9,8 +9,8 @@ from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.configs import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Side, SupportsContext
-from megajax.layers.stack.remat import Part, Recompute, Recomputing, format_recompute
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.recompute import Part, Recompute, Recomputing, format_recompute
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.models.facts import ParameterCount, count_parameters
 

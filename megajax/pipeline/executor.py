@@ -42,10 +42,10 @@ MOST_LOOPS = 8
 """Maximum number of chunks with separate loops in the program. More take too long to compile."""
 
 type Which = Literal["none", "some", "all"]
-"""The ticks of a segment in which something runs; "some": under a `lax.cond`."""
+"""The ticks of a loop in which something runs; "some": under a `lax.cond`."""
 
 
-class Segment(NamedTuple):
+class TickLoop(NamedTuple):
     """Ticks [start, stop), which run in one loop."""
 
     start: int
@@ -62,7 +62,7 @@ class Segment(NamedTuple):
     """Ticks after a gradient left stage 0."""
 
     def ticks(self, tick: Array, microbatches: np.ndarray) -> "Ticks":
-        """The ticks of this segment for a kind of work; see `Ticks`."""
+        """The ticks of this loop for a kind of work; see `Ticks`."""
         return Ticks(tick, microbatches, self.start, self.stop)
 
     def busy(self, work: Work, chunk: int | None) -> np.ndarray:
@@ -97,13 +97,13 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-def segments(schedule: Schedule) -> list[Segment]:
+def tick_loops(schedule: Schedule) -> list[TickLoop]:
     """The phases of the schedule, split where losses begin and end. Raises ValueError for a split backward."""
     if schedule.split_backward:
         raise ValueError(f"schedule {schedule.name} has separate weight gradients, which the executor does not run")
     losses = np.flatnonzero(schedule.head >= 0)
     edges = {edge for phase in schedule.phases for edge in phase[:2]} | {int(losses[0]), int(losses[-1]) + 1}
-    segments = []
+    loops = []
     for start, stop in pairwise(sorted(edges)):
         phase = next(phase for phase in schedule.phases if phase.start <= start < phase.stop)
         collectives = (
@@ -112,8 +112,8 @@ def segments(schedule: Schedule) -> list[Segment]:
             _which_collective(schedule, before(schedule.embed_gradient)[start:stop]),
         )
         head = _which(schedule.head[start:stop])
-        segments.append(Segment(start, stop, phase.forward, phase.input_gradient, head, *collectives))
-    return segments
+        loops.append(TickLoop(start, stop, phase.forward, phase.input_gradient, head, *collectives))
+    return loops
 
 
 def _which(microbatches: np.ndarray) -> Which:
@@ -137,14 +137,14 @@ def before(microbatches: np.ndarray) -> np.ndarray:
     return np.insert(microbatches[:-1], 0, np.int32(-1))
 
 
-def _run_ticks(segment: tuple[int, int], tick: Callable[[Array, Any], Any], carry: Any) -> Any:
+def _run_ticks(ticks: tuple[int, int], tick: Callable[[Array, Any], Any], carry: Any) -> Any:
     """Runs the ticks [start, stop) in order."""
-    start, stop = segment
+    start, stop = ticks
     return lax.fori_loop(start, stop, tick, carry) if stop > start + 1 else tick(jnp.int32(start), carry)
 
 
 class Ticks(NamedTuple):
-    """The current tick of a segment, and the microbatches of a kind of work."""
+    """The current tick of a loop, and the microbatches of a kind of work."""
 
     tick: Array
     microbatches: np.ndarray
@@ -233,15 +233,15 @@ class Stage:
         tests check with NaN.
         """
         carry = self.start(zeros, fill)
-        for segment in segments(self.schedule):
-            if segment.head != "none" and self.loss_first:
-                output = self.stored_output(carry.outputs, jnp.int32(segment.start))
+        for loop in tick_loops(self.schedule):
+            if loop.head != "none" and self.loss_first:
+                output = self.stored_output(carry.outputs, jnp.int32(loop.start))
                 carry = carry._replace(ready=self.broadcast_from_last(output))
 
-            def tick(tick: Array, carry: Carry, segment: Segment = segment) -> Carry:
-                return self.tick(segment, tick, carry, scale)
+            def tick(tick: Array, carry: Carry, loop: TickLoop = loop) -> Carry:
+                return self.tick(loop, tick, carry, scale)
 
-            carry = _run_ticks(segment[:2], tick, carry)
+            carry = _run_ticks(loop[:2], tick, carry)
         end = jnp.int32(self.schedule.ticks)
         shared = self.embedding_gradient(end, self.stage0_gradient(end, carry.dx), carry.shared)
         return carry.sums, dict(self.layers.without_padding(carry.stacked)), dict(shared)
@@ -255,21 +255,21 @@ class Stage:
         carry = x, embedded, self.zero_sums(x)
         for start, stop in ((0, first), (first, last + 1)):
             embed = _which_collective(self.schedule, after(self.schedule.embed)[start:stop])
-            segment = Segment(start, stop, True, False, _which(leaving[start:stop]), "none", embed, "none")
+            loop = TickLoop(start, stop, True, False, _which(leaving[start:stop]), "none", embed, "none")
 
-            def tick(tick: Array, carry: tuple, segment: Segment = segment) -> tuple:
+            def tick(tick: Array, carry: tuple, loop: TickLoop = loop) -> tuple:
                 x, embedded, sums = carry
                 x, ctx, chunk, _ = self.enter(tick, x, embedded)
-                kind, ticks = self.schedule.forward, segment.ticks(tick, leaving)
-                y = self.in_chunk(segment, kind, chunk, lambda chunk, x: self.layers.output(chunk, x, ctx), x)
+                kind, ticks = self.schedule.forward, loop.ticks(tick, leaving)
+                y = self.in_chunk(loop, kind, chunk, lambda chunk, x: self.layers.output(chunk, x, ctx), x)
 
                 def add_loss(sums: Sums) -> Sums:
                     output = self.broadcast_from_last(y)
                     new = self.staged.head(self.shared, output, self.rows(ticks.microbatch))[1]
                     return jax.tree.map(jnp.add, sums, new)
 
-                sums = sums if segment.head == "none" else when_busy(ticks, segment.head, add_loss, sums)
-                return self.shift(y, 1), self.next_embedded(segment, tick, embedded), sums
+                sums = sums if loop.head == "none" else when_busy(ticks, loop.head, add_loss, sums)
+                return self.shift(y, 1), self.next_embedded(loop, tick, embedded), sums
 
             carry = _run_ticks((start, stop), tick, carry) if stop > start else carry
         return carry[2]
@@ -307,28 +307,28 @@ class Stage:
         like = jax.eval_shape(lambda: self.staged.head(self.shared, x, self.rows(jnp.int32(0)))[1])
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
 
-    def tick(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> Carry:
-        """One tick of a segment."""
+    def tick(self, loop: TickLoop, tick: Array, c: Carry, scale: Array) -> Carry:
+        """One tick of a loop."""
         from_next = from_loss = stage0_gradient = None
-        if segment.backward:
+        if loop.backward:
             from_next = self.shift(c.dx, -1)
-            stage0_gradient = self.stage0_gradient(tick, c.dx) if segment.leave == "all" else None
-        if segment.head != "none" and self.loss_first:
-            c, from_loss = self.loss(segment, tick, c, scale)
-        if segment.forward:
-            embedded = self.next_embedded(segment, tick, c.embedded)
-            y, rings = self.forward(segment, tick, c)
+            stage0_gradient = self.stage0_gradient(tick, c.dx) if loop.leave == "all" else None
+        if loop.head != "none" and self.loss_first:
+            c, from_loss = self.loss(loop, tick, c, scale)
+        if loop.forward:
+            embedded = self.next_embedded(loop, tick, c.embedded)
+            y, rings = self.forward(loop, tick, c)
             # The barrier delays the use of communicated values until after the forward, so that they overlap.
             communicated = from_next, from_loss, stage0_gradient, embedded
             (from_next, from_loss, stage0_gradient, embedded), y = lax.optimization_barrier((communicated, y))
             c = c._replace(rings=rings, x=self.shift(y, 1), embedded=embedded, outputs=self.store_output(tick, y, c))
-            if segment.head != "none" and not self.loss_first:
-                c, from_loss = self.loss(segment, tick, c._replace(ready=y), scale)
+            if loop.head != "none" and not self.loss_first:
+                c, from_loss = self.loss(loop, tick, c._replace(ready=y), scale)
         if self.loss_first:
-            c = c._replace(ready=self.next_ready(segment, tick, c))
-        if from_next is not None:  # in segments with a backward
-            c = c._replace(shared=self.add_embedding_gradient(segment, tick, stage0_gradient, c))
-            dx, stacked, shared = self.backward(segment, tick, from_next, from_loss, c)
+            c = c._replace(ready=self.next_ready(loop, tick, c))
+        if from_next is not None:  # in loops with a backward
+            c = c._replace(shared=self.add_embedding_gradient(loop, tick, stage0_gradient, c))
+            dx, stacked, shared = self.backward(loop, tick, from_next, from_loss, c)
             (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
             c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked, shared=shared)
         return c
@@ -340,7 +340,7 @@ class Stage:
         x = jnp.where((self.index == 0) & (chunk == 0), self.section.enter(self.shared, embedded, ctx, None), x)
         return x, ctx, jnp.where(microbatch >= 0, chunk, -1), slot
 
-    def forward(self, segment: Segment, tick: Array, c: Carry) -> tuple[Array, Rings]:
+    def forward(self, loop: TickLoop, tick: Array, c: Carry) -> tuple[Array, Rings]:
         """(output, rings) of the tick's forward."""
         x, ctx, chunk, slot = self.enter(tick, c.x, c.embedded)
         if self.schedule.chunks == 1:
@@ -349,11 +349,9 @@ class Stage:
         def run_layers(chunk: Array | int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
             return self.layers.forward(chunk, carry[0], ctx, carry[1], slot)
 
-        return self.in_chunk(segment, self.schedule.forward, chunk, run_layers, (x, c.rings))
+        return self.in_chunk(loop, self.schedule.forward, chunk, run_layers, (x, c.rings))
 
-    def in_chunk[T](
-        self, segment: Segment, kind: Work, chunk: Array, work: Callable[[Array | int, T], T], carry: T
-    ) -> T:
+    def in_chunk[T](self, loop: TickLoop, kind: Work, chunk: Array, work: Callable[[Array | int, T], T], carry: T) -> T:
         """work(chunk, carry) of the chunk, or `carry` if it is -1. kind: the kind of work in the schedule.
 
         Each chunk is a loop of one iteration or none: the compiler updates the carry of loops in place, and copies that
@@ -361,19 +359,19 @@ class Stage:
         """
         if self.schedule.chunks > MOST_LOOPS:
             iterations, index = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0)
-            with jax.named_scope(segment.runs(kind, None)):
+            with jax.named_scope(loop.runs(kind, None)):
                 return lax.fori_loop(0, iterations, lambda _, carry: work(index, carry), carry)
         for number in range(self.schedule.chunks):
-            if not segment.busy(kind, number).any():
+            if not loop.busy(kind, number).any():
                 continue
             iterations = (chunk == number).astype(jnp.int32)
-            with jax.named_scope(segment.runs(kind, number)):
+            with jax.named_scope(loop.runs(kind, number)):
                 carry = lax.fori_loop(0, iterations, lambda _, carry, number=number: work(number, carry), carry)
         return carry
 
-    def loss(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
+    def loss(self, loop: TickLoop, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
         """Loss of `ready`: adds its sums and weight gradients, and returns the gradient of the output."""
-        ticks = segment.ticks(tick, self.schedule.head)
+        ticks = loop.ticks(tick, self.schedule.head)
 
         def add_loss(carry: tuple[Sums, Params, Array]) -> tuple[Sums, Params, Array]:
             sums, shared, _ = carry
@@ -386,11 +384,11 @@ class Stage:
             return jax.tree.map(jnp.add, sums, new), add(shared, gradients), self.sum_over_stages(dy)
 
         carry = c.sums, c.shared, jnp.zeros_like(c.ready)
-        sums, shared, dy = when_busy(ticks, segment.head, add_loss, carry)
+        sums, shared, dy = when_busy(ticks, loop.head, add_loss, carry)
         return c._replace(sums=sums, shared=shared), dy
 
     def backward(
-        self, segment: Segment, tick: Array, from_next: Array, from_loss: Array | None, c: Carry
+        self, loop: TickLoop, tick: Array, from_next: Array, from_loss: Array | None, c: Carry
     ) -> tuple[Array, Params, Params]:
         """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
         microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
@@ -407,7 +405,7 @@ class Stage:
             return self.layers.backward(chunk, carry[0], ctx, c.rings, slot, carry[1])
 
         kind, chunk = self.schedule.input_gradient, jnp.where(microbatch >= 0, chunk, -1)
-        dx, (stacked, common) = self.in_chunk(segment, kind, chunk, run_layers, (dy, totals))
+        dx, (stacked, common) = self.in_chunk(loop, kind, chunk, run_layers, (dy, totals))
         return dx, stacked, {**c.shared, **common}
 
     def stage0_gradient(self, tick: Array, dx: Array) -> Array:
@@ -418,16 +416,16 @@ class Stage:
         """Microbatch whose gradient left stage 0 in the previous tick; -1 for none."""
         return jnp.asarray(np.insert(self.schedule.embed_gradient, 0, np.int32(-1)))[tick]
 
-    def add_embedding_gradient(self, segment: Segment, tick: Array, stage0_gradient: Array | None, c: Carry) -> Params:
+    def add_embedding_gradient(self, loop: TickLoop, tick: Array, stage0_gradient: Array | None, c: Carry) -> Params:
         """Adds the embedding's gradient to the shared ones. stage0_gradient: None if not communicated in every tick."""
-        if segment.leave == "none":
+        if loop.leave == "none":
             return c.shared
 
         def added(shared: Params) -> Params:
             dx = self.stage0_gradient(tick, c.dx) if stage0_gradient is None else stage0_gradient
             return self.embedding_gradient(tick, dx, shared)
 
-        return when_busy(segment.ticks(tick, before(self.schedule.embed_gradient)), segment.leave, added, c.shared)
+        return when_busy(loop.ticks(tick, before(self.schedule.embed_gradient)), loop.leave, added, c.shared)
 
     def embedding_gradient(self, tick: Array, stage0_gradient: Array, shared: Params) -> Params:
         """`shared` with the gradient of embedding and `enter` added."""
@@ -447,15 +445,15 @@ class Stage:
         index = jnp.maximum(slot, 0)
         return put(c.outputs, jnp.where(slot >= 0, y, take(c.outputs, index)), index)
 
-    def next_ready(self, segment: Segment, tick: Array, c: Carry) -> Array:
+    def next_ready(self, loop: TickLoop, tick: Array, c: Carry) -> Array:
         """`ready` after a tick: on all stages, the output whose loss is computed in the next one."""
-        if segment.ready == "none":
+        if loop.ready == "none":
             return c.ready
 
         def send(_: Array) -> Array:
             return self.broadcast_from_last(self.stored_output(c.outputs, tick + 1))
 
-        return when_busy(segment.ticks(tick, after(self.schedule.head)), segment.ready, send, c.ready)
+        return when_busy(loop.ticks(tick, after(self.schedule.head)), loop.ready, send, c.ready)
 
     def stored_output(self, outputs: Array, tick: Array) -> Array:
         """The output whose loss is computed in a tick; an arbitrary one if there is none."""
@@ -471,12 +469,12 @@ class Stage:
         microbatch, chunk, slot = (jnp.asarray(table)[tick, self.index] for table in work)
         return microbatch, chunk, slot
 
-    def next_embedded(self, segment: Segment, tick: Array, embedded: Array) -> Array:
+    def next_embedded(self, loop: TickLoop, tick: Array, embedded: Array) -> Array:
         """`embedded` after a tick: of the microbatch that enters in the next one."""
-        if segment.embed == "none":
+        if loop.embed == "none":
             return embedded
-        ticks = segment.ticks(tick, after(self.schedule.embed))
-        return when_busy(ticks, segment.embed, lambda _: self.embed(tick + 1), embedded)
+        ticks = loop.ticks(tick, after(self.schedule.embed))
+        return when_busy(ticks, loop.embed, lambda _: self.embed(tick + 1), embedded)
 
     def embed(self, tick: Array) -> Array:
         """Embeddings of the microbatch that enters in a tick; of an arbitrary one if none does."""

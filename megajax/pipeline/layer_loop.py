@@ -25,9 +25,9 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.batch import Params
+from megajax.layers.stack.spans import PerChunk, Span
 from megajax.mesh.layout import Layout
 from megajax.mesh.observations import accumulated
-from megajax.pipeline.staged import PerChunk, Span
 
 RESIDUAL = ("batch", "seq_residual", "embed")
 
@@ -102,21 +102,6 @@ class Turn(NamedTuple):
     def row(self, place: int, n: Array) -> Array:
         """First row of unit n."""
         return self.rows[place] + n * self.span.places[place].stride
-
-    def stored(self, path: str) -> tuple[str, int]:
-        """Path in a unit -> path of the stacked weight, and place."""
-        place, _, rest = path.partition(".")
-        return f"{self.span.places[int(place)].block}.{rest}", int(place)
-
-    def used(self, stacked: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-        """Path in a unit -> (stacked weight, place) for each weight that a unit uses."""
-        by_place = {}
-        for path, w in stacked.items():
-            block, _, rest = path.partition(".")
-            for number, place in enumerate(self.span.places):
-                if place.block == int(block):
-                    by_place[f"{number}.{rest}"] = w, number
-        return by_place
 
 
 @dataclass(frozen=True)
@@ -265,9 +250,9 @@ class LayerLoop:
 
     def _added(self, turn: Turn, n: Array, totals: Params, gradients: Params) -> Params:
         """Totals of the stacked weights with a unit's gradients; see `add`."""
-        totals, count = dict(totals), turn.span.rows_per_unit
+        totals, used, count = dict(totals), turn.span.used(self.stacked), turn.span.repeats
         for inside, g in gradients.items():
-            path, place = turn.stored(inside)
+            path, place = used[inside]
             if path in totals:
                 row = turn.row(place, n)
                 sums = accumulated(path, _rows(totals[path], row, count), g)
@@ -276,9 +261,9 @@ class LayerLoop:
 
     def _arguments(self, turn: Turn, n: Array) -> tuple[Params, Params, Array]:
         """A unit's weights and numbers."""
-        count, cast = turn.span.rows_per_unit, {}
-        for inside, (stacked, place) in turn.used(self.stacked).items():
-            w, dtype = _rows(stacked, turn.row(place, n), count), self.gradient_dtypes.get(turn.stored(inside)[0])
+        count, cast = turn.span.repeats, {}
+        for inside, (path, place) in turn.span.used(self.stacked).items():
+            w, dtype = _rows(self.stacked[path], turn.row(place, n), count), self.gradient_dtypes.get(path)
             cast[inside] = w if dtype is None else w.astype(dtype)
         if turn.layer is None:
             return cast, self.common, _rows(jnp.asarray(self.numbers), turn.row(0, n), count)

@@ -8,8 +8,13 @@ skips. All stages run each tick together, so a chunk with fewer layers waits for
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+
+from megajax.layers.stack.config import Pattern, split_patterns
+from megajax.layers.stack.spans import PerChunk, Place, Span
+from megajax.layers.stack.stack import Stack
 
 
 def row_order(chunks: Sequence[range], layers: Sequence[int]) -> tuple[int, ...]:
@@ -77,3 +82,94 @@ class Partition:
     def padded(self) -> bool:
         """Whether any rows are padding."""
         return min(self.repeats) < self.rows
+
+    def spans(self, stack: Stack) -> list[Span]:
+        """The spans of all chunks of a stack: one program for all. Raises ValueError as `Stack.spans`."""
+        if stack.segmented:
+            return _spans_of_segments(stack, self.layers()[0])
+        spans = stack.segment_spans(stack.segments[0]._replace(repeats=self.rows), numbered=False)
+        return [span._replace(ring=ring) for ring, span in enumerate(spans)]
+
+
+def _spans_of_segments(stack: Stack, chunks: Sequence[range]) -> list[Span]:
+    """The spans of chunks of different layers. chunks: layer numbers, in the order of the model."""
+    block_of = {layer: block for block, layers in enumerate(stack.numbers) for layer in layers}
+    rows = [max(sum(layer in chunk for layer in layers) for chunk in chunks) for layers in stack.numbers]
+    rows_used = np.zeros((len(chunks), len(stack.numbers)), int)
+    layer, rings, offsets, spans = np.array([chunk.start for chunk in chunks]), {}, {}, []
+    for pattern, repeats in common_runs([[block_of[layer] for layer in chunk] for chunk in chunks]):
+        counts, places = np.array(repeats), []
+        for number, block in enumerate(pattern):
+            start = rows_used[:, block] + pattern[:number].count(block)
+            places.append(Place(block, _collapse(start), pattern.count(block), rows[block]))
+        ring, before = rings.setdefault(pattern, len(rings)), offsets.get(pattern, 0 * counts)
+        unit, varying = stack.unit(pattern, stack.recomputing.policy()), (_collapse(layer), _collapse(counts))
+        spans.append(Span(0, 1, unit, 1, tuple(places), *varying, ring, _collapse(before)))
+        for block in pattern:
+            rows_used[:, block] += counts
+        layer, offsets[pattern] = layer + counts * len(pattern), before + counts
+    units = [int(np.max(offset)) for offset in offsets.values()]  # by ring
+    return [span._replace(units=units[span.ring]) for span in spans]
+
+
+def _collapse(values: np.ndarray) -> PerChunk:
+    """An int if all values are equal, otherwise the array."""
+    return int(values[0]) if (values == values[0]).all() else values.astype(np.int32)
+
+
+class Run(NamedTuple):
+    """Consecutive layers in every chunk of a pipeline."""
+
+    pattern: Pattern
+    counts: tuple[int, ...]
+    """Repeats in each chunk; 0: the chunk has no such layers."""
+
+
+def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
+    """Runs that give every chunk with its own counts, with the smallest total length of patterns found.
+
+    Candidates are the patterns of each chunk and those of all chunks joined; the runs of the chunks are merged by
+    shortest common supersequences.
+    """
+    single = {(number,) for chunk in chunks for number in chunk}
+    sources = dict.fromkeys([*map(tuple, chunks), tuple(number for chunk in chunks for number in chunk)])
+    choices = dict.fromkeys(frozenset(pattern for pattern, _ in split_patterns(source)) | single for source in sources)
+    candidates = [_merged([split_patterns(chunk, patterns) for chunk in chunks]) for patterns in choices]
+    return min(candidates, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
+
+
+def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:
+    merged: list[Pattern] = []
+    for chunk in sorted(chunks, key=len, reverse=True):
+        merged = _supersequence(merged, [pattern for pattern, _ in chunk])
+    counts = [[0] * len(merged) for _ in chunks]
+    for number, chunk in enumerate(chunks):
+        place = -1
+        for pattern, count in chunk:
+            place = merged.index(pattern, place + 1)
+            counts[number][place] = count
+    return tuple(
+        Run(pattern, tuple(repeats)) for pattern, repeats in zip(merged, zip(*counts, strict=True), strict=True)
+    )
+
+
+def _supersequence(first: Sequence[Pattern], second: Sequence[Pattern]) -> list[Pattern]:
+    """The shortest sequence with both as subsequences, measured by the lengths of patterns."""
+    # shared[i][j]: the longest subsequence that one[i:] and other[j:] have in common.
+    shared = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i in reversed(range(len(first))):
+        for j in reversed(range(len(second))):
+            matched = len(first[i]) + shared[i + 1][j + 1] if first[i] == second[j] else 0
+            shared[i][j] = max(matched, shared[i + 1][j], shared[i][j + 1])
+    merged, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        if first[i] == second[j] and shared[i][j] == len(first[i]) + shared[i + 1][j + 1]:
+            merged.append(first[i])
+            i, j = i + 1, j + 1
+        elif shared[i + 1][j] >= shared[i][j + 1]:
+            merged.append(first[i])
+            i += 1
+        else:
+            merged.append(second[j])
+            j += 1
+    return [*merged, *first[i:], *second[j:]]

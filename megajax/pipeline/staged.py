@@ -6,56 +6,15 @@ B rows, S positions, D hidden.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax import Array
 
 from megajax.batch import Params
+from megajax.layers.stack.spans import Span
 
 type Rows = Any
 """The leaves of a microbatch: a batch's leaves without the leading dimension."""
 type Sums = Any
 """The sums over microbatches that a head returns."""
-
-type PerChunk = int | np.ndarray
-"""One value for all chunks, or int32 [chunks] in the order of the model."""
-
-
-class Place(NamedTuple):
-    """The rows of a block's stacked weights in each unit: unit n has those from start + n * stride on."""
-
-    block: int
-    """Number of the stacked block; the paths of its weights start with it."""
-    start: PerChunk
-    """Counted from the first row of the chunk."""
-    stride: int
-    rows: int
-    """Stored rows per chunk."""
-
-
-class Span(NamedTuple):
-    """Consecutive rows of stacked weights with the same recomputation policy."""
-
-    units: int
-    """Maximum number of calls of `unit` per chunk, summed over the spans of the same ring."""
-    rows_per_unit: int
-    """Rows per call: n."""
-    unit: Callable[[Params, Params, Array, Array, Any], Array]
-    """(rows of the stacked weights, common weights, numbers of the rows' first layers, x, context) -> x.
-
-    Paths of weights begin with the number of the place, "0.": [n, ...] of each for n > 1.
-    """
-    unroll: int
-    """Units per iteration of a loop over them."""
-    places: Sequence[Place]
-    layer: PerChunk | None
-    """Number of the first layer; None if `LayerLoop.numbers` has the numbers of the rows."""
-    counts: PerChunk
-    """Number of calls of `unit` in this span."""
-    ring: int
-    """Spans with the same ring save residuals of the same kind, one after another."""
-    kept_at: PerChunk
-    """Index of the first unit's residuals in the ring."""
-
 
 MEMORY = "memory"
 """Key of the previous section's output among the values that all layers of a section use."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
 from megajax.config.nearest import divisors_of
-from megajax.layers.stack.remat import Recompute, Recomputing, format_recompute
+from megajax.layers.recompute import Recompute, Recomputing, format_recompute
 from megajax.models.facts import demand_facts
 from megajax.planning.cost.estimate import Case
 from megajax.planning.cost.work import footprint

@@ -28,7 +28,7 @@ from megajax.layers.configs import (
     StackConfig,
 )
 from megajax.layers.param import Observation, bind, initial_values, specs
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

@@ -19,7 +19,7 @@ from megajax.kernels.attention.cudnn import Documents
 from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.stack.remat import Recomputing
+from megajax.layers.recompute import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

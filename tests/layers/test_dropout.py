@@ -9,7 +9,7 @@ from flax import nnx
 from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
 from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.stack.remat import Recomputing
+from megajax.layers.recompute import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

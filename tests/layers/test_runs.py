@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megajax.layers.stack.runs import common_runs, split_patterns
-from megajax.pipeline.partition import Partition
+from megajax.layers.stack.config import split_patterns
+from megajax.pipeline.partition import Partition, common_runs
 
 NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 

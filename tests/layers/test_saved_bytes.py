@@ -21,8 +21,9 @@ from megajax.layers.configs import (
 from megajax.layers.context import Context
 from megajax.layers.facts import Share
 from megajax.layers.moe.facts import ExpertSharding
-from megajax.layers.stack.remat import NAMES, PARTS, SELECTIVE, Recomputing
-from megajax.layers.stack.stack import BLOCKS, Span
+from megajax.layers.recompute import NAMES, PARTS, SELECTIVE, Recomputing
+from megajax.layers.stack.spans import Span
+from megajax.layers.stack.stack import BLOCKS
 from megajax.models.configs import DecoderConfig, T5Config
 from megajax.models.facts import block_facts
 from megajax.models.memory import saved_bytes
@@ -50,8 +51,8 @@ def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, 
     """The same by tracing the layers' gradients."""
     program = build_program(model, ONE, microbatches=4, compute=compute)
     stack, actual = program.abstract.stack, []
-    for span in stack.spans(stack.repeats):
-        layers = span.repeats * len(span.segment.blocks)
+    for span in stack.spans():
+        layers = span.repeats * len(span.places)
         avals = jax.make_jaxpr(lambda *args, span=span: differentiated(span.unit, *args)[1])(
             *arguments(program, span, compute)
         ).out_avals
@@ -173,7 +174,7 @@ def test_without_recomputation_experts_save_their_rows_and_no_activation_twice()
     mixture = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=56))
     model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=mixture),)), recompute="none")
     program = build_program(model, ONE, microbatches=4, compute="float32")
-    (span,) = program.abstract.stack.spans(2)
+    (span,) = program.abstract.stack.spans()
     saved = jax.make_jaxpr(lambda *args: differentiated(span.unit, *args)[1])(*arguments(program, span, "float32"))
     rows = 2 * ROWS * LENGTH
     shapes = [aval.shape[-2:] for aval in saved.out_avals if aval.ndim > 1 and aval.dtype == jnp.float32]

@@ -13,7 +13,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.tree import check
 from megajax.layers.configs import BlockConfig, StackConfig
 from megajax.layers.param import bind, initial_values
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 
 A = replace(llama().stack.pattern[0], dropout=0.1)

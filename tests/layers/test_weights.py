@@ -17,7 +17,7 @@ from megajax.layers.configs import (
     StackConfig,
 )
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, ParamSpec, bind, initial_values, param, specs
-from megajax.layers.stack.remat import Recomputing
+from megajax.layers.recompute import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

@@ -15,7 +15,7 @@ from context_cases import CASES, LONG, MODELS, Case, apart, latent, long, long_r
 from test_experts_train_alike import LOSSES, moe
 from tiny_runs import ONE, Trained, build_program, differentiate, gpt, llama, start, train, within
 
-from megajax.layers.stack.remat import Recompute
+from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.configs import DecoderConfig
 from megajax.training.scoring import Scorer

@@ -19,7 +19,7 @@ from megajax.layers.configs import (
     RouterConfig,
 )
 from megajax.layers.mamba.config import Mamba2Config
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.configs import DecoderConfig
 

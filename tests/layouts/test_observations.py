@@ -16,7 +16,7 @@ from megajax.layers.configs import GatedMLPConfig
 from megajax.layers.context import Context
 from megajax.layers.mlp.module import MLP
 from megajax.layers.param import LayerSettings, observation
-from megajax.layers.stack.remat import Recompute
+from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.measures import Measure
 from megajax.mesh.observations import Observed, observe

@@ -22,7 +22,7 @@ from megajax.layers.configs import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.stack.remat import Recompute
+from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.configs import BertConfig, DecoderConfig, PredictionConfig, T5Config
 

@@ -15,7 +15,7 @@ from megajax.layers.configs import (
     MixerBlockConfig,
     StackConfig,
 )
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
 

@@ -25,7 +25,7 @@ from megajax.layers.configs import (
     StackConfig,
 )
 from megajax.layers.param import Normal, bind, specs
-from megajax.layers.stack.remat import Recompute
+from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

@@ -27,7 +27,7 @@ from megajax.layers.configs import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.stack.segments import stack_of
+from megajax.layers.stack.config import stack_of
 from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting
 from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig

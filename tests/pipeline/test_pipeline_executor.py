@@ -14,13 +14,13 @@ import pytest
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, gpt, in_order, llama, pair, place, rows, start, within
 
 from megajax.batch import Grads
+from megajax.layers.stack.spans import Span
 from megajax.mesh.config import ParallelConfig
 from megajax.models.configs import DecoderConfig
 from megajax.pipeline import executor
-from megajax.pipeline.executor import Segment, Stage, segments
+from megajax.pipeline.executor import Stage, TickLoop, tick_loops
 from megajax.pipeline.layer_loop import LayerLoop
 from megajax.pipeline.schedule import Work, assemble, build, one_f_one_b
-from megajax.pipeline.staged import Span
 from megajax.planning.program.hlo import read
 from megajax.training.program import Program
 
@@ -87,7 +87,7 @@ def test_results_do_not_depend_on_initial_buffers(case: str) -> None:
 def test_idle_backward_passes_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: idle stages that took part would add their values."""
 
-    def always(self: Stage, segment: Segment, kind: Work, chunk: Any, work: Any, carry: Any) -> Any:
+    def always(self: Stage, loop: TickLoop, kind: Work, chunk: Any, work: Any, carry: Any) -> Any:
         return work(0, carry)
 
     monkeypatch.setattr(Stage, "in_chunk", always)
@@ -110,16 +110,14 @@ def test_many_chunks_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_in_some_ticks_is_named_after_their_number() -> None:
     """The names that plans read: see planning.hlo."""
     schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
-    actual = segments(schedule)
+    actual = tick_loops(schedule)
     for chunk in range(2):
-        matches = [
-            re.fullmatch(r"runs_(\d+)_of_(\d+)", segment.runs(schedule.input_gradient, chunk)) for segment in actual
-        ]
-        ticks = [segment.stop - segment.start for segment in actual]
+        matches = [re.fullmatch(r"runs_(\d+)_of_(\d+)", loop.runs(schedule.input_gradient, chunk)) for loop in actual]
+        ticks = [loop.stop - loop.start for loop in actual]
         shares = [int(match[1]) / int(match[2]) for match in matches if match]
         assert sum(share * count for share, count in zip(shares, ticks, strict=True)) == pytest.approx(4)
-    one_chunk = segments(build("1f1b", stages=4, microbatches=8, loss_wait=1))
-    assert {which for segment in one_chunk for which in (segment.ready, segment.embed, segment.leave)} == {
+    one_chunk = tick_loops(build("1f1b", stages=4, microbatches=8, loss_wait=1))
+    assert {which for loop in one_chunk for which in (loop.ready, loop.embed, loop.leave)} == {
         "none",
         "all",
     }
@@ -271,14 +269,14 @@ def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("wait", [0, 1])
 def test_segments_cover_the_ticks_and_have_the_losses_of_the_table(name: str, wait: int) -> None:
     schedule = build(name, stages=4, microbatches=8, chunks=2 if name == "interleaved" else 1, loss_wait=wait)
-    actual = segments(schedule)
-    assert [segment.start for segment in actual] == [0, *(segment.stop for segment in actual[:-1])]
+    actual = tick_loops(schedule)
+    assert [loop.start for loop in actual] == [0, *(loop.stop for loop in actual[:-1])]
     assert actual[-1].stop == schedule.ticks
-    for segment in actual:
-        losses = schedule.head[segment.start : segment.stop] >= 0
-        assert segment.head == ("all" if losses.all() else "some" if losses.any() else "none")
-        assert segment.forward == (schedule.forward.microbatch[segment.start : segment.stop] >= 0).any()
-        assert segment.backward == (schedule.input_gradient.microbatch[segment.start : segment.stop] >= 0).any()
+    for loop in actual:
+        losses = schedule.head[loop.start : loop.stop] >= 0
+        assert loop.head == ("all" if losses.all() else "some" if losses.any() else "none")
+        assert loop.forward == (schedule.forward.microbatch[loop.start : loop.stop] >= 0).any()
+        assert loop.backward == (schedule.input_gradient.microbatch[loop.start : loop.stop] >= 0).any()
 
 
 def test_separate_weight_gradients_are_refused() -> None:
@@ -288,5 +286,5 @@ def test_separate_weight_gradients_are_refused() -> None:
     split = assemble("apart", **when)
     assert split.split_backward
     with pytest.raises(ValueError, match="apart has separate weight gradients"):
-        segments(split)
-    assert segments(one_f_one_b(2, 2))
+        tick_loops(split)
+    assert tick_loops(one_f_one_b(2, 2))

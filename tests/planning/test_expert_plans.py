@@ -10,7 +10,7 @@ from megajax.layers.configs import BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.moe.dispatch import Dispatch
 from megajax.layers.moe.facts import ExpertSharding
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.plan import main
 from megajax.planning.program.hlo import Contents
 from megajax.planning.program.train_step import Memory, TrainPlan, report, with_kernels

@@ -7,7 +7,7 @@ import pytest
 from descriptions import llama3_8b
 
 from megajax.config import load
-from megajax.layers.stack.remat import SavePolicy
+from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS

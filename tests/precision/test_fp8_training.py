@@ -15,6 +15,7 @@ from tiny_runs import ONE, QUICK, Program, build_program, place, rows, start, wi
 
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.pipeline.partition import Partition
 from megajax.precision.config import Fp8Config
 
 LAYOUTS = {
@@ -98,8 +99,8 @@ def test_without_a_pipeline_layers_at_both_ends_are_spans_of_their_own(recompute
     precision = replace(program.cfg.precision, fp8=Fp8Config(first_layers=1, last_layers=1))
     program = Program.of(program.cfg.but(precision=precision), program.mesh)
     stack = program.abstract.stack
-    assert [span.units for span in stack.spans(4, 0)] == units
-    assert sum(span.units for span in stack.spans(4)) == sum(units)
+    assert [span.units for span in stack.spans()] == units
+    assert sum(span.units for span in Partition.even(4, 1, 1).spans(stack)) == sum(units)
     with within(program):
         state, batch = start(program), place(program, rows())
         text = str(program.train_step.trace(state, batch).jaxpr)

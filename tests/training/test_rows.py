@@ -14,7 +14,7 @@ from tiny_runs import ONE, Program, build_program, llama, start
 from megajax.job.start import layer_order
 from megajax.job.start.layer_order import like_stored, reorder
 from megajax.layers.configs import FeedForwardBlockConfig, MixerBlockConfig
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig
 from megajax.training.state import TrainState

@@ -18,7 +18,7 @@ from megajax.layers.attention.module import Attention
 from megajax.layers.configs import AttentionConfig, StackConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, Normal, bind, param
-from megajax.layers.stack.remat import Recompute, Recomputing
+from megajax.layers.recompute import Recompute, Recomputing
 from megajax.layers.stack.stack import Stack
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -18,7 +18,7 @@ from megajax.layers.configs import (
     RMSNormConfig,
     RouterConfig,
 )
-from megajax.layers.stack.segments import stack_of
+from megajax.layers.stack.config import stack_of
 from megajax.models.configs import DecoderConfig
 
 LAYER = "model.layers.{layer}"

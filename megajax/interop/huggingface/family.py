@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.config.errors import UserError
-from megajax.layers.stack.segments import blocks_of
+from megajax.layers.stack.config import blocks_of
 
 LARGEST = 2**31 - 1
 LARGEST_FLOAT = sys.float_info.max

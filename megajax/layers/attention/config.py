@@ -13,7 +13,7 @@ from megajax.layers.checks import above_zero, below_one, head_devices, head_prob
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 
 PER_HEAD = ("heads", "head_dim")
 PER_GROUP = ("kv_heads", "head_dim")

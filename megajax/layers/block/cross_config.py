@@ -18,7 +18,7 @@ from megajax.layers.facts import (
     Matmul,
     MultiplyAdds,
 )
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

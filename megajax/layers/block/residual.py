@@ -32,7 +32,7 @@ from megajax.layers.facts import (
 )
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.norm.config import NormConfig
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 
 type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config
 """Layers that mix tokens of a row."""

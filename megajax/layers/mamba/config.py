@@ -11,7 +11,7 @@ from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 
 
 class StateSpaceConfig(LayerFacts):

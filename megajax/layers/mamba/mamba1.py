@@ -17,7 +17,7 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
 from megajax.layers.mamba.mamba2 import Filter, StepBias, masked_steps, silu_conv
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
-from megajax.layers.stack.recompute import save_only_inputs
+from megajax.layers.remat import save_only_inputs
 from megajax.mesh.layout import AxesTree
 
 CHANNELS = ("batch", "seq", "heads")

@@ -18,7 +18,7 @@ from megajax.layers.configs import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param, with_head_copies
-from megajax.layers.stack.recompute import save_only_inputs
+from megajax.layers.remat import save_only_inputs
 from megajax.mesh.layout import AxesTree
 from megajax.mesh.rules import LogicalAxes
 

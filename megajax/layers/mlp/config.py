@@ -8,7 +8,7 @@ from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.layers.checks import above_zero
 from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 
 
 class FeedForward(LayerFacts):

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.configs import DenseMLPConfig, MLPConfig
 from megajax.layers.context import Context
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
-from megajax.layers.stack.recompute import save_only_inputs
+from megajax.layers.remat import save_only_inputs
 
 
 def gelu_tanh(x: Array) -> Array:

@@ -13,7 +13,7 @@ from megajax.layers.checks import above_zero, below_one
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.mlp.config import MLPConfig
 from megajax.layers.moe.facts import ExpertFacts, Way
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megajax.layers.stack.remat import Part
+from megajax.layers.recompute import Part
 from megajax.mesh.config import ParallelConfig
 
 type Way = Literal["auto", "gather", "ragged", "capacity"]

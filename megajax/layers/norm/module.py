@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from megajax.layers.configs import IdentityNormConfig, L2NormConfig, LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from megajax.layers.param import ONES, ZEROS, Constant, LayerSettings, param
-from megajax.layers.stack.recompute import save_only_inputs
+from megajax.layers.remat import save_only_inputs
 
 
 class LayerNorm(nnx.Module):

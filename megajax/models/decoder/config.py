@@ -22,8 +22,8 @@ from megajax.layers.configs import (
     below_one,
 )
 from megajax.layers.facts import LayerBuilder, Weight
-from megajax.layers.stack.remat import Part, Recompute
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.recompute import Part, Recompute
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.facts import Flops, HeadFacts, SectionFacts, count_flops
 from megajax.models.protocol import ModelConfig
 from megajax.models.transformer import AdaptedConfig, TransformerConfig

@@ -19,7 +19,7 @@ from megajax.layers.embedding import (
     vocabulary_token_scores,
 )
 from megajax.layers.param import LayerSettings, Normal, param
-from megajax.layers.stack.recompute import checkpointed
+from megajax.layers.remat import checkpointed
 from megajax.mesh.layout import Layout
 from megajax.models.configs import DecoderConfig
 from megajax.models.decoder.prediction import mtp_targets, shifted

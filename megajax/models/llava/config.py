@@ -10,7 +10,7 @@ from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.configs import NormConfig, StackConfig
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Side, Weight, norm_weights, prefixed
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts

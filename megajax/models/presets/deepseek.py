@@ -16,7 +16,7 @@ from megajax.layers.configs import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.configs import DecoderConfig, PredictionConfig
 from megajax.models.presets.sizes import pick
 

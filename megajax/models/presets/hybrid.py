@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.layers.configs import AnyBlockConfig, BlockConfig, FeedForwardBlockConfig, MixerBlockConfig, StackConfig
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.decoder.config import PredictionConfig
 
 CHUNK, AHEAD = "|", "/"

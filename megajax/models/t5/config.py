@@ -10,7 +10,7 @@ from megajax.kernels.attention.capability import Request
 from megajax.layers.block.cross_config import CrossBlockConfig
 from megajax.layers.configs import AnyBlockConfig, LayerNormConfig, NormConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Weight
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import HeadFacts, SectionFacts
 

@@ -11,8 +11,8 @@ from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Request
 from megajax.layers.configs import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero, below_one
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights
-from megajax.layers.stack.remat import Part, Recompute
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.recompute import Part, Recompute
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.facts import SectionFacts
 from megajax.models.transformer import TransformerConfig
 

@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.layers.configs import LoRAConfig
 from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.layers.moe.facts import ExpertSharding
-from megajax.layers.stack.remat import SavePolicy
+from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share

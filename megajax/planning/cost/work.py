@@ -14,7 +14,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megajax.layers.facts import BlockFacts, Matmul
-from megajax.layers.stack.remat import NAMES, Part, SavePolicy
+from megajax.layers.recompute import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
 from megajax.planning.cost.description import BYTES, Description, Tower
 from megajax.planning.virtual_devices import GIB

@@ -9,13 +9,13 @@ from jax import Array
 
 from megajax.batch import Loss, Params, Rows
 from megajax.layers.param import ParamSpec, bind
-from megajax.layers.stack.stack import BLOCKS, Unit
-from megajax.layers.stack.stack import Span as StackSpan
+from megajax.layers.stack.spans import Unit
+from megajax.layers.stack.stack import BLOCKS
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.models.sections import last_output, with_memory
 from megajax.pipeline.partition import Partition
-from megajax.pipeline.staged import MEMORY, Place, Span, Staged, StagedSection
+from megajax.pipeline.staged import MEMORY, Staged, StagedSection
 
 STACK_PREFIX = "stack."
 """Path prefix of the stack's weights in a section."""
@@ -71,13 +71,13 @@ def staged(
             return run
 
         stack = section.stack
-        spans = stack.spans(stack.repeats, 0) if partition is None else stack.chunk_spans(*partition.layers())
+        spans = stack.spans() if partition is None else partition.spans(stack)
         return StagedSection(
             path=prefix + STACK,
             context=lambda rows: section.context(rows, key),
             embed=lambda shared, rows: bound_section(shared).embed(rows),
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
-            spans=[_span(span, with_names(span.unit)) for span in spans],
+            spans=[span._replace(unit=with_names(span.unit)) for span in spans],
             common=lambda shared: {name: shared[name] for name in shared if name.startswith(prefix + STACK_PREFIX)},
             leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
@@ -88,12 +88,6 @@ def staged(
         return sums.loss_sum, tuple(sums)
 
     return Staged([divide(path) for path in paths], head)
-
-
-def _span(span: StackSpan, unit: Unit) -> Span:
-    """A span of a stack as a span of a pipeline, with this unit."""
-    places = [Place(*place) for place in span.places]
-    return Span(span.units, span.repeats, unit, span.unroll, places, span.layer, span.counts, span.ring, span.kept_at)
 
 
 class SplitWeights(NamedTuple):

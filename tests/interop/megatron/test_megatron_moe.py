@@ -12,7 +12,7 @@ from megajax.layers.configs import (
     MoEConfig,
     RouterConfig,
 )
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.mamba import nemotron_h
 from megajax.models.presets.mixtral import mixtral

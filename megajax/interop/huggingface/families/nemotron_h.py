@@ -28,7 +28,7 @@ from megajax.interop.huggingface.family import (
     to_settings,
 )
 from megajax.layers import configs as layers
-from megajax.layers.stack.segments import stack_of
+from megajax.layers.stack.config import stack_of
 from megajax.models.configs import DecoderConfig
 
 UNUSED = frozenset({

@@ -9,7 +9,7 @@ from typing import Any
 from megajax.interop.megatron.flags.hybrid import hybrid_layout
 from megajax.interop.megatron.flags.model import hybrid_pattern, layers
 from megajax.interop.megatron.flags.reading import Arguments, Settings
-from megajax.layers.stack.remat import PARTS, SELECTIVE, Part, Recompute
+from megajax.layers.recompute import PARTS, SELECTIVE, Part, Recompute
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 SHARDING = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero1", "optim_grads_params": "fsdp"}

@@ -27,7 +27,7 @@ from megajax.layers.configs import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.stack.segments import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.configs import PredictionConfig, WidthScalingConfig
 from megajax.tokenizers.config import TokenizerConfig
 

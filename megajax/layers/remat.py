@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from megajax.layers.stack.remat import SavePolicy
+from megajax.layers.recompute import SavePolicy
 
 
 def checkpointed(layer: Callable, policy: SavePolicy) -> Callable:
