@@ -114,7 +114,6 @@ from megajax.models.presets.gpt import gpt2 as gpt2
 from megajax.models.presets.gpt import gpt3 as gpt3
 from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss
 from megajax.models.presets.hybrid import hybrid_pipeline as hybrid_pipeline
-from megajax.models.presets.hybrid import hybrid_prediction as hybrid_prediction
 from megajax.models.presets.hybrid import hybrid_stack as hybrid_stack
 from megajax.models.presets.llama import llama2 as llama2
 from megajax.models.presets.llama import llama3 as llama3

@@ -14,6 +14,8 @@ class LocalConfig(Builds):
     """Checkpoints that each process writes to a folder of its machine, between those in the shared folder.
 
     `build(folder)` gives the `LocalCheckpoints` of the run whose shared checkpoints folder is given.
+
+    Example: `mj.CheckpointConfig(every=1000, local=mj.LocalConfig(every=50, folder="/local/run"))`
     """
 
     target: ClassVar[str] = "megajax.checkpoint.local.manager:LocalCheckpoints"
@@ -44,7 +46,10 @@ class LocalConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsConfig:
-    """Weights of another run to start from."""
+    """Weights of another run to start from.
+
+    Example: `mj.CheckpointConfig(weights=(mj.WeightsConfig(run="runs/bert_base", fresh=("head.*",)),))`
+    """
 
     run: Path
     """A run folder, its checkpoints folder or one step in it; or hf:DIR, a Hugging Face model folder."""
@@ -62,7 +67,10 @@ class WeightsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(Builds):
-    """Saving, keeping and loading of checkpoints; `build(folder)` returns the `CheckpointManager` of a folder."""
+    """Saving, keeping and loading of checkpoints; `build(folder)` returns the `CheckpointManager` of a folder.
+
+    Example: `mj.CheckpointConfig(every=500, keep_last=2)`
+    """
 
     target: ClassVar[str] = "megajax.checkpoint.manager:CheckpointManager"
 

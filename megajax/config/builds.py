@@ -99,6 +99,8 @@ class Builds:
 
     The target is imported at the first `build`, so that configs can be written, checked and printed in a fraction
     of a second, without jax. tests/architecture checks that every target exists in the package of its config.
+
+    Example: `class NormConfig(mj.Builds): target = "my_norm.py:Norm"`
     """
 
     __slots__ = ()

@@ -13,6 +13,8 @@ class UserError(Exception):
 
     The message is for the user: the error, the two values, and what to change. Front doors print it without a traceback
     and exit with its code.
+
+    Example: `mj.UserError("data/corpus.bin is empty")`
     """
 
     code: int = 2
@@ -25,7 +27,10 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error: the dotted setting, a message with both values, and the remedy as `hint`, possibly several lines."""
+    """One error: the dotted setting, a message with both values, and the remedy as `hint`, possibly several lines.
+
+    Example: `mj.Problem("heads", "must be above 0, got 0", "use 8")`
+    """
 
     setting: str
     message: str
@@ -44,7 +49,10 @@ class TooFewDevices(Problem):
 
 
 class ConfigError(UserError):
-    """All errors of a config; `place` names their sources ("configs/gpt2.py + command line")."""
+    """All errors of a config; `place` names their sources ("configs/gpt2.py + command line").
+
+    Example: `mj.ConfigError([mj.Problem("steps", "must be above 0, got 0")])`
+    """
 
     def __init__(self, problems: Iterable[Problem], place: str = ""):
         self.problems, self.place = tuple(problems), place

@@ -41,6 +41,8 @@ def load(source: str | Path, *settings: str, devices: int | None = None, root: s
     `source` is a path or a name in configs/, followed by ":function" for another function than `config`. With
     `devices`, their total number, the layout is checked too. Raises ConfigError with all problems, and UserError if the
     file cannot be found or run.
+
+    Example: `mj.load("gpt3.py:gpt3_1_3b", "parallel.tensor=2", "steps=1e3")`
     """
     try:
         file = read(str(source), root)

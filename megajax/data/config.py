@@ -63,6 +63,8 @@ class CyclicConfig(Builds):
     """Rows in a different random order in each pass over the data, as in Megatron-LM's cyclic data loader.
 
     The order depends on the number of data shards and on the rows of a microbatch.
+
+    Example: `mj.LoaderConfig(cyclic=mj.CyclicConfig())`
     """
 
     target: ClassVar[str] = "megajax.data.rows.cyclic:CyclicRows"
@@ -73,7 +75,10 @@ class CyclicConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """Order of rows, and reading ahead of the step that uses them."""
+    """Order of rows, and reading ahead of the step that uses them.
+
+    Example: `mj.LoaderConfig(threads=8)`
+    """
 
     threads: int = 1
     """Threads that read batches. One is fastest for token files: more threads compete for Python's lock."""

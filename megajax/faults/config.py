@@ -14,7 +14,10 @@ FAILURE_CODES = tuple(code for code in sorted(EXIT_CODES.keys() - STOP_ASKED) if
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResilienceConfig:
-    """Signals, early ends, and losses or gradients that are not finite or spike."""
+    """Signals, early ends, and losses or gradients that are not finite or spike.
+
+    Example: `mj.ResilienceConfig(exit_after_minutes=230, spike_factor=10)`
+    """
 
     save_on_signal: bool = True
     """On SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, save a checkpoint and end with exit_code_on_signal."""

@@ -7,7 +7,10 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicasConfig:
-    """Comparison of hashes of the state on all devices: devices with the same shard must have the same bytes."""
+    """Comparison of hashes of the state on all devices: devices with the same shard must have the same bytes.
+
+    Example: `mj.ResilienceConfig(replicas=mj.ReplicasConfig(every=500))`
+    """
 
     every: int | None = None
     """Compare copies of weights and optimizer state every this many steps, and before every checkpoint; end with exit
@@ -24,7 +27,10 @@ class ReplicasConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeConfig:
-    """Recomputation of the gradients of a step, with every device in the place of another."""
+    """Recomputation of the gradients of a step, with every device in the place of another.
+
+    Example: `mj.ResilienceConfig(recompute=mj.RecomputeConfig(every=1000))`
+    """
 
     every: int | None = None
     """Compute the gradients of the next step twice every this many steps, and end with exit code 17 if the results of
@@ -42,7 +48,10 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StragglersConfig:
-    """Detection of slow processes, from times that processes exchange every logging.every steps."""
+    """Detection of slow processes, from times that processes exchange every logging.every steps.
+
+    Example: `mj.ResilienceConfig(stragglers=mj.StragglersConfig(factor=1.5))`
+    """
 
     factor: float | None = 2.0
     """A process is a straggler if one of its phases takes more than this multiple of the median of the other
@@ -61,7 +70,10 @@ class StragglersConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthConfig:
-    """Health of devices and hosts."""
+    """Health of devices and hosts.
+
+    Example: `mj.ResilienceConfig(health=mj.HealthConfig())`
+    """
 
     before_run: bool = False
     """Test devices, links, disk and clocks of every process before anything else; refuse to start, with exit code 1, if

@@ -26,7 +26,10 @@ MAX_SECONDS = 1e8
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchdogConfig:
     """Limits in seconds. A process in which a phase takes longer ends with exit code 124. The limit of a phase is
-    `factor` times its median in this run, and at least the value below."""
+    `factor` times its median in this run, and at least the value below.
+
+    Example: `mj.ResilienceConfig(watchdog=mj.WatchdogConfig(step=600))`
+    """
 
     factor: float = 10.0
     """A phase may take this many times the median of the last 64."""

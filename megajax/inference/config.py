@@ -18,7 +18,10 @@ type Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceConfig:
-    """The engine: its cache, the sizes of its steps, dtypes and kernels."""
+    """The engine: its cache, the sizes of its steps, dtypes and kernels.
+
+    Example: `mj.InferenceConfig(rows=64, cache_dtype="int8")`
+    """
 
     rows: int = 32
     """Maximum number of requests that generate at the same time, on each replica."""
@@ -65,7 +68,10 @@ class InferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceParallelConfig:
-    """How the devices share the work."""
+    """How the devices share the work.
+
+    Example: `mj.InferenceParallelConfig(tensor=4)`
+    """
 
     tensor: int = 1
     """Number of devices over which each matrix is sharded."""
@@ -82,7 +88,10 @@ class InferenceParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
-    """Everything that generated text depends on, except the weights and the requests."""
+    """Everything that generated text depends on, except the weights and the requests.
+
+    Example: `mj.GenerationConfig(model=mj.gpt2("124m"), inference=mj.InferenceConfig(rows=8))`
+    """
 
     model: DecoderConfig | ModelConfig
     """The model of the weights."""

@@ -16,7 +16,10 @@ from megajax.training.run_config import RunConfig
 
 
 class Run(session.Run):
-    """A run that also generates text."""
+    """A run that also generates text.
+
+    Example: `mj.setup(mj.load("quickstart.py"))`
+    """
 
     _steps: dict[Any, Any] | None = None
     """Compiled steps of the engine, which all calls share."""
@@ -73,6 +76,8 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> Run:
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
     can't be loaded.
+
+    Example: `mj.setup(mj.load("quickstart.py", "parallel.tensor=2"))`
     """
     run = session.setup(cfg, devices=devices)
     return Run(run.parts, run.state, run.batches)

@@ -18,7 +18,10 @@ BATCH_AXES = ("data", "expert")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Size of each mesh axis, the sharding of weights and optimizer state over the data axis, and the pipeline."""
+    """Size of each mesh axis, the sharding of weights and optimizer state over the data axis, and the pipeline.
+
+    Example: `mj.ParallelConfig(pipeline=4, tensor=8, sequence=True, data_sharding="zero1")`
+    """
 
     pipeline: int = 1
     """Pipeline stages; each has virtual_stages chunks of the layers."""

@@ -149,7 +149,10 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class XlaConfig:
-    """Compiler options, the compile cache, and the share of GPU memory that the process reserves."""
+    """Compiler options, the compile cache, and the share of GPU memory that the process reserves.
+
+    Example: `mj.XlaConfig(deterministic=True)`
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """XLA options by name; they override MegaJAX's. On the command line --xla=name=value,name=value adds to them."""

@@ -10,7 +10,10 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandbConfig:
-    """A Weights & Biases run beside the run folder; needs the extra `wandb`."""
+    """A Weights & Biases run beside the run folder; needs the extra `wandb`.
+
+    Example: `mj.LoggingConfig(wandb=mj.WandbConfig(project="pretraining"))`
+    """
 
     project: str = "megajax"
     """Project the run is filed under."""
@@ -27,7 +30,10 @@ class WandbConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig(Builds):
-    """Logs and terminal output of a run; `build(folder, ...)` opens the writers (see metrics/writers.py)."""
+    """Logs and terminal output of a run; `build(folder, ...)` opens the writers (see metrics/writers.py).
+
+    Example: `mj.LoggingConfig(every=10, prompt="Once upon a time")`
+    """
 
     target: ClassVar[str] = "megajax.metrics.writers:open_writers"
 
@@ -60,7 +66,10 @@ class LoggingConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileConfig:
-    """A profiler trace of a few steps in RUN_DIR/profile, for xprof or Perfetto, with a summary."""
+    """A profiler trace of a few steps in RUN_DIR/profile, for xprof or Perfetto, with a summary.
+
+    Example: `mj.ProfileConfig(steps="10:13")`
+    """
 
     steps: str | None = None
     """FIRST:LAST, inclusive: 10:13 traces four steps. Avoid the first step of an attempt, which includes

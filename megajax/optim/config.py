@@ -21,7 +21,10 @@ SMALLEST_CHANGES = (("bfloat16", 2**-8), ("float16", 2**-10))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """Different learning rates or weight decay for some weights; none: no difference."""
+    """Different learning rates or weight decay for some weights; none: no difference.
+
+    Example: `mj.AdamWConfig(groups=(mj.GroupConfig(match="*.mixer.*", lr_multiplier=0.5),))`
+    """
 
     match: str
     """Paths of the weights, with * for any text: stack.blocks.*.mlp.* or *bias. No match is an error."""
@@ -142,7 +145,10 @@ def _epsilon_problems(epsilon: float) -> list[Problem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWConfig(UpdateConfig):
-    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    Example: `mj.AdamWConfig(beta2=0.95, weight_decay=0.1)`
+    """
 
     target: ClassVar[str] = "megajax.optim.optimizer:adamw"
     beta1: float = 0.9
@@ -160,7 +166,10 @@ class AdamWConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGDConfig(UpdateConfig):
-    """Gradient descent with momentum. Weight decay is added to the gradient."""
+    """Gradient descent with momentum. Weight decay is added to the gradient.
+
+    Example: `mj.SGDConfig(momentum=0.9)`
+    """
 
     target: ClassVar[str] = "megajax.optim.optimizer:sgd"
     momentum: float = 0.9
@@ -173,7 +182,10 @@ class SGDConfig(UpdateConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LionConfig(UpdateConfig):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay. It needs a learning
-    rate 3 to 10 times smaller than Adam's, and a weight decay larger by the same factor."""
+    rate 3 to 10 times smaller than Adam's, and a weight decay larger by the same factor.
+
+    Example: `mj.LionConfig(weight_decay=0.3)`
+    """
 
     target: ClassVar[str] = "megajax.optim.optimizer:lion"
     beta1: float = 0.95
@@ -187,7 +199,10 @@ class LionConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig(UpdateConfig):
-    """Orthogonalised momentum (Jordan et al. 2024) for the matrices of the stack; AdamW for everything else."""
+    """Orthogonalised momentum (Jordan et al. 2024) for the matrices of the stack; AdamW for everything else.
+
+    Example: `mj.MuonConfig(momentum=0.95)`
+    """
 
     target: ClassVar[str] = "megajax.optim.muon:muon"
     momentum: float = 0.95
@@ -232,7 +247,10 @@ class MuonConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptaxConfig(UpdateConfig):
-    """Any optax.GradientTransformation, with the learning rate of the schedule."""
+    """Any optax.GradientTransformation, with the learning rate of the schedule.
+
+    Example: `mj.OptaxConfig(make="optax:adamw", settings={"b2": 0.95})`
+    """
 
     target: ClassVar[str] = "megajax.optim.optax_adapter:OptaxOptimizer"
     make: str
@@ -320,6 +338,8 @@ class ScheduleConfig(Builds):
     """Learning rate over the run. Everything is counted in samples (rows); steps are converted by the batch size.
 
     The first update uses the rate at 0 samples: with a warm-up, warmup_start.
+
+    Example: `mj.ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_steps=2000)`
     """
 
     target: ClassVar[str] = "megajax.optim.schedule:Schedule"

@@ -9,7 +9,10 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicScaleConfig(Builds):
-    """Dynamic loss scaling, for float16: the scale falls at an overflow and grows after steps without one."""
+    """Dynamic loss scaling, for float16: the scale falls at an overflow and grows after steps without one.
+
+    Example: `mj.PrecisionConfig(compute="float16", loss_scale=mj.DynamicScaleConfig())`
+    """
 
     target: ClassVar[str] = "megajax.precision.loss_scale:DynamicScale"
     initial: float = 2.0**32
@@ -48,7 +51,10 @@ class DynamicScaleConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConstantScaleConfig(Builds):
-    """A constant loss scale."""
+    """A constant loss scale.
+
+    Example: `mj.PrecisionConfig(compute="float16", loss_scale=mj.ConstantScaleConfig(value=1024))`
+    """
 
     target: ClassVar[str] = "megajax.precision.loss_scale:ConstantScale"
     value: float = 1.0
@@ -70,7 +76,10 @@ MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScalingConfig:
-    """Delayed scaling: the scales of 8-bit tensors follow from their amax (largest magnitude) in previous steps."""
+    """Delayed scaling: the scales of 8-bit tensors follow from their amax (largest magnitude) in previous steps.
+
+    Example: `mj.Fp8Config(delayed=mj.DelayedScalingConfig(history=16))`
+    """
 
     history: int = 1
     """Length of the amax history in steps."""
@@ -91,6 +100,8 @@ class Fp8Config(Builds):
     """Matmuls of the layers in 8-bit floating point, with one scale per tensor.
 
     Embeddings, the head with its loss, attention scores, norms and everything between matmuls stay as they are.
+
+    Example: `mj.PrecisionConfig(fp8=mj.Fp8Config(format="hybrid"))`
     """
 
     target: ClassVar[str] = "megajax.precision.fp8:Fp8Matmul"
@@ -119,7 +130,10 @@ class Fp8Config(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Dtypes of a run. Softmax, norms and loss are always in float32."""
+    """Dtypes of a run. Softmax, norms and loss are always in float32.
+
+    Example: `mj.PrecisionConfig(compute="float32")`
+    """
 
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Activations, and weights when they are used."""

@@ -38,7 +38,10 @@ class LanguageTask(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerplexityConfig(LanguageTask):
-    """Loss and perplexity of token files, read as one stream of tokens."""
+    """Loss and perplexity of token files, read as one stream of tokens.
+
+    Example: `mj.PerplexityConfig(paths=("data/valid_text_document",), stride=512)`
+    """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:TokenFiles"
     paths: tuple[PathText, ...]
@@ -53,7 +56,10 @@ class PerplexityConfig(LanguageTask):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig(LanguageTask):
     """Perplexity of raw text per token, word and byte. Every document is scored after a beginning-of-sequence token, or
-    an end-of-document token if the vocabulary has no such token."""
+    an end-of-document token if the vocabulary has no such token.
+
+    Example: `mj.TextConfig(path="data/book.txt", stride=512)`
+    """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Text"
     path: PathText
@@ -78,7 +84,10 @@ class TextConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WikitextConfig(LanguageTask):
-    """Perplexity of a word-tokenised text per original word: the task WIKITEXT103 of Megatron-LM."""
+    """Perplexity of a word-tokenised text per original word: the task WIKITEXT103 of Megatron-LM.
+
+    Example: `mj.WikitextConfig(path="data/wiki.test.tokens")`
+    """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
     path: PathText
@@ -93,7 +102,10 @@ class WikitextConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambadaConfig(LanguageTask):
-    """Prediction of the last word of a text: the task LAMBADA of Megatron-LM."""
+    """Prediction of the last word of a text: the task LAMBADA of Megatron-LM.
+
+    Example: `mj.LambadaConfig(path="data/lambada_test.jsonl")`
+    """
 
     target: ClassVar[str] = "megajax.tasks.loglikelihood:Lambada"
     path: PathText
@@ -106,7 +118,10 @@ class LambadaConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoicesConfig(LanguageTask):
-    """Multiple choice by log-likelihood."""
+    """Multiple choice by log-likelihood.
+
+    Example: `mj.ChoicesConfig(path="data/questions.jsonl")`
+    """
 
     target: ClassVar[str] = "megajax.tasks.loglikelihood:Choices"
     path: PathText
@@ -119,7 +134,10 @@ class ChoicesConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig(LanguageTask):
-    """Loss on all rows of a split of the run's data, as with evaluation.full."""
+    """Loss on all rows of a split of the run's data, as with evaluation.full.
+
+    Example: `mj.SplitConfig(split="test")`
+    """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Split"
     split: Literal["validation", "test"] = "validation"
@@ -130,7 +148,10 @@ class SplitConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessConfig(LanguageTask):
-    """Tasks of lm-evaluation-harness on local data (extra eval)."""
+    """Tasks of lm-evaluation-harness on local data (extra eval).
+
+    Example: `mj.HarnessConfig(tasks=("arc_easy",), fewshot=5)`
+    """
 
     target: ClassVar[str] = "megajax.tasks.harness:Harness"
     tasks: tuple[str, ...]
@@ -174,7 +195,10 @@ class BenchmarkTaskConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlueTaskConfig(BenchmarkTaskConfig):
-    """The metrics of the run's GLUE task, and predictions in the format of GLUE's server."""
+    """The metrics of the run's GLUE task, and predictions in the format of GLUE's server.
+
+    Example: `mj.EvaluationConfig(tasks=(mj.GlueTaskConfig(),), tasks_every=500)`
+    """
 
     target: ClassVar[str] = "megajax.tasks.benchmarks:Glue"
     name: str = "glue"
@@ -183,7 +207,10 @@ class GlueTaskConfig(BenchmarkTaskConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaceTaskConfig(BenchmarkTaskConfig):
-    """The accuracy on RACE, on all questions and on those of middle and high schools."""
+    """The accuracy on RACE, on all questions and on those of middle and high schools.
+
+    Example: `mj.EvaluationConfig(tasks=(mj.RaceTaskConfig(),), tasks_every=500)`
+    """
 
     target: ClassVar[str] = "megajax.tasks.benchmarks:Race"
     name: str = "race"
@@ -192,7 +219,10 @@ class RaceTaskConfig(BenchmarkTaskConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquadTaskConfig(BenchmarkTaskConfig):
-    """Exact match and F1 on SQuAD in percent, as in the official evaluation, and the files that it reads."""
+    """Exact match and F1 on SQuAD in percent, as in the official evaluation, and the files that it reads.
+
+    Example: `mj.EvaluationConfig(tasks=(mj.SquadTaskConfig(),), tasks_every=1000)`
+    """
 
     target: ClassVar[str] = "megajax.tasks.squad:Squad"
     name: str = "squad"

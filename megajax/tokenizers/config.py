@@ -19,14 +19,20 @@ class TokenizerBuilder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizerConfig(Builds):
-    """One token per byte: ids 0 to 255 are the bytes, 256 ends a document. Needs no files."""
+    """One token per byte: ids 0 to 255 are the bytes, 256 ends a document. Needs no files.
+
+    Example: `mj.ByteTokenizerConfig()`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.byte:ByteTokenizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2TokenizerConfig(Builds):
-    """GPT-2's byte-level BPE, from vocab.json and merges.txt (extra `tokenizers`)."""
+    """GPT-2's byte-level BPE, from vocab.json and merges.txt (extra `tokenizers`).
+
+    Example: `mj.GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt")`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.gpt2:GPT2Tokenizer"
 
@@ -40,7 +46,10 @@ class GPT2TokenizerConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceTokenizerConfig(Builds):
-    """A Hugging Face tokenizer.json (extra `tokenizers`)."""
+    """A Hugging Face tokenizer.json (extra `tokenizers`).
+
+    Example: `mj.HuggingFaceTokenizerConfig(path="data/tokenizer.json")`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.huggingface:HuggingFaceTokenizer"
 
@@ -54,7 +63,10 @@ class HuggingFaceTokenizerConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NullTokenizerConfig(Builds):
-    """Text that already consists of token ids, separated by spaces; the last id of the vocabulary ends a document."""
+    """Text that already consists of token ids, separated by spaces; the last id of the vocabulary ends a document.
+
+    Example: `mj.NullTokenizerConfig(vocabulary_size=50257)`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.null:NullTokenizer"
 
@@ -68,7 +80,10 @@ class NullTokenizerConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentencePieceTokenizerConfig(Builds):
-    """A SentencePiece model (extra `tokenizers`)."""
+    """A SentencePiece model (extra `tokenizers`).
+
+    Example: `mj.SentencePieceTokenizerConfig(path="data/tokenizer.model")`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.sentencepiece:SentencePieceTokenizer"
 
@@ -89,7 +104,10 @@ class SentencePieceTokenizerConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TiktokenTokenizerConfig(Builds):
-    """Ranks of byte pairs in a file of tiktoken's or of Megatron-LM's TikTokenizer (extra `tokenizers`)."""
+    """Ranks of byte pairs in a file of tiktoken's or of Megatron-LM's TikTokenizer (extra `tokenizers`).
+
+    Example: `mj.TiktokenTokenizerConfig(path="data/cl100k_base.tiktoken")`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.tiktoken:TiktokenTokenizer"
 
@@ -121,7 +139,10 @@ class TiktokenTokenizerConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordPieceTokenizerConfig(Builds):
-    """BERT's WordPiece, from vocab.txt (extra `tokenizers`), with the tokens that masked data needs."""
+    """BERT's WordPiece, from vocab.txt (extra `tokenizers`), with the tokens that masked data needs.
+
+    Example: `mj.WordPieceTokenizerConfig(vocabulary="data/vocab.txt")`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.wordpiece:WordPieceTokenizer"
 
@@ -164,7 +185,10 @@ TextTokenizerConfig = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultimodalTokenizerConfig(Builds):
-    """Any tokenizer with added tokens, as for images. Their names in the text are encoded as these tokens."""
+    """Any tokenizer with added tokens, as for images. Their names in the text are encoded as these tokens.
+
+    Example: `mj.MultimodalTokenizerConfig(base=mj.ByteTokenizerConfig())`
+    """
 
     target: ClassVar[str] = "megajax.tokenizers.multimodal:MultimodalTokenizer"
 

@@ -24,8 +24,9 @@ HEAD = """# Every config class
 Written by `python -m megajax.tools.config_reference` from the source; do not edit. [first_config.md](first_config.md)
 shows how to put a config together, and [config.md](config.md) how to write values on the command line and in YAML.
 
-All classes take their settings by name. A setting without a default must be given. In Python, none is `None`, true and
-false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with one entry), and pairs are a dict.
+`import megajax as mj` gives all of them. They take their settings by name. A setting without a default must be given.
+In Python, none is `None`, true and false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with one
+entry), and pairs are a dict.
 """
 NAMES_HEAD = """# Names of other trainers
 
@@ -78,9 +79,8 @@ def reference() -> str:
     lines = [HEAD]
     lines += [f"- [{cls.__name__}](#{cls.__name__.lower()}): {_summary(cls)}" for cls in classes]
     for cls in classes:
-        text = " ".join((inspect.getdoc(cls) or "").split())
-        lines += ["", f"## {cls.__name__}", "", text, "", "```python"]
-        lines += [f"from {cls.__module__} import {cls.__name__}", "```"]
+        text, _, example = (inspect.getdoc(cls) or "").partition("Example:")
+        lines += ["", f"## {cls.__name__}", "", " ".join(text.split()), "", f"```python\n{example.strip('`\n ')}\n```"]
         if fields := [field for field in schema.fields(cls) if field.init]:
             texts, annotations = field_texts(cls), schema.hints(cls)
             lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]

@@ -27,7 +27,10 @@ def _number(number: str, suffix: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearRampConfig:
-    """From `start` rows to batch.global_size in equal increments, each for as many samples (Brown et al. 2020)."""
+    """From `start` rows to batch.global_size in equal increments, each for as many samples (Brown et al. 2020).
+
+    Example: `mj.BatchConfig(global_size=512, ramp=mj.LinearRampConfig(start=64, increment=64, samples=100_000))`
+    """
 
     start: int
     """Rows per step at first."""
@@ -85,7 +88,10 @@ class LinearRampConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRampConfig:
-    """Batch sizes, each with the threshold at which it starts; the last must be batch.global_size."""
+    """Batch sizes, each with the threshold at which it starts; the last must be batch.global_size.
+
+    Example: `mj.StepRampConfig(sizes="0:768 1.5B:1K")`
+    """
 
     sizes: str
     """Pairs threshold:rows with blanks or commas between: "0:768 1.5B:1K"; K, M, B and T are 10^3 to 10^12."""
@@ -142,7 +148,10 @@ type RampConfig = LinearRampConfig | StepRampConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig(Builds):
-    """Rows per step, and rows per microbatch."""
+    """Rows per step, and rows per microbatch.
+
+    Example: `mj.BatchConfig(global_size=512, micro_size=4)`
+    """
 
     target: ClassVar[str] = "megajax.training.elastic.batch_sizes:BatchSizes"
     global_size: int = 8
@@ -225,7 +234,10 @@ class TaskBuilder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Evaluation of the loss on the validation and test splits."""
+    """Evaluation of the loss on the validation and test splits.
+
+    Example: `mj.EvaluationConfig(every=250, batches=8)`
+    """
 
     every: int | None = None
     """Steps between evaluations on the validation split; none: evaluate at the end only."""

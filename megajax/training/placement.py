@@ -25,7 +25,10 @@ type Span = tuple[int, int]
 
 
 def visualize(run: Run) -> None:
-    """Print the placement of a run's weights at rest, on process 0: the text of `drawing`."""
+    """Print the placement of a run's weights at rest, on process 0: the text of `drawing`.
+
+    Example: `mj.visualize(mj.setup(mj.load("quickstart.py")))`
+    """
     if jax.process_index() == 0:
         print(drawing(run))
 

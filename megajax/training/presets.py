@@ -20,6 +20,8 @@ def own_text(
     """A run on token files in data/ with their tokenizer: `rows` rows per step, one per microbatch.
 
     Documents do not attend to each other. changes: other fields of the config.
+
+    Example: `mj.own_text("mine", mj.llama3("8b"), schedule=mj.ScheduleConfig(lr=3e-4), rows=512, steps=10_000)`
     """
     settings: dict[str, Any] = {
         "data": BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
@@ -37,6 +39,8 @@ def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfi
     """The debug version of `cfg`: a small model, mock data, float32 and 20 steps of 8 rows, for a laptop.
 
     Keeps the optimizer, the shape of the schedule and the isolation of documents. changes: other fields of the config.
+
+    Example: `mj.debug_config(mj.load("gpt3.py:gpt3_1_3b"), mj.gpt3("debug"))`
     """
     settings = {
         "model": model,
@@ -58,7 +62,10 @@ def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfi
 
 
 def library_debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
-    """`debug_config` for 60 steps on the source files of Python's standard library, as bytes: ids below 257."""
+    """`debug_config` for 60 steps on the source files of Python's standard library, as bytes: ids below 257.
+
+    Example: `mj.library_debug_config(mj.load("mixtral.py"), mj.mixtral("debug", vocabulary_size=257))`
+    """
     settings = {
         "data": StandardLibraryConfig(isolate_documents=True),
         "tokenizer": ByteTokenizerConfig(),

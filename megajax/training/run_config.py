@@ -31,7 +31,10 @@ from megajax.training.row_balance import balance_problems
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything a training run depends on."""
+    """Everything a training run depends on.
+
+    Example: `mj.RunConfig(model=mj.gpt3("50m"), data=mj.MockConfig(), steps=100)`
+    """
 
     model: DecoderConfig | ModelConfig
     """The network."""

@@ -14,6 +14,7 @@ from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 
 NAMES = sorted(mj._places())
+NEED_FILES_OR_DEVICES = {"Run", "model_of", "preprocess_text", "setup", "visualize"}
 PRESETS = Path(mj.__file__).parent / "models" / "presets"
 
 
@@ -22,8 +23,19 @@ def output_of(*command: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_is_found_and_documented(name):
-    assert (getattr(mj, name).__doc__ or "").strip()
+def test_every_name_has_a_docstring_with_a_true_example(name):
+    value = getattr(mj, name)
+    text, found, example = (value.__doc__ or "").partition("Example:")
+    assert text.strip() and found
+    tree = ast.parse(example.strip().strip("`"))
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mj"]
+    assert used and all(node.attr in NAMES for node in used)
+    free = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {"mj"}
+    if free or name in NEED_FILES_OR_DEVICES or not isinstance(tree.body[0], ast.Expr):
+        return
+    result = eval(ast.unparse(tree), {"mj": mj})
+    assert result is not None
+    assert not isinstance(value, type) or value.__name__ in repr(result)
 
 
 def test_an_unknown_name_is_an_attribute_error():

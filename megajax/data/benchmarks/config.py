@@ -81,7 +81,10 @@ class BenchmarkConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlueConfig(BenchmarkConfig):
-    """A task of GLUE: train.tsv, dev.tsv and test.tsv in a folder (of MNLI, dev_matched.tsv and so on)."""
+    """A task of GLUE: train.tsv, dev.tsv and test.tsv in a folder (of MNLI, dev_matched.tsv and so on).
+
+    Example: `mj.GlueConfig(task="mrpc", path="data/glue/MRPC")`
+    """
 
     target: ClassVar[str] = "megajax.data.benchmarks.glue:build_splits"
 
@@ -98,6 +101,8 @@ class RaceConfig(BenchmarkConfig):
     """RACE (Lai et al. 2017): train/, dev/ and test/, each with middle/ and high/, or with the .txt files themselves.
 
     A row has a sequence for each of the four options: question and option, then the article.
+
+    Example: `mj.RaceConfig(path="data/RACE")`
     """
 
     target: ClassVar[str] = "megajax.data.benchmarks.race:build_splits"
@@ -118,6 +123,8 @@ class SquadConfig(BenchmarkConfig):
     """SQuAD (Rajpurkar et al. 2016, 2018): train-v1.1.json and dev-v1.1.json, or those of version 2.0, in a folder.
 
     A paragraph that is too long for a row becomes several windows, each a row.
+
+    Example: `mj.SquadConfig(path="data/squad", version="1.1")`
     """
 
     target: ClassVar[str] = "megajax.data.benchmarks.squad:build_splits"
@@ -140,7 +147,10 @@ class SquadConfig(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockGlueConfig(GlueConfig):
-    """Synthetic files of a task of GLUE; a letter in the last text indicates the class. Written unless they exist."""
+    """Synthetic files of a task of GLUE; a letter in the last text indicates the class. Written unless they exist.
+
+    Example: `mj.MockGlueConfig(task="mrpc")`
+    """
 
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = "mnli"
     """Which one."""
@@ -154,7 +164,10 @@ class MockGlueConfig(GlueConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockRaceConfig(RaceConfig):
-    """Synthetic files of RACE; the right options begin with the same letter. Written unless they exist."""
+    """Synthetic files of RACE; the right options begin with the same letter. Written unless they exist.
+
+    Example: `mj.MockRaceConfig()`
+    """
 
     path: PathText = "data/mock_benchmarks"
     """The folder for the folder of the files."""
@@ -166,7 +179,10 @@ class MockRaceConfig(RaceConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockSquadConfig(SquadConfig):
-    """Synthetic files of SQuAD; the answers follow the same sign. Written unless they exist."""
+    """Synthetic files of SQuAD; the answers follow the same sign. Written unless they exist.
+
+    Example: `mj.MockSquadConfig(version="1.1")`
+    """
 
     path: PathText = "data/mock_benchmarks"
     """The folder for the folder of the files."""

@@ -16,6 +16,8 @@ class ChatConfig(Builds):
 
     Files of JSON lines, each {"messages": [{"role": "user", "content": "…"}, …]} or
     {"conversations": [{"from": "human", "value": "…"}, …]}. Conversations of one row do not attend to each other.
+
+    Example: `mj.ChatConfig(paths=("data/chats.jsonl",), split="98,2,0", template="chatml")`
     """
 
     target: ClassVar[str] = "megajax.data.chat.rows:build_splits"

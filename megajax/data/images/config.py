@@ -33,7 +33,10 @@ def range_problems(setting: str, bounds: tuple[float, float], most: float) -> li
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CropConfig:
-    """Random crops of training images, resized to the model's size (Szegedy et al. 2014), and flips."""
+    """Random crops of training images, resized to the model's size (Szegedy et al. 2014), and flips.
+
+    Example: `mj.CropConfig(area=(0.25, 1.0))`
+    """
 
     area: tuple[float, float] = (0.08, 1.0)
     """Least and largest share of the image's area."""
@@ -49,7 +52,10 @@ class CropConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AugmentConfig(CropConfig):
-    """Random crops and flips, then random operations on shape and colour (RandAugment, Cubuk et al. 2019)."""
+    """Random crops and flips, then random operations on shape and colour (RandAugment, Cubuk et al. 2019).
+
+    Example: `mj.AugmentConfig(operations=2, magnitude=9)`
+    """
 
     operations: int = 0
     """Operations on each image, drawn from 14 with repetition; 0 for none."""
@@ -101,7 +107,10 @@ class ClassImagesConfig(ImagesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassFoldersConfig(ClassImagesConfig):
-    """Images in a folder for each class."""
+    """Images in a folder for each class.
+
+    Example: `mj.ClassFoldersConfig(path="data/imagenet", augment=mj.AugmentConfig(), mixup=0.2)`
+    """
 
     target: ClassVar[str] = "megajax.data.images.folders:build_classes"
 
@@ -117,7 +126,11 @@ class ClassFoldersConfig(ClassImagesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageShardsConfig(ClassImagesConfig):
-    """Images with classes in tar files, laid out as in webdataset: NAME.jpg and NAME.cls or NAME.json are a sample."""
+    """Images with classes in tar files, laid out as in webdataset: NAME.jpg and NAME.cls or NAME.json are a sample.
+
+    Example:
+    `mj.ImageShardsConfig(train_paths=("data/train-{0000..1023}.tar",), valid_paths=("data/val-{00..63}.tar",))`
+    """
 
     target: ClassVar[str] = "megajax.data.images.shards:build_splits"
 
@@ -142,7 +155,10 @@ class ImageShardsConfig(ClassImagesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFoldersConfig(ImagesConfig):
-    """Images with a class for each pixel: images/NAME.jpg and masks/NAME.png, whose values are classes."""
+    """Images with a class for each pixel: images/NAME.jpg and masks/NAME.png, whose values are classes.
+
+    Example: `mj.MaskFoldersConfig(path="data/scenes", split="90,10")`
+    """
 
     target: ClassVar[str] = "megajax.data.images.folders:build_masks"
 
@@ -178,6 +194,8 @@ class DigitsConfig(ClassImagesConfig):
     """The 1,797 handwritten digits of scikit-learn, 8x8 in grey, enlarged to the model's images. Needs no download.
 
     80 % of each digit are for training, 10 % for validation and 10 % for test, independent of the seed.
+
+    Example: `mj.DigitsConfig()`
     """
 
     target: ClassVar[str] = "megajax.data.images.digits:build_digits"
@@ -192,7 +210,10 @@ class DigitsConfig(ClassImagesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockImagesConfig(Builds):
-    """Synthetic noisy stripes; the class of an image is their direction. For tests, and to measure speed."""
+    """Synthetic noisy stripes; the class of an image is their direction. For tests, and to measure speed.
+
+    Example: `mj.MockImagesConfig()`
+    """
 
     target: ClassVar[str] = "megajax.data.images.mock:build_classes"
 
@@ -213,7 +234,10 @@ class MockImagesConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockMasksConfig(Builds):
-    """Synthetic images of a colored rectangle on grey; the class of a pixel is its color, 0 for the background."""
+    """Synthetic images of a colored rectangle on grey; the class of a pixel is its color, 0 for the background.
+
+    Example: `mj.MockMasksConfig(classes=3)`
+    """
 
     target: ClassVar[str] = "megajax.data.images.mock:build_masks"
 

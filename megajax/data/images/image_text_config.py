@@ -38,6 +38,8 @@ class ImageTextConfig(ImageTextRowsConfig):
     {"image": PATH, "caption": TEXT}, or {"image": PATH, "messages": [{"role": "user", "content": "<image> What is
     this?"}, {"role": "assistant", "content": TEXT}]}, likewise "conversations" with "from" and "value". PATH can also
     be the image in base64, or a list of images.
+
+    Example: `mj.ImageTextConfig(paths=("data/captions.jsonl",), split="90,10")`
     """
 
     target: ClassVar[str] = "megajax.data.images.image_text_files:build_splits"
@@ -78,6 +80,8 @@ class DigitCaptionsConfig(ImageTextRowsConfig):
     """The handwritten digits of scikit-learn with captions such as "the digit seven". Needs no download.
 
     Training, validation and test have the same digits as in DigitsConfig.
+
+    Example: `mj.DigitCaptionsConfig(phrasings=1)`
     """
 
     target: ClassVar[str] = "megajax.data.images.digits:build_captions"
@@ -101,6 +105,9 @@ class DigitCaptionsConfig(ImageTextRowsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockCaptionsConfig(ImageTextRowsConfig):
-    """Synthetic images of a colored shape with captions such as "a red disc"."""
+    """Synthetic images of a colored shape with captions such as "a red disc".
+
+    Example: `mj.MockCaptionsConfig()`
+    """
 
     target: ClassVar[str] = "megajax.data.images.mock:build_captions"

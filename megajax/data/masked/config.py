@@ -47,6 +47,8 @@ class MaskedSentencesConfig(MaskedConfig):
     """Consecutive sentences with masked words, for BERT: the same samples as in Megatron-LM.
 
     Of the masked tokens, 80 % become the mask token, 10 % a random one, and 10 % stay.
+
+    Example: `mj.MaskedSentencesConfig(paths=("data/wiki_text_sentence",), split="949,50,1")`
     """
 
     target: ClassVar[str] = "megajax.data.masked.sentences:build_splits"
@@ -63,7 +65,10 @@ class MaskedSentencesConfig(MaskedConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSpansConfig(MaskedConfig):
-    """Text with masked spans, and the tokens of the spans, for T5: the same samples as in Megatron-LM."""
+    """Text with masked spans, and the tokens of the spans, for T5: the same samples as in Megatron-LM.
+
+    Example: `mj.MaskedSpansConfig(paths=("data/wiki_text_sentence",), split="949,50,1")`
+    """
 
     target: ClassVar[str] = "megajax.data.masked.spans:build_splits"
 
@@ -83,6 +88,8 @@ class PairsConfig(TokenFilesConfig):
     """Texts in pairs, such as translations, for models with an encoder and a decoder: a row is a pair.
 
     A path is the output prefix of `megajax.preprocess --target` or `--pairs`, which writes two token files.
+
+    Example: `mj.PairsConfig(paths=("data/translations",), split="98,1,1")`
     """
 
     target: ClassVar[str] = "megajax.data.pairs.rows:build_splits"

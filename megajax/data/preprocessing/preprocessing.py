@@ -89,6 +89,8 @@ def preprocess_text(
 
     Raises:
         UserError: PREFIX cannot be written, or the tokenizer rejects a document.
+
+    Example: `mj.preprocess_text(["one document", "another"], "data/small", mj.ByteTokenizerConfig().build())`
     """
     text, tokens = 0, []
     encoder = _Encoder(tokenizer, append_eod, sentences)

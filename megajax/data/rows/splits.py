@@ -13,7 +13,10 @@ NAMES = ("train", "valid", "test")
 
 
 class Rows(NamedTuple):
-    """Number of rows that a run requests of each split: None is one epoch, 0 is no split."""
+    """Number of rows that a run requests of each split: None is one epoch, 0 is no split.
+
+    Example: `mj.Rows(10_000, 100)`
+    """
 
     train: int | None
     valid: int | None = 0
@@ -21,7 +24,10 @@ class Rows(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Row sources (`len`, `[i]` -> dict of numpy arrays [S]); None for splits that are not requested."""
+    """Row sources (`len`, `[i]` -> dict of numpy arrays [S]); None for splits that are not requested.
+
+    Example: `mj.Splits(train=rows, valid=None, test=None)`
+    """
 
     train: Any
     valid: Any

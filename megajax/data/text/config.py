@@ -17,7 +17,10 @@ def text_leaves(isolated: bool) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendConfig(TokenFilesConfig):
-    """A token file or a weighted blend of several, cut into the same rows as in Megatron-LM."""
+    """A token file or a weighted blend of several, cut into the same rows as in Megatron-LM.
+
+    Example: `mj.BlendConfig(paths=("0.3", "data/web", "0.7", "data/code"), split="969,30,1")`
+    """
 
     target: ClassVar[str] = "megajax.data.rows.blend:build_splits"
 
@@ -42,7 +45,10 @@ class BlendConfig(TokenFilesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockConfig(Builds):
-    """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split."""
+    """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split.
+
+    Example: `mj.MockConfig(isolate_documents=True)`
+    """
 
     target: ClassVar[str] = "megajax.data.text.mock:build_splits"
 
@@ -60,7 +66,10 @@ class MockConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandardLibraryConfig(Builds):
-    """The source files of Python's standard library as text, for the byte tokenizer. Needs no download."""
+    """The source files of Python's standard library as text, for the byte tokenizer. Needs no download.
+
+    Example: `mj.StandardLibraryConfig(megabytes=8)`
+    """
 
     target: ClassVar[str] = "megajax.data.text.standard_library:build_splits"
 
@@ -88,7 +97,10 @@ class StandardLibraryConfig(Builds):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillInMiddleConfig(BlendConfig):
     """Token files with some documents reordered, so that a model learns to fill in the middle (FIM; Bavarian et al.
-    2022)."""
+    2022).
+
+    Example: `mj.FillInMiddleConfig(paths=("data/code",), rate=0.5)`
+    """
 
     target: ClassVar[str] = "megajax.data.text.fim:build_splits"
 

@@ -41,7 +41,10 @@ class LibraryTextConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibrarySentencesConfig(LibraryTextConfig):
-    """Masked sentences for BERT from the documentation in Python's standard library. Needs no download."""
+    """Masked sentences for BERT from the documentation in Python's standard library. Needs no download.
+
+    Example: `mj.LibrarySentencesConfig(megabytes=4)`
+    """
 
     next_sentence: bool = True
     """Cut a sample into two parts, swapped in half of the samples, for BERT's second task. False: one part."""
@@ -55,7 +58,10 @@ class LibrarySentencesConfig(LibraryTextConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibrarySpansConfig(LibraryTextConfig):
-    """Text with masked spans for T5 from the documentation in Python's standard library. Needs no download."""
+    """Text with masked spans for T5 from the documentation in Python's standard library. Needs no download.
+
+    Example: `mj.LibrarySpansConfig(megabytes=4)`
+    """
 
     def masked(self, prefix: str) -> MaskedSpansConfig:
         """The config of rows of this token file."""
@@ -67,6 +73,8 @@ class LibraryWordPieceConfig(Builds):
     """WordPiece with a vocabulary trained, at the first start, on the documentation in Python's standard library.
 
     Needs the extra `tokenizers`, but no file.
+
+    Example: `mj.LibraryWordPieceConfig(size=8192)`
     """
 
     target: ClassVar[str] = "megajax.data.text.library:build_tokenizer"

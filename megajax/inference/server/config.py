@@ -10,7 +10,10 @@ from megajax.inference.config import GenerationConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Limits of the server."""
+    """Limits of the server.
+
+    Example: `mj.ServerConfig(name="mine", queue=64)`
+    """
 
     name: str | None = None
     """Name of the model in requests and answers. None: the name of its folder."""
@@ -55,7 +58,10 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingConfig(GenerationConfig):
-    """Everything that `serve` depends on, except the weights and the address."""
+    """Everything that `serve` depends on, except the weights and the address.
+
+    Example: `mj.ServingConfig(model=mj.gpt2("124m"), server=mj.ServerConfig(queue=64))`
+    """
 
     server: ServerConfig = field(default_factory=ServerConfig)
     """Limits of the server."""

@@ -87,7 +87,10 @@ def open_model(folder: Path, ignore: Collection[str] = ()) -> HuggingFaceModel:
 
 
 def model_of(folder: Path | str, ignore: Collection[str] = ()) -> Any:
-    """The model config of a folder's config.json. Raises UserError for unsupported settings."""
+    """The model config of a folder's config.json. Raises UserError for unsupported settings.
+
+    Example: `mj.model_of("models/Llama-3.1-8B-Instruct")`
+    """
     return _read_settings(Path(folder), ignore).model
 
 

@@ -158,7 +158,10 @@ def gathering_problems(setting: str, reason: str, sizes: Mapping[str, int]) -> I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig(MultiHeadConfig):
-    """Grouped-query self-attention."""
+    """Grouped-query self-attention.
+
+    Example: `mj.AttentionConfig(heads=32, kv_heads=8, rope=mj.RopeConfig())`
+    """
 
     target: ClassVar[str] = "megajax.layers.attention.module:Attention"
     heads: int
@@ -323,7 +326,10 @@ class AttentionConfig(MultiHeadConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttentionConfig(MultiHeadConfig):
-    """Multi-head latent attention: queries, keys and values from narrow latents (DeepSeek-AI 2024, section 2.1)."""
+    """Multi-head latent attention: queries, keys and values from narrow latents (DeepSeek-AI 2024, section 2.1).
+
+    Example: `mj.deepseek("v2-lite").stack`
+    """
 
     target: ClassVar[str] = "megajax.layers.attention.latent:LatentAttention"
     relative: ClassVar[RelativeBiasConfig | None] = None

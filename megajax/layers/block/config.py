@@ -14,7 +14,10 @@ from megajax.layers.position.config import RelativeBiasConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockConfig(ResidualBlock):
-    """One residual block: x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """One residual block: x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    Example: `mj.BlockConfig(mixer=mj.AttentionConfig(heads=8), mlp=mj.GatedMLPConfig(ffn=1408))`
+    """
 
     target: ClassVar[str] = "megajax.layers.block.module:Block"
     sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mixer": Mixer, "mlp": Layer})
@@ -40,14 +43,20 @@ class BlockConfig(ResidualBlock):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PostNormBlockConfig(BlockConfig):
-    """A block that normalises after each sum, as Vaswani et al. 2017: norm(x + mixer(x)), then norm(x + mlp(x))."""
+    """A block that normalises after each sum, as Vaswani et al. 2017: norm(x + mixer(x)), then norm(x + mlp(x)).
+
+    Example: `mj.PostNormBlockConfig(mixer=mj.AttentionConfig(heads=8), mlp=mj.DenseMLPConfig(ffn=2048))`
+    """
 
     target: ClassVar[str] = "megajax.layers.block.module:PostNormBlock"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerBlockConfig(ResidualBlock):
-    """A block with one sub-layer: x + mixer(norm(x)). Hybrids are made of it and of `FeedForwardBlockConfig`."""
+    """A block with one sub-layer: x + mixer(norm(x)). Hybrids are made of it and of `FeedForwardBlockConfig`.
+
+    Example: `mj.MixerBlockConfig(mixer=mj.Mamba2Config(heads=8, head_dim=32))`
+    """
 
     target: ClassVar[str] = "megajax.layers.block.module:MixerBlock"
     sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mixer": Mixer})
@@ -61,7 +70,10 @@ class MixerBlockConfig(ResidualBlock):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardBlockConfig(ResidualBlock):
-    """A block with one sub-layer: x + mlp(norm(x))."""
+    """A block with one sub-layer: x + mlp(norm(x)).
+
+    Example: `mj.FeedForwardBlockConfig(mlp=mj.DenseMLPConfig(ffn=512))`
+    """
 
     target: ClassVar[str] = "megajax.layers.block.module:FeedForwardBlock"
     sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mlp": Layer})

@@ -23,7 +23,10 @@ from megajax.layers.recompute import Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossAttentionConfig(AttentionConfig):
-    """Attention with keys and values from the output of the preceding section."""
+    """Attention with keys and values from the output of the preceding section.
+
+    Example: `mj.CrossAttentionConfig(heads=12)`
+    """
 
     target: ClassVar[str] = "megajax.layers.attention.module:CrossAttention"
     causal: bool = False
@@ -71,7 +74,10 @@ class CrossAttentionConfig(AttentionConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossBlockConfig(BlockConfig):
-    """A block with cross-attention between mixer and MLP: x + cross(norm(x))."""
+    """A block with cross-attention between mixer and MLP: x + cross(norm(x)).
+
+    Example: `mj.t5("base").stack.pattern[0]`
+    """
 
     target: ClassVar[str] = "megajax.layers.block.module:CrossBlock"
     cross: CrossAttentionConfig

@@ -15,6 +15,8 @@ class LoRAConfig(Builds):
     """Low-rank adapters (Hu et al. 2021, LoRA): x W + scale * (x A) B, where A and B are trained and W is not.
 
     `build(model)` adds them to a model.
+
+    Example: `mj.LoRAConfig(rank=16, alpha=32)`
     """
 
     target: ClassVar[str] = "megajax.layers.lora.module:adapt"

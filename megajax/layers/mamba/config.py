@@ -61,7 +61,10 @@ class StateSpaceConfig(LayerFacts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(StateSpaceConfig):
-    """A state-space layer with one rate of decay a head (Dao and Gu 2024)."""
+    """A state-space layer with one rate of decay a head (Dao and Gu 2024).
+
+    Example: `mj.Mamba2Config(heads=24, head_dim=64, state=128)`
+    """
 
     target: ClassVar[str] = "megajax.layers.mamba.mamba2:Mamba2"
     heads: int
@@ -201,7 +204,10 @@ class Mamba2Config(StateSpaceConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba1Config(StateSpaceConfig):
-    """A state-space layer with rates of decay for each channel (Gu and Dao 2023); for checkpoints that have it."""
+    """A state-space layer with rates of decay for each channel (Gu and Dao 2023); for checkpoints that have it.
+
+    Example: `mj.Mamba1Config(inner=1536, rank=48)`
+    """
 
     target: ClassVar[str] = "megajax.layers.mamba.mamba1:Mamba1"
     inner: int

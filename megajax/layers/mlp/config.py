@@ -67,7 +67,10 @@ class FeedForward(LayerFacts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseMLPConfig(FeedForward):
-    """Two matrices with an activation function between them."""
+    """Two matrices with an activation function between them.
+
+    Example: `mj.DenseMLPConfig(ffn=3072, activation="gelu", bias=True)`
+    """
 
     inner: ClassVar[tuple[str, ...]] = ("up",)
     ffn: int
@@ -83,7 +86,10 @@ class DenseMLPConfig(FeedForward):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedMLPConfig(FeedForward):
-    """activation(x gate) * (x up), then down (Shazeer 2020)."""
+    """activation(x gate) * (x up), then down (Shazeer 2020).
+
+    Example: `mj.GatedMLPConfig(ffn=14336)`
+    """
 
     inner: ClassVar[tuple[str, ...]] = ("gate", "up")
     ffn: int

@@ -18,7 +18,10 @@ from megajax.layers.recompute import Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityConfig:
-    """A limit on the tokens of each expert, counted over the rows of a microbatch on all devices."""
+    """A limit on the tokens of each expert, counted over the rows of a microbatch on all devices.
+
+    Example: `mj.CapacityConfig(factor=1.25)`
+    """
 
     factor: float = 1.0
     """Capacity over the mean number of tokens of an expert."""
@@ -31,7 +34,10 @@ class CapacityConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
-    """Chooses the experts of each token and their weights. Computes in float32."""
+    """Chooses the experts of each token and their weights. Computes in float32.
+
+    Example: `mj.RouterConfig(score="sigmoid", scale=2.5, balance_rate=1e-3)`
+    """
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     """Scores of the experts from the router's logits."""
@@ -112,7 +118,10 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedExpertConfig:
-    """A feed-forward layer for all tokens, in addition to the chosen experts."""
+    """A feed-forward layer for all tokens, in addition to the chosen experts.
+
+    Example: `mj.SharedExpertConfig(mlp=mj.GatedMLPConfig(ffn=2816))`
+    """
 
     mlp: MLPConfig
     """The layer."""
@@ -122,7 +131,10 @@ class SharedExpertConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchConfig:
-    """How tokens are sent to experts on other devices; see docs/moe.md."""
+    """How tokens are sent to experts on other devices; see docs/moe.md.
+
+    Example: `mj.DispatchConfig(room=1.5)`
+    """
 
     way: Way = "auto"
     """gather: all tokens to all devices of `expert`; ragged: each token to the devices of its experts; capacity: the
@@ -143,7 +155,10 @@ class DispatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(Builds):
-    """A mixture of experts: a router chooses top_k feed-forward layers for each token."""
+    """A mixture of experts: a router chooses top_k feed-forward layers for each token.
+
+    Example: `mj.MoEConfig(experts=8, top_k=2, expert=mj.GatedMLPConfig(ffn=14336))`
+    """
 
     target: ClassVar[str] = "megajax.layers.moe.module:MixtureOfExperts"
     experts: int

@@ -11,7 +11,10 @@ from megajax.layers.facts import Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerNormConfig(Builds):
-    """Mean and variance normalisation with gain and bias (Ba et al. 2016)."""
+    """Mean and variance normalisation with gain and bias (Ba et al. 2016).
+
+    Example: `mj.LayerNormConfig(epsilon=1e-6)`
+    """
 
     target: ClassVar[str] = "megajax.layers.norm.module:LayerNorm"
     epsilon: float = 1e-5
@@ -29,7 +32,10 @@ class LayerNormConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RMSNormConfig(Builds):
-    """Root-mean-square normalisation with gain (Zhang and Sennrich 2019)."""
+    """Root-mean-square normalisation with gain (Zhang and Sennrich 2019).
+
+    Example: `mj.RMSNormConfig(epsilon=1e-6)`
+    """
 
     target: ClassVar[str] = "megajax.layers.norm.module:RMSNorm"
     epsilon: float = 1e-5
@@ -47,7 +53,10 @@ class RMSNormConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class L2NormConfig(Builds):
-    """Root-mean-square normalisation without weights, as Llama 4 has it on queries and keys."""
+    """Root-mean-square normalisation without weights, as Llama 4 has it on queries and keys.
+
+    Example: `mj.AttentionConfig(heads=8, qk_norm=mj.L2NormConfig())`
+    """
 
     target: ClassVar[str] = "megajax.layers.norm.module:L2Norm"
     epsilon: float = 1e-6
@@ -64,7 +73,10 @@ class L2NormConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdentityNormConfig(Builds):
-    """No normalisation, as after the sections of Megatron-LM's T5 without Transformer Engine."""
+    """No normalisation, as after the sections of Megatron-LM's T5 without Transformer Engine.
+
+    Example: `mj.IdentityNormConfig()`
+    """
 
     target: ClassVar[str] = "megajax.layers.norm.module:IdentityNorm"
 
@@ -79,7 +91,10 @@ class IdentityNormConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerScaleConfig(Builds):
-    """A learned factor for each channel of a sub-layer's output (Touvron et al. 2021, CaiT, section 2)."""
+    """A learned factor for each channel of a sub-layer's output (Touvron et al. 2021, CaiT, section 2).
+
+    Example: `mj.LayerScaleConfig(initial=0.1)`
+    """
 
     target: ClassVar[str] = "megajax.layers.norm.module:LayerScale"
     initial: float = 0.1

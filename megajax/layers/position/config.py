@@ -11,7 +11,10 @@ from megajax.layers.checks import above_zero
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3ScalingConfig:
-    """Llama 3.1's scaling of low RoPE frequencies for longer sequences (Llama team 2024)."""
+    """Llama 3.1's scaling of low RoPE frequencies for longer sequences (Llama team 2024).
+
+    Example: `mj.RopeConfig(base=500000.0, scaling=mj.Llama3ScalingConfig())`
+    """
 
     factor: float = 8.0
     """Divisor of the lowest frequencies."""
@@ -35,7 +38,10 @@ class Llama3ScalingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnScalingConfig:
-    """YaRN: interpolates low frequencies, keeps high ones, and scales rotated heads (Peng et al. 2023)."""
+    """YaRN: interpolates low frequencies, keeps high ones, and scales rotated heads (Peng et al. 2023).
+
+    Example: `mj.RopeConfig(scaling=mj.YarnScalingConfig(factor=40.0, original=4096))`
+    """
 
     factor: float
     """Divisor of the lowest frequencies."""
@@ -74,7 +80,10 @@ class YarnScalingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig(Builds):
-    """Rotary positions (Su et al. 2021)."""
+    """Rotary positions (Su et al. 2021).
+
+    Example: `mj.RopeConfig(base=500000.0)`
+    """
 
     target: ClassVar[str] = "megajax.layers.position.module:Rope"
     base: float = 10000.0
@@ -109,7 +118,10 @@ class RopeConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeBiasConfig(Builds):
-    """A learned bias on scores by head and distance (T5, Raffel et al. 2020, section 2.1)."""
+    """A learned bias on scores by head and distance (T5, Raffel et al. 2020, section 2.1).
+
+    Example: `mj.AttentionConfig(heads=12, relative=mj.RelativeBiasConfig(buckets=32))`
+    """
 
     target: ClassVar[str] = "megajax.layers.position.module:RelativeBias"
     buckets: int = 32

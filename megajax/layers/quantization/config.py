@@ -12,6 +12,8 @@ class QuantizationConfig(Builds):
     """Weight matrices in 8 or 4 bits, from `python -m megajax.convert --quantize`; they are not trained.
 
     Embeddings, the head, norms, routers and biases stay as they are. `build(model)` changes the matrices of a model.
+
+    Example: `mj.QuantizationConfig(weights="int8")`
     """
 
     target: ClassVar[str] = "megajax.layers.quantization.layers:quantize"

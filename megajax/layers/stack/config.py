@@ -19,7 +19,10 @@ type Pattern = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackConfig(Builds):
-    """`pattern` is unrolled in Python and scanned over `repeats`: (dense, moe) x 16 is 32 layers."""
+    """`pattern` is unrolled in Python and scanned over `repeats`: (dense, moe) x 16 is 32 layers.
+
+    Example: `mj.StackConfig(pattern=(mj.MixerBlockConfig(mixer=mj.Mamba2Config(heads=24)),), repeats=24)`
+    """
 
     target: ClassVar[str] = "megajax.layers.stack.stack:Stack"
     pattern: tuple[AnyBlockConfig, ...]
@@ -85,6 +88,8 @@ class SegmentsConfig(Builds):
 
     Layers are numbered across segments. The weights of equal blocks are stacked together, so the arrays do not depend
     on how layers are divided into segments and pipeline stages.
+
+    Example: `mj.nemotron_h("8b").stack`
     """
 
     target: ClassVar[str] = "megajax.layers.stack.stack:Stack"

@@ -18,6 +18,8 @@ class BertConfig(DecoderConfig):
     It predicts the masked tokens of a row and, with `next_sentence`, whether its second part follows the first.
     The default is pre-norm, as in Megatron-LM. The original BERT has PostNormBlocks, `embedding_norm`, no norm after
     the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
+
+    Example: `mj.bert("base", sequence_length=512)`
     """
 
     target: ClassVar[str] = "megajax.models.bert.module:Bert"

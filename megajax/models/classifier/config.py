@@ -66,7 +66,10 @@ class PooledHeadConfig(TextHeadConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassHeadConfig(PooledHeadConfig):
-    """One class for each text or pair of texts."""
+    """One class for each text or pair of texts.
+
+    Example: `mj.ClassHeadConfig(classes=3)`
+    """
 
     target: ClassVar[str] = "megajax.models.classifier.module:ClassHead"
     classes: int
@@ -91,7 +94,10 @@ class ClassHeadConfig(PooledHeadConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegressionHeadConfig(PooledHeadConfig):
-    """One number for each text or pair of texts, trained with the mean squared error."""
+    """One number for each text or pair of texts, trained with the mean squared error.
+
+    Example: `mj.RegressionHeadConfig()`
+    """
 
     target: ClassVar[str] = "megajax.models.classifier.module:RegressionHead"
 
@@ -106,7 +112,10 @@ class RegressionHeadConfig(PooledHeadConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceHeadConfig(PooledHeadConfig):
-    """One of several sequences: each gets a score, and the softmax is over the sequences of a row."""
+    """One of several sequences: each gets a score, and the softmax is over the sequences of a row.
+
+    Example: `mj.ChoiceHeadConfig(choices=4)`
+    """
 
     target: ClassVar[str] = "megajax.models.classifier.module:ChoiceHead"
     choices: int = 4
@@ -133,7 +142,10 @@ class ChoiceHeadConfig(PooledHeadConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanHeadConfig(TextHeadConfig):
-    """The first and the last token of an answer in the text (Devlin et al. 2019, section 4.2)."""
+    """The first and the last token of an answer in the text (Devlin et al. 2019, section 4.2).
+
+    Example: `mj.SpanHeadConfig()`
+    """
 
     target: ClassVar[str] = "megajax.models.classifier.module:SpanHead"
     dropout: float = 0.0
@@ -232,7 +244,10 @@ class TextClassifierConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertClassifierConfig(TextClassifierConfig, BertConfig):
-    """BERT with a head that classifies texts, in place of the heads of its pretraining."""
+    """BERT with a head that classifies texts, in place of the heads of its pretraining.
+
+    Example: `mj.with_text_head(mj.bert("base"), mj.ClassHeadConfig(classes=3))`
+    """
 
     target: ClassVar[str] = "megajax.models.classifier.module:BertClassifier"
     head: TextHead
@@ -241,7 +256,10 @@ class BertClassifierConfig(TextClassifierConfig, BertConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
-    """A decoder with a head that classifies texts, in place of the one that predicts the next token."""
+    """A decoder with a head that classifies texts, in place of the one that predicts the next token.
+
+    Example: `mj.with_text_head(mj.llama3("8b"), mj.ClassHeadConfig(classes=2, pooling="last"))`
+    """
 
     target: ClassVar[str] = "megajax.models.classifier.module:DecoderClassifier"
     head: TextHead
@@ -249,7 +267,10 @@ class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
 
 
 def with_text_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
-    """The model with this head in place of its own."""
+    """The model with this head in place of its own.
+
+    Example: `mj.with_text_head(mj.bert("base"), mj.ClassHeadConfig(classes=3))`
+    """
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     if isinstance(model, BertConfig):
         return BertClassifierConfig(head=head, **settings)

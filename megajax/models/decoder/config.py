@@ -31,7 +31,10 @@ from megajax.models.transformer import AdaptedConfig, TransformerConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictionConfig(Builds):
-    """Multi-token prediction: heads that predict further tokens (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
+    """Multi-token prediction: heads that predict further tokens (DeepSeek-AI 2024, DeepSeek-V3, section 2.2).
+
+    Example: `mj.PredictionConfig(depth=1)`
+    """
 
     target: ClassVar[str] = "megajax.models.decoder.prediction:Prediction"
     depth: int = 1
@@ -55,6 +58,8 @@ class WidthScalingConfig:
 
     W is the ratio of the widths. Initial standard deviations of matrices inside blocks are divided by sqrt(W), logits
     by W. Adam divides the learning rate and epsilon of these matrices and of an untied head by W.
+
+    Example: `mj.WidthScalingConfig(base_hidden=256)`
     """
 
     base_hidden: int
@@ -83,7 +88,10 @@ class WidthScalingConfig:
 
 
 def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
-    """The leaves of a row of text of `length` tokens."""
+    """The leaves of a row of text of `length` tokens.
+
+    Example: `mj.text_schema(2048, 50257)`
+    """
     ids = Leaf("int32", (length,), ("seq",), below=vocabulary_size)
     numbers = Leaf("int32", ids.shape, ids.axes)
     return {
@@ -98,7 +106,10 @@ def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
-    """A decoder language model, such as GPT and Llama."""
+    """A decoder language model, such as GPT and Llama.
+
+    Example: `mj.llama3("8b", sequence_length=4096)`
+    """
 
     target: ClassVar[str] = "megajax.models.decoder.module:DecoderLM"
     hidden: int

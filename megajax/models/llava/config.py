@@ -19,7 +19,10 @@ from megajax.models.vision.config import VisionTowerConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectorConfig(Builds):
-    """An MLP from the states of patches to inputs of the language model."""
+    """An MLP from the states of patches to inputs of the language model.
+
+    Example: `mj.ProjectorConfig(ffn=4096)`
+    """
 
     target: ClassVar[str] = "megajax.models.llava.module:Projector"
     ffn: int | None = None
@@ -79,6 +82,8 @@ class LlavaConfig(DecoderConfig):
 
     A vision tower reads the images of a row, and a projector maps its states to the decoder's width. They replace, in
     order, the embeddings of the row's tokens `image_token`. All settings of decoders are available.
+
+    Example: `mj.llava(mj.llama2("7b", vocabulary_size=32_001), mj.clip("l14-336"), image_token=32_000)`
     """
 
     target: ClassVar[str] = "megajax.models.llava.module:Llava"

@@ -29,6 +29,8 @@ def bert(
     """Pre-norm BERT, as trained by Megatron-LM: learned positions, tanh GELU, biases.
 
     Raises UserError for an unknown size.
+
+    Example: `mj.bert("base", sequence_length=128)`
     """
     row = pick("bert", BERT, size)
     block = BlockConfig(

@@ -78,6 +78,8 @@ def deepseek(
 
     V2-Lite balances experts with a loss over each row. V3 uses a bias on scores and a small loss, and also predicts the
     token after the next one. yarn: RoPE extended 40 times from 4096 tokens, as after pretraining.
+
+    Example: `mj.deepseek("v2-lite")`
     """
     row = pick("deepseek", DEEPSEEK, size)
     mixer = row.mixer

@@ -35,14 +35,20 @@ others: 16 heads of 128 and a width of 5120."""
 def gpt2(
     size: str, *, sequence_length: int = 1024, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.1
 ) -> DecoderConfig:
-    """GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied head. Raises UserError for an unknown size."""
+    """GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied head. Raises UserError for an unknown size.
+
+    Example: `mj.gpt2("124m")`
+    """
     return _gpt(pick("gpt2", GPT2, size), sequence_length, vocabulary_size, dropout)
 
 
 def gpt3(
     size: str, *, sequence_length: int = 2048, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.0
 ) -> DecoderConfig:
-    """GPT-3 with dense attention in every layer. Raises UserError for an unknown size."""
+    """GPT-3 with dense attention in every layer. Raises UserError for an unknown size.
+
+    Example: `mj.gpt3("1.3b", sequence_length=2048)`
+    """
     return _gpt(pick("gpt3", GPT3, size), sequence_length, vocabulary_size, dropout)
 
 

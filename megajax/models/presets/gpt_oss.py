@@ -31,6 +31,8 @@ def gpt_oss(
     All layers and the router have biases. Experts compute (x up + 1) * x gate * sigmoid(1.702 x gate), with both
     products clipped at 7. YaRN extends RoPE from 4096 tokens to 131072. The model card does not say how experts were
     balanced; a loss is used here. Raises UserError for an unknown size.
+
+    Example: `mj.gpt_oss("20b")`
     """
     row = pick("gpt_oss", GPT_OSS, size)
     yarn = YarnScalingConfig(factor=32.0, original=4096, fast=32.0, slow=1.0, rounded=False)

@@ -78,6 +78,8 @@ def hybrid_stack(pattern: str, blocks: Mapping[str, AnyBlockConfig]) -> StackCon
     """The stack of a pattern: repeats of a shorter pattern if possible, otherwise segments.
 
     blocks: letter -> block, usually of one sub-layer. Raises UserError for an invalid pattern, see `HybridPattern`.
+
+    Example: `mj.hybrid_stack("MMM", {"M": mj.MixerBlockConfig(mixer=mj.Mamba2Config(heads=24))})`
     """
     parsed = HybridPattern.parse(pattern)
     parsed.demand_known(blocks)
@@ -93,6 +95,8 @@ def hybrid_pipeline(pattern: str, stack: StackConfig | SegmentsConfig, stages: i
 
     stack: from `hybrid_stack`; stages: number of pipeline stages. Only `pipeline` for a pattern without "|".
     Raises UserError if the chunks cannot be distributed evenly over the stages.
+
+    Example: `mj.hybrid_pipeline("MMMM", stack, stages=2)`
     """
     chunks = HybridPattern.parse(pattern).chunks
     if len(chunks) == 1:

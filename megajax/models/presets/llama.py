@@ -27,7 +27,10 @@ LLAMA3 = {
 
 
 def llama2(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 32000) -> DecoderConfig:
-    """Llama 2: RoPE, RMSNorm, SwiGLU, no biases, untied head. Raises UserError for an unknown size."""
+    """Llama 2: RoPE, RMSNorm, SwiGLU, no biases, untied head. Raises UserError for an unknown size.
+
+    Example: `mj.llama2("7b")`
+    """
     return _llama(pick("llama2", LLAMA2, size), RopeConfig(), sequence_length, vocabulary_size)
 
 
@@ -39,7 +42,10 @@ def llama3(
     rope_base: float = 500000.0,
     llama3_scaling: bool = False,
 ) -> DecoderConfig:
-    """Llama 3; `llama3_scaling`: the RoPE frequencies of Llama 3.1. Raises UserError for an unknown size."""
+    """Llama 3; `llama3_scaling`: the RoPE frequencies of Llama 3.1. Raises UserError for an unknown size.
+
+    Example: `mj.llama3("8b", sequence_length=131_072, llama3_scaling=True)`
+    """
     rope = RopeConfig(base=rope_base, scaling=Llama3ScalingConfig() if llama3_scaling else None)
     return _llama(pick("llama3", LLAMA3, size), rope, sequence_length, vocabulary_size)
 

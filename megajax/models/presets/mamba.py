@@ -57,6 +57,8 @@ def mamba2(size: str, *, sequence_length: int = 2048, vocabulary_size: int = 502
     """Only Mamba-2 layers, with a float32 residual stream and the vocabulary of GPT-NeoX.
 
     Raises UserError for an unknown size.
+
+    Example: `mj.mamba2("130m")`
     """
     row = pick("mamba2", MAMBA2, size)
     mixer = Mamba2Config(heads=row.heads, head_dim=row.head_dim or 64)
@@ -80,7 +82,10 @@ def nemotron_blocks(row: Hybrid) -> Mapping[str, AnyBlockConfig]:
 
 
 def nemotron_h(size: str, *, sequence_length: int = 8192, vocabulary_size: int = NEMOTRON_VOCABULARY) -> DecoderConfig:
-    """Alternating Mamba-2 and MLP layers, with a few attention layers. Raises UserError for an unknown size."""
+    """Alternating Mamba-2 and MLP layers, with a few attention layers. Raises UserError for an unknown size.
+
+    Example: `mj.nemotron_h("8b")`
+    """
     row = pick("nemotron_h", NEMOTRON_H, size)
     return DecoderConfig(
         hidden=row.hidden,

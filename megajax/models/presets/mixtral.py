@@ -23,6 +23,8 @@ def mixtral(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 32
     """Llama with 8 experts, 2 per token. Raises UserError for an unknown size.
 
     The balancing loss has the coefficient of the released configs.
+
+    Example: `mj.mixtral("8x7b")`
     """
     row = pick("mixtral", MIXTRAL, size)
     block = BlockConfig(

@@ -48,12 +48,18 @@ NORM = RMSNormConfig(epsilon=1e-6)
 
 
 def qwen2(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
-    """Qwen 2.5: like Llama, with biases on queries, keys and values. Raises UserError for an unknown size."""
+    """Qwen 2.5: like Llama, with biases on queries, keys and values. Raises UserError for an unknown size.
+
+    Example: `mj.qwen2("7b")`
+    """
     return _qwen(pick("qwen2", QWEN2, size), sequence_length, vocabulary_size, qkv_bias=True)
 
 
 def qwen3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
-    """Qwen 3: normalised queries and keys, head size 128 for every width. Raises UserError for an unknown size."""
+    """Qwen 3: normalised queries and keys, head size 128 for every width. Raises UserError for an unknown size.
+
+    Example: `mj.qwen3("8b")`
+    """
     head_dim = 16 if size == "debug" else 128
     return _qwen(pick("qwen3", QWEN3, size), sequence_length, vocabulary_size, head_dim=head_dim, qk_norm=NORM)
 
@@ -62,6 +68,8 @@ def qwen3_moe(size: str, *, sequence_length: int = 32768, vocabulary_size: int =
     """Qwen 3 with experts instead of MLPs, without shared experts. Raises UserError for an unknown size.
 
     The balancing loss is over the whole batch, as in the report, with the coefficient of the released configs.
+
+    Example: `mj.qwen3_moe("30b-a3b")`
     """
     row = pick("qwen3_moe", QWEN3_MOE, size)
     rope = RopeConfig(base=1000000.0)

@@ -52,6 +52,8 @@ def t5(
     """T5 in the sizes of the paper, as trained by Megatron-LM: learned positions, LayerNorm, tanh GELU, biases, tied.
 
     The paper's T5 has RMSNorm, ReLU, no biases and relative positions. Raises UserError for an unknown size.
+
+    Example: `mj.t5("base")`
     """
     row = pick("t5", T5, size)
     mlp, norm = DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh", bias=True), LayerNormConfig()
@@ -69,6 +71,8 @@ def t5_v1_1(
     """T5 v1.1: GeGLU, RMSNorm, no biases, an untied head; learned positions instead of relative ones.
 
     Raises UserError for an unknown size.
+
+    Example: `mj.t5_v1_1("base")`
     """
     row = pick("t5_v1_1", T5_V1_1, size)
     mlp, norm = GatedMLPConfig(ffn=row.ffn, activation="gelu_tanh"), RMSNormConfig()

@@ -41,18 +41,27 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
-    """ViT with a class token, LayerNorm and exact GELU. Raises UserError for an unknown size."""
+    """ViT with a class token, LayerNorm and exact GELU. Raises UserError for an unknown size.
+
+    Example: `mj.vit("b16", classes=1000)`
+    """
     return with_image_head(vit_tower(size, image=image), ClassifierConfig(classes=classes))
 
 
 def vit_tower(size: str, *, image: int = 224) -> VisionTowerConfig:
-    """The tower of `vit`. Raises UserError for an unknown size."""
+    """The tower of `vit`. Raises UserError for an unknown size.
+
+    Example: `mj.vit_tower("b16", image=224)`
+    """
     row, norm = pick("vit", VIT, size), LayerNormConfig(epsilon=1e-6)
     return _tower(row, _block(row, norm), image, _patch(size))
 
 
 def clip(size: str) -> VisionTowerConfig:
-    """CLIP's tower: an additional norm before the blocks, quick GELU. Raises UserError for an unknown size."""
+    """CLIP's tower: an additional norm before the blocks, quick GELU. Raises UserError for an unknown size.
+
+    Example: `mj.clip("l14-336")`
+    """
     row, norm = pick("clip", CLIP, size), LayerNormConfig()
     image = 336 if size.endswith("336") else 224
     tower = _tower(row, _block(row, norm, activation="quick_gelu"), image, _patch(size))
@@ -60,7 +69,10 @@ def clip(size: str) -> VisionTowerConfig:
 
 
 def siglip(size: str, *, image: int = 224) -> VisionTowerConfig:
-    """SigLIP's tower: no class token, tanh GELU. Raises UserError for an unknown size."""
+    """SigLIP's tower: no class token, tanh GELU. Raises UserError for an unknown size.
+
+    Example: `mj.siglip("so400m14")`
+    """
     row, norm = pick("siglip", SIGLIP, size), LayerNormConfig(epsilon=1e-6)
     tower = _tower(row, _block(row, norm, activation="gelu_tanh"), image, _patch(size))
     return replace(tower, class_tokens=0)
@@ -70,6 +82,8 @@ def internvit(size: str) -> VisionTowerConfig:
     """InternViT's tower at 448 pixels: layer scale, no norm after the blocks. Raises UserError for an unknown size.
 
     The 6 B size has RMSNorm, also on queries and keys.
+
+    Example: `mj.internvit("300m")`
     """
     row = pick("internvit", INTERN, size)
     large = size == "6b"

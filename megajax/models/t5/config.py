@@ -17,7 +17,10 @@ from megajax.models.facts import HeadFacts, SectionFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5Config(DecoderConfig):
-    """T5 (Raffel et al. 2020), as in Megatron-LM: an encoder, and a decoder whose blocks read its output."""
+    """T5 (Raffel et al. 2020), as in Megatron-LM: an encoder, and a decoder whose blocks read its output.
+
+    Example: `mj.t5("base", encoder_length=512, sequence_length=128)`
+    """
 
     target: ClassVar[str] = "megajax.models.t5.module:T5"
     encoder: StackConfig

@@ -27,6 +27,8 @@ class VisionTowerConfig(Builds, TransformerConfig):
     """A vision transformer without a head (Dosovitskiy et al. 2021): patch and position embedding, blocks, norm.
 
     It is part of a model: of ViT, or of a model for images and text.
+
+    Example: `mj.vit_tower("b16", image=224)`
     """
 
     target: ClassVar[str] = "megajax.models.vision.module:VisionTower"

@@ -29,7 +29,10 @@ IGNORED = 255
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassTokenConfig(Builds):
-    """The state of the first class token represents the image."""
+    """The state of the first class token represents the image.
+
+    Example: `mj.ClassifierConfig(classes=1000, pooling=mj.ClassTokenConfig())`
+    """
 
     target: ClassVar[str] = "megajax.models.vit.module:ClassToken"
 
@@ -56,7 +59,10 @@ class ClassTokenConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanPoolingConfig(ClassTokenConfig):
-    """The mean of the states of all patches represents the image."""
+    """The mean of the states of all patches represents the image.
+
+    Example: `mj.ClassifierConfig(classes=1000, pooling=mj.MeanPoolingConfig())`
+    """
 
     target: ClassVar[str] = "megajax.models.vit.module:MeanPooling"
 
@@ -68,7 +74,10 @@ class MeanPoolingConfig(ClassTokenConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPoolingConfig(Builds):
-    """A learned query attends to all positions; then x + mlp(norm(x)) (Zhai et al. 2022; the head of SigLIP)."""
+    """A learned query attends to all positions; then x + mlp(norm(x)) (Zhai et al. 2022; the head of SigLIP).
+
+    Example: `mj.AttentionPoolingConfig(attention=mj.AttentionConfig(heads=12), mlp=mj.DenseMLPConfig(ffn=3072))`
+    """
 
     target: ClassVar[str] = "megajax.models.vit.module:AttentionPooling"
     attention: CrossAttentionConfig
@@ -104,7 +113,10 @@ type PoolingConfig = ClassTokenConfig | MeanPoolingConfig | AttentionPoolingConf
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassifierConfig(Builds):
-    """One class for each image, from a linear layer over its pooled state."""
+    """One class for each image, from a linear layer over its pooled state.
+
+    Example: `mj.ClassifierConfig(classes=1000, pooling=mj.MeanPoolingConfig())`
+    """
 
     target: ClassVar[str] = "megajax.models.vit.module:Classifier"
     classes: int
@@ -152,7 +164,10 @@ class ClassifierConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmenterConfig(Builds):
-    """One class for each pixel: a linear layer over the states of patches, upsampled (Strudel et al. 2021)."""
+    """One class for each pixel: a linear layer over the states of patches, upsampled (Strudel et al. 2021).
+
+    Example: `mj.SegmenterConfig(classes=21)`
+    """
 
     target: ClassVar[str] = "megajax.models.vit.module:Segmenter"
     classes: int
@@ -196,7 +211,10 @@ type HeadConfig = ClassifierConfig | SegmenterConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
-    """A vision transformer that classifies images or their pixels (Dosovitskiy et al. 2021)."""
+    """A vision transformer that classifies images or their pixels (Dosovitskiy et al. 2021).
+
+    Example: `mj.vit("b16", classes=1000)`
+    """
 
     target: ClassVar[str] = "megajax.models.vit.module:ViT"
     head: HeadConfig
@@ -230,6 +248,9 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
 
 
 def with_image_head(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
-    """A ViT of this tower and head."""
+    """A ViT of this tower and head.
+
+    Example: `mj.with_image_head(mj.vit_tower("b16"), mj.SegmenterConfig(classes=21))`
+    """
     settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
     return ViTConfig(head=head, **settings)
