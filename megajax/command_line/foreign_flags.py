@@ -27,9 +27,7 @@ def corrections(
     answered: dict[str, Problem] = {}
     answers: dict[str, Answer] = {}
     written: dict[str, str] = {}
-    direct: set[str] = set()
-    # Computed answers come last, in the order of the table: they depend on the values of the others.
-    for name in sorted((name for name in TABLE if name in arguments), key=lambda name: TABLE[name].by is not None):
+    for name in (name for name in TABLE if name in arguments):
         row, value = TABLE[name], "" if arguments[name] is Mark.BARE else str(arguments[name])
         flag = next((flag for flag in row.flags.split() if flag in flags or ("." in flag and flag in settings)), "")
         if flag:
@@ -38,12 +36,7 @@ def corrections(
             answered[name] = Problem(f"--{name}", f"no such flag; a setting of training is {row.settings}")
         else:
             values, note = row.by(value, settings) if row.by else (_values(row, value, settings), row.note)
-            if row.by is None:
-                direct |= values.keys()
-            else:  # a name for the setting itself counts
-                values = {setting: text for setting, text in values.items() if setting not in direct}
             answers[name] = values, note
-            settings |= values
             written |= values
     problems = [] if config is None else assemble(type(config), config, patch_of(written.items()))[1]
     answered |= {name: _setting(name, *answer, problems, config) for name, answer in answers.items()}

@@ -6,7 +6,6 @@ Of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, na
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import nan, prod
 from typing import Any
 
 from megajax.config.nearest import download_folder, download_hint
@@ -46,88 +45,6 @@ def layers(value: str, settings: Mapping[str, Any]) -> Answer:
     if not value.isdigit() or any(int(value) % length for length in lengths.values()):
         return {}, f"layers are repeats x blocks of a pattern, here {max(lengths.values(), default=1)}"
     return {name: str(int(value) // length) for name, length in lengths.items()}, ""
-
-
-def warmup(value: str, settings: Mapping[str, Any]) -> Answer:
-    """warmup_fraction if it is below 1, as of Trainer, otherwise warmup_steps."""
-    is_share = 0 < _number(value) < 1
-    return {"schedule.warmup_fraction" if is_share else "schedule.warmup_steps": value}, ""
-
-
-def final_rate(value: str, settings: Mapping[str, Any]) -> Answer:
-    """min_lr = share x schedule.lr."""
-    rate = _number(value) * _number(settings.get("schedule.lr", ""))
-    return ({"schedule.min_lr": f"{rate:g}"} if rate >= 0 else {}), "min_lr = share x schedule.lr"
-
-
-def anneal(value: str, settings: Mapping[str, Any]) -> Answer:
-    """schedule.style=wsd with anneal_steps = share x steps."""
-    length = _number(value) * _number(settings.get("steps", ""))
-    steps = {"schedule.anneal_steps": str(round(length))} if length >= 0 else {}
-    note = "anneal_steps = share x steps; the shape there is linear by default: --schedule.anneal_style=linear"
-    return {"schedule.style": "wsd"} | steps, note
-
-
-def decay(value: str, settings: Mapping[str, Any]) -> Answer:
-    """style; of wsd, with lr_scheduler.decay_ratio, and of sqrt, anneal_style."""
-    note = "with lr_scheduler.decay_ratio, the shape of the decay of schedule.style=wsd"
-    if str(settings.get("schedule.style")).lower() != "wsd" and value.lower() != "sqrt":
-        return {"schedule.style": value}, note
-    return {"schedule.style": "wsd", "schedule.anneal_style": "minus_sqrt" if value.lower() == "sqrt" else value}, note
-
-
-def per_device(value: str, settings: Mapping[str, Any]) -> Answer:
-    """Rows of MaxText for each device of any axis: micro_size = rows x tensor x context x pipeline."""
-    sizes = [_number(settings.get(f"parallel.{axis}", 1)) for axis in ("tensor", "context", "pipeline")]
-    rows = _number(value) * prod(sizes)
-    note = "micro_size = rows x tensor x context x pipeline; batch.global_size = rows x all devices x accumulation"
-    return ({"batch.micro_size": str(int(rows))} if rows >= 1 and rows == int(rows) else {}), note
-
-
-def accumulation(value: str, settings: Mapping[str, Any]) -> Answer:
-    """global_size = micro_size x microbatches x data-parallel devices."""
-    micro = str(settings.get("batch.micro_size", 1))
-    formula = "global_size = micro_size x microbatches x data-parallel devices"
-    if not (value.isdigit() and micro.isdigit()):
-        return {}, formula
-    rows = int(micro) * int(value)
-    text = f"{micro} x {value} x 1; with N of them, {rows} x N (nanoGPT: {rows})"
-    return {"batch.global_size": str(rows)}, f"{formula}: {text}"
-
-
-def epochs(value: str, settings: Mapping[str, Any]) -> Answer:
-    """steps = epochs x training rows / batch.global_size."""
-    rows = settings.get("batch.global_size", "batch.global_size")
-    text = f"steps = {value or 'epochs'} x training rows / {rows} rows a step"
-    return {}, f"{text}; a run prints its training rows at the start, e.g. with --steps=1"
-
-
-def samples(value: str, settings: Mapping[str, Any]) -> Answer:
-    """steps = samples / batch.global_size."""
-    rows = settings.get("batch.global_size", "batch.global_size")
-    return {}, f"steps = {value or 'samples'} / {rows} rows a step (batch.global_size)"
-
-
-def eval_steps(value: str, settings: Mapping[str, Any]) -> Answer:
-    """Steps between evaluations; of MaxText, batches of each."""
-    note = f"steps between evaluations; of MaxText, batches of each: --evaluation.batches={value or 'VALUE'}"
-    return {"evaluation.every": value}, note
-
-
-def lora(value: str, settings: Mapping[str, Any]) -> Answer:
-    """A rank, 16 and alpha 32 in TRL."""
-    adapter = {"model.lora.rank": "16", "model.lora.alpha": "32"}
-    return ({} if value.lower() == "false" else adapter), "docs/lora.md"
-
-
-def run_name(value: str, settings: Mapping[str, Any]) -> Answer:
-    """A folder for it; of MaxText, in base_output_directory."""
-    return {"run_dir": f"runs/{value}"}, "of MaxText, a folder in base_output_directory; of wandb, logging.wandb.name"
-
-
-def weights(value: str, settings: Mapping[str, Any]) -> Answer:
-    """Weights alone, without the state of the optimizer."""
-    return {"checkpoint.load": value, "checkpoint.parts": "weights"}, "a run's folder, or hf:DIR"
 
 
 def token_files(value: str, settings: Mapping[str, Any]) -> Answer:
@@ -175,14 +92,18 @@ ROWS = (
     Row("lr learning_rate optimizer.lr", "schedule.lr"),
     Row("min_lr lr_end", "schedule.min_lr"),
     Row("lr_scheduler_type lr_decay_style lr_scheduler lr_schedule_type", "schedule.style", STYLES),
-    Row("lr_scheduler.min_lr_factor lr_scheduler.lr_min learning_rate_final_fraction", "schedule.min_lr",
-        by=final_rate),
-    Row("lr_scheduler.decay_ratio wsd_decay_steps_fraction", "schedule.anneal_steps", by=anneal),
-    Row("lr_scheduler.decay_type", "schedule.style", by=decay),
+    Row("lr_scheduler.min_lr_factor lr_scheduler.lr_min learning_rate_final_fraction",
+        note="schedule.min_lr = share x schedule.lr"),
+    Row("lr_scheduler.decay_ratio wsd_decay_steps_fraction",
+        note="--schedule.style=wsd, with schedule.anneal_steps = share x steps; the shape there is linear by default: "
+             "--schedule.anneal_style=linear"),
+    Row("lr_scheduler.decay_type", "schedule.style", "sqrt=wsd",
+        note="with lr_scheduler.decay_ratio, schedule.style=wsd and the shape in schedule.anneal_style; of sqrt, "
+             "minus_sqrt"),
     Row("lr_wsd_decay_style wsd_decay_style", "schedule.anneal_style"),
     Row("lr_wsd_decay_iters", "schedule.anneal_steps"),
     Row("num_warmup_steps warmup_steps warmup_iters lr_warmup_iters lr_scheduler.warmup_steps",
-        "schedule.warmup_steps", by=warmup),
+        "schedule.warmup_steps", note="of Trainer, a value below 1 is schedule.warmup_fraction"),
     Row("warmup_ratio lr_warmup_fraction warmup_steps_fraction", "schedule.warmup_fraction",
         note="a share of the decay, which is the whole run without schedule.decay_steps"),
     Row("lr_decay_iters learning_rate_schedule_steps", "schedule.decay_steps", "-1=none",
@@ -205,11 +126,17 @@ ROWS = (
         flags="rows"),
     Row("parallelism.pipeline_parallel_microbatch_size", "batch.micro_size",
         note="with a pipeline; training.local_batch_size is then rows of a step on each data-parallel device"),
-    Row("per_device_batch_size", "batch.micro_size", by=per_device, flags="rows"),
+    Row("per_device_batch_size", flags="rows",
+        note="batch.micro_size = rows of a device x tensor x context x pipeline; batch.global_size = rows of a device "
+             "x all devices x accumulation"),
     Row("global_batch_size train_batch_size training.global_batch_size gbs", "batch.global_size"),
-    Row("gradient_accumulation_steps grad_accum_steps accumulate_grad_batches", "batch.global_size", by=accumulation),
-    Row("epochs num_epochs num_epoch num_train_epochs max_epochs", "steps", by=epochs),
-    Row("train_samples", "steps", by=samples),
+    Row("gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
+        note="batch.global_size = batch.micro_size x microbatches x data-parallel devices (of nanoGPT: the devices "
+             "count already)"),
+    Row("epochs num_epochs num_epoch num_train_epochs max_epochs",
+        note="steps = epochs x training rows / batch.global_size; a run prints its training rows at the start, e.g. "
+             "with --steps=1"),
+    Row("train_samples", note="steps = samples / batch.global_size"),
     Row("per_device_eval_batch_size eval_batch_size eval_per_device_batch_size validation.local_batch_size",
         note="evaluation uses batch.global_size and batch.micro_size"),
     # Model
@@ -247,7 +174,7 @@ ROWS = (
         note="the fastest kernel of the device is used; a run prints it; docs/attention.md"),
     Row("lora_r lora_rank", "model.lora.rank"),
     Row("lora_alpha", "model.lora.alpha"),
-    Row("use_peft use_lora", "model.lora.rank", by=lora),
+    Row("use_peft use_lora", note="--model.lora.rank=16 --model.lora.alpha=32, as in TRL; docs/lora.md"),
     Row("lora_dropout", "model.lora.dropout"),
     Row("lora_target_modules", note="--model.lora.targets=*.mixer.query: patterns of paths; docs/lora.md"),
     Row("load_in_4bit load_in_8bit quantization", note="see python -m megajax.convert --quantize; "
@@ -325,7 +252,8 @@ ROWS = (
     Row("output", "run_dir", flags="output_prefix to run_dir"),
     Row("input input_file", flags="input from", note="text for python -m megajax.preprocess --input=FILE"),
     Row("output_path output_file", "run_dir", flags="output to"),
-    Row("run_name experiment_name", "run_dir", by=run_name),
+    Row("run_name experiment_name",
+        note="--run_dir=runs/NAME; of MaxText, a folder in base_output_directory; of wandb, logging.wandb.name"),
     Row("save_steps save_interval checkpoint_period checkpoint.interval checkpointer.interval", "checkpoint.every"),
     Row("save_strategy eval_strategy evaluation_strategy",
         note="steps between them: checkpoint.every and evaluation.every; none: at the end only"),
@@ -338,13 +266,14 @@ ROWS = (
     Row("load load_dir load_checkpoint load_full_state_path ckpt_path checkpoint_path run_dir", "checkpoint.load",
         flags="run from", note="a run's folder, or hf:DIR; without it, a run continues from its own run_dir"),
     Row("load_parameters_path checkpoint.initial_load_path checkpointer.initial_load_path", "checkpoint.load",
-        by=weights, flags="run from"),
+        flags="run from", note="a run's folder, or hf:DIR; weights alone with --checkpoint.parts=weights"),
     Row("finetune no_load_optim checkpoint.initial_load_model_only", "checkpoint.parts", "true=weights false=all"),
     Row("resume resume_from_checkpoint auto_resume init_from",
         note="a run continues from the newest checkpoint of its run_dir; from another run, or from weights: "
              "--checkpoint.load=RUN or hf:DIR"),
     Row("overwrite_output_dir", note="a run_dir with checkpoints is continued: give another run_dir, or delete it"),
-    Row("eval_steps", "evaluation.every", by=eval_steps),
+    Row("eval_steps", "evaluation.every",
+        note="steps between evaluations; of MaxText, batches of each: evaluation.batches"),
     Row("eval_interval eval_freq validation.freq", "evaluation.every", "-1=none",
         note="steps between evaluations; batches of each: evaluation.batches"),
     Row("eval_iters max_eval_batches validation.steps", "evaluation.batches",
@@ -392,14 +321,6 @@ ROWS = (
 )  # fmt: skip
 """One row a meaning."""
 TABLE: Mapping[str, Row] = {name: row for row in ROWS for name in row.names.split()}
-
-
-def _number(value: Any) -> float:
-    """The number, or NaN."""
-    try:
-        return float(str(value))
-    except ValueError:
-        return nan
 
 
 def matches(setting: str, name: str) -> bool:
