@@ -8,8 +8,7 @@ from megajax.command_line.parser import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.paths import PathText
-from megajax.interop.conversion.flags import flag_problems, reading_of
-from megajax.interop.conversion.progress import Progress
+from megajax.interop.conversion.command_line import Progress, flag_problems, reading_of
 from megajax.interop.opening.origin import IGNORE_FLAG, TRUST_FLAG
 
 DESCRIPTION = """Convert weights between formats. They are streamed: memory need not hold them.

@@ -23,7 +23,7 @@ from megajax.config.errors import UserError
 from megajax.interop.conversion.provenance import FILES, Provenance
 from megajax.interop.conversion.weights_config import weights_config
 from megajax.interop.formats import split_name
-from megajax.interop.huggingface.names import extra_tensors
+from megajax.interop.huggingface.folder import extra_tensors
 from megajax.interop.runs.writer import StateArray
 from megajax.interop.tokenizers.files import tokenizer_config
 from megajax.layers.param import ParamSpec

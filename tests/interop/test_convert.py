@@ -30,7 +30,7 @@ from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import config_for, family_for
 from megajax.interop.huggingface.registry import families
 from megajax.interop.runs import format as run_format
-from megajax.interop.runs.reader import StepWeights, open_step
+from megajax.interop.runs.format import StepWeights, open_step
 from megajax.interop.runs.writer import ArrayWriter, write_step
 from megajax.interop.stored_model import Options, StoredModel
 from megajax.layers.configs import Mamba1Config

@@ -33,7 +33,7 @@ from megajax.interop.huggingface.registry import families
 from megajax.interop.opening.engine import load as load_model
 from megajax.interop.opening.engine import start_engine
 from megajax.interop.opening.origin import Origin, generation_config
-from megajax.interop.runs.reader import open_step
+from megajax.interop.runs.format import open_step
 from megajax.interop.tokenizers.files import NAMES, tokenizer_config, with_copies
 from megajax.job.job import train
 from megajax.job.start.model_files import ModelFiles

@@ -18,8 +18,7 @@ from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop.conversion import conversion
 from megajax.interop.huggingface.family import Settings
-from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.names import rename_tensors
+from megajax.interop.huggingface.folder import model_of, rename_tensors
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.interop.tokenizers.files import tokenizer_config
 from megajax.layers.configs import IdentityNormConfig

@@ -27,7 +27,7 @@ from megajax.interop.conversion.weights_config import model_facts, weights_confi
 from megajax.interop.opening.engine import quantized_weights
 from megajax.interop.opening.origin import Origin
 from megajax.interop.peft.folder import MergedWeights
-from megajax.interop.runs.reader import open_step
+from megajax.interop.runs.format import open_step
 from megajax.interop.runs.writer import write_step
 from megajax.job.start.stored_weights import all_weights
 from megajax.layers.configs import QuantizationConfig

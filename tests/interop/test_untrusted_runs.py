@@ -22,7 +22,7 @@ from megajax.config.errors import UserError
 from megajax.config.files import ROOT, load, read_stored
 from megajax.inference.config import GenerationConfig
 from megajax.inference.server.config import ServingConfig
-from megajax.interop.runs.reader import open_step
+from megajax.interop.runs.format import open_step
 from megajax.job.start.stored_weights import open_weights
 from megajax.report import main as report
 from megajax.tasks.config import EvaluatedConfig

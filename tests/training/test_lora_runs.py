@@ -13,7 +13,7 @@ from tiny_runs import ONE, QUICK, build_program, llama, within
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.interop.runs.reader import open_step
+from megajax.interop.runs.format import open_step
 from megajax.job.job import train
 from megajax.job.start.weights import frozen_weights_warning
 from megajax.layers.configs import LoRAConfig

@@ -28,10 +28,10 @@ from megajax.config.nearest import did_you_mean, listed
 from megajax.interop.conversion.model_differences import differences
 from megajax.interop.conversion.weights_config import special_tokens
 from megajax.interop.formats import Reading, split_name
+from megajax.interop.huggingface.decoders import ROPE, with_rope
 from megajax.interop.huggingface.family import Family, Settings, is_unused
 from megajax.interop.huggingface.folder import CONFIG, read_model
 from megajax.interop.huggingface.registry import families, hint, lost_settings
-from megajax.interop.huggingface.rotary import ROPE, with_rope
 from megajax.interop.huggingface.safetensors import ShardWriter
 from megajax.interop.runs.writer import Advance
 from megajax.interop.stored_model import Options, StoredModel, stored_foreign

@@ -22,7 +22,7 @@ from megajax.interop.huggingface.format import family_for
 from megajax.interop.opening.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
 from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
-from megajax.interop.runs.reader import RunModel, StepWeights, open_step
+from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig

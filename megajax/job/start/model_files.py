@@ -15,7 +15,7 @@ from megajax.config.budget import parse_json, read_file
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.interop.conversion.provenance import FILES, Ancestor, Provenance
-from megajax.interop.huggingface.names import stored_extra, write_extra
+from megajax.interop.huggingface.folder import stored_extra, write_extra
 from megajax.interop.tokenizers.files import (
     GENERATION,
     NAMES,

@@ -13,8 +13,8 @@ from flax import nnx
 
 from megajax.config import load
 from megajax.convert import main
+from megajax.interop.megatron.checkpoints.checkpoint import ShardedFolder
 from megajax.interop.megatron.checkpoints.format import open_model
-from megajax.interop.megatron.checkpoints.sharded import ShardedFolder
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

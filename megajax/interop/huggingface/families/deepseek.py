@@ -10,9 +10,8 @@ from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows
+from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows, rope, rope_settings
 from megajax.interop.huggingface.family import Settings, layers_of, linear
-from megajax.interop.huggingface.rotary import rope, rope_settings
 from megajax.layers.configs import (
     GatedMLPConfig,
     LatentAttentionConfig,
