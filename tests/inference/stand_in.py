@@ -8,15 +8,15 @@ from megajax.inference.scheduler import Pool, Scheduler
 
 
 def hashed(tokens: abc.Sequence[int], vocabulary: int, seed: int = 0) -> int:
-    """The token that follows."""
+    """The next token."""
     digest = blake2b(repr((list(tokens), seed)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % vocabulary
 
 
 class StandIn:
-    """Keeps what was written to each place of each block, and checks that a row reads its own tokens.
+    """Stores the writes to each place of each block, and checks that a row reads its own tokens.
 
-    Rows with a temperature depend on their seed. Tokens in `bad` give logits that are not finite.
+    Rows with a temperature depend on their seed. Tokens in `bad` give nonfinite logits.
     """
 
     def __init__(

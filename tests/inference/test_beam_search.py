@@ -1,4 +1,4 @@
-"""Beam search against all answers of a tiny vocabulary, and against `transformers` where it is installed."""
+"""Beam search against all answers of a tiny vocabulary, and against `transformers` if it is installed."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ IDS, LIMIT, END = 4, 4, 0
 
 
 class Table:
-    """A model by heart: log-probabilities after each text of up to LIMIT tokens."""
+    """A model as a table: log-probabilities after each text of up to LIMIT tokens."""
 
     def __init__(self, seed: int, ids: int = IDS):
         self.generator, self.ids, self.rows = np.random.default_rng(seed), ids, {}
@@ -38,7 +38,7 @@ def search(model: Table, search: BeamSearch, forbidden_until: int = 0) -> BeamSe
 
 
 def answers(model: Table, length_penalty: float) -> list[tuple[float, tuple[int, ...]]]:
-    """All answers that end, by their scores."""
+    """All complete answers, by their scores."""
     every = []
     for length in range(1, LIMIT + 1):
         for tokens in itertools.product(range(IDS), repeat=length):
@@ -51,7 +51,7 @@ def answers(model: Table, length_penalty: float) -> list[tuple[float, tuple[int,
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0, 2.0])
 def test_a_beam_of_all_answers_finds_the_best_ones(length_penalty: float) -> None:
-    """With as many beams as there are texts nothing is ever dropped."""
+    """With as many beams as texts, none is ever dropped."""
     for seed in range(10):
         model = Table(seed)
         wide = BeamSearch(beams=IDS**LIMIT, limit=LIMIT, end_tokens=frozenset({END}), length_penalty=length_penalty)
@@ -70,13 +70,13 @@ def test_one_beam_is_greedy() -> None:
         assert best[0].tokens == tokens
 
 
-def test_forbidden_ends_are_not_taken() -> None:
+def test_forbidden_end_tokens_are_not_chosen() -> None:
     for seed in range(10):
         result = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, end_tokens=frozenset({END})), forbidden_until=2)
         assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in result.finished)
 
 
-def test_answers_as_in_transformers() -> None:
+def test_answers_equal_those_of_transformers() -> None:
     """32 settings on a model that is a table of the last two tokens. Neither library is among our dependencies."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""The blanks that a finished BERT or T5 fills: what is shown, by models that are certain of what they say."""
+"""The blanks that a finished BERT or T5 fills: what is displayed, by models with certain predictions."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def run_of(config: Any, tokenizer: Any, model: Any, valid: Any = None, prompt: s
 
 
 def logits_of(tokens: np.ndarray, size: int) -> np.ndarray:
-    """Logits [1, S, size + 20] of a model that is all but certain; ids beyond the tokenizer's are likelier still."""
+    """Logits [1, S, size + 20] of a nearly certain model; ids beyond the tokenizer's are even likelier."""
     logits = np.full((*tokens.shape, size + 20), -50.0, np.float32)
     np.put_along_axis(logits, tokens[..., None], 50.0, 2)
     logits[..., size:] = 99.0
@@ -37,7 +37,7 @@ def logits_of(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def bert_of(tokenizer: Any, token: int) -> Any:
-    """A BERT that puts one token everywhere, if it is given what its rows have."""
+    """A BERT that predicts one token everywhere, if its rows are complete."""
 
     def model(*, tokens: np.ndarray, segment_ids: np.ndarray, token_types: np.ndarray) -> np.ndarray:
         assert tokens.shape == segment_ids.shape == token_types.shape == (1, LENGTH)
@@ -51,14 +51,14 @@ BERT = bert("debug", sequence_length=LENGTH, vocabulary_size=32)
 T5 = t5("debug", encoder_length=LENGTH, sequence_length=8, vocabulary_size=32)
 
 
-def test_a_prompts_blanks_are_filled(tokenizer: Any, tmp_path: Path) -> None:
+def test_blanks_of_a_prompt_are_filled(tokenizer: Any, tmp_path: Path) -> None:
     run = run_of(BERT, tokenizer, bert_of(tokenizer, 6), prompt="the [MASK] sat on the [MASK].")
     lines = sample_blanks(run, tmp_path).splitlines()
     assert lines[1] == "the __1__ sat on the __2__ . [SEP]"
     assert [line.split(",")[0].split() for line in lines[2:]] == [["1", "cat", "100%"], ["2", "cat", "100%"]]
 
 
-def test_a_validation_rows_blanks_have_the_true_words_beside(tokenizer: Any, tmp_path: Path) -> None:
+def test_blanks_of_a_validation_row_are_shown_beside_the_true_words(tokenizer: Any, tmp_path: Path) -> None:
     row = {name: np.zeros(LENGTH, np.int32) for name in ("tokens", "labels", "segment_ids", "token_types")}
     specials = tokenizer.specials
     row["tokens"][:6] = [specials["cls"], 5, specials["mask"], 10, 7, specials["sep"]]
@@ -68,7 +68,7 @@ def test_a_validation_rows_blanks_have_the_true_words_beside(tokenizer: Any, tmp
     assert lines[2].split()[:3] == ["1", "cat", "100%,"] and lines[2].split()[-1] == "mat"
 
 
-def test_what_cannot_be_shown_is_said(tokenizer: Any, tmp_path: Path) -> None:
+def test_problems_are_reported(tokenizer: Any, tmp_path: Path) -> None:
     assert sample_blanks(run_of(BERT, tokenizer, None), tmp_path) is None
     assert sample_spans(run_of(T5, tokenizer, None), tmp_path) is None
     assert "has no [MASK]" in sample_blanks(run_of(BERT, tokenizer, None, prompt="the cat"), tmp_path)
@@ -78,7 +78,7 @@ def test_what_cannot_be_shown_is_said(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def t5_of(tokenizer: Any, answer: list[int]) -> Any:
-    """A T5 that writes the answer, whatever it reads, and [EOS] behind it."""
+    """A T5 that writes a fixed answer and [EOS]."""
     size = tokenizer.vocabulary_size
 
     def model(*, tokens: np.ndarray, segment_ids: np.ndarray, encoder_tokens: np.ndarray,
@@ -92,7 +92,7 @@ def t5_of(tokenizer: Any, answer: list[int]) -> Any:
     return model
 
 
-def test_a_prompts_spans_are_written(tokenizer: Any, tmp_path: Path) -> None:
+def test_spans_of_a_prompt_are_written(tokenizer: Any, tmp_path: Path) -> None:
     first, second, _ = tokenizer.sentinels
     run = run_of(T5, tokenizer, t5_of(tokenizer, [first, 6, 7, second, 9]),
                  prompt="the <extra_id_0> on the <extra_id_1>.")  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_prompts_spans_are_written(tokenizer: Any, tmp_path: Path) -> None:
     assert [line.split() for line in lines[2:]] == [["1", "cat", "sat"], ["2", "mat"]]
 
 
-def test_a_validation_rows_spans_have_the_true_words_beside(tokenizer: Any, tmp_path: Path) -> None:
+def test_spans_of_a_validation_row_are_shown_beside_the_true_words(tokenizer: Any, tmp_path: Path) -> None:
     first, second, _ = tokenizer.sentinels
     row = {name: np.zeros(LENGTH, np.int32) for name in ("encoder_tokens", "encoder_segment_ids")}
     row["encoder_tokens"][:4] = [5, first, 8, second]
@@ -120,7 +120,7 @@ def test_a_validation_rows_spans_have_the_true_words_beside(tokenizer: Any, tmp_
 
 
 def test_a_text_without_blanks_is_answered_as_a_whole(tokenizer: Any, tmp_path: Path) -> None:
-    """A row of a pair: what is written has no sentinels either."""
+    """A row of a pair: the output has no sentinels either."""
     row = {name: np.zeros(LENGTH, np.int32) for name in ("encoder_tokens", "encoder_segment_ids")}
     row["encoder_tokens"][:2], row["encoder_segment_ids"][:2] = [5, 6], 1
     row["labels"] = np.array([9, 10, tokenizer.specials["eos"], 0, 0, 0, 0, 0], np.int32)
@@ -131,7 +131,7 @@ def test_a_text_without_blanks_is_answered_as_a_whole(tokenizer: Any, tmp_path: 
     assert lines == ["sample (a text; what the model writes):", "the cat", "  on"]
 
 
-def test_writing_ends_with_the_row_and_with_the_time(tokenizer: Any) -> None:
+def test_writing_ends_with_the_row_and_with_the_time_limit(tokenizer: Any) -> None:
     leaves = {name: np.zeros((1, LENGTH), np.int32) for name in ("encoder_tokens", "encoder_segment_ids")}
     model = t5_of(tokenizer, [6] * 8)
     assert greedy(model, tokenizer, leaves, length=8) == [6] * 7

@@ -1,4 +1,4 @@
-"""The sampler against a plain numpy statement of each setting, closed forms, and itself on several devices."""
+"""The sampler against a numpy version of each setting, closed forms, and itself on several devices."""
 
 from functools import partial
 
@@ -69,7 +69,7 @@ def mask(allowed: np.ndarray) -> np.ndarray:
 
 
 def everything(generator: np.random.Generator) -> tuple[np.ndarray, RowSampling, np.ndarray]:
-    """Rows of every kind of setting: logits, settings and tokens."""
+    """Rows with every kind of setting: logits, settings and tokens."""
     logits = (generator.normal(size=(ROWS, IDS)) * 3).astype(np.float32)
     rows = RowSampling(
         drawing(
@@ -92,7 +92,7 @@ def everything(generator: np.random.Generator) -> tuple[np.ndarray, RowSampling,
 
 
 def by_hand(logits: np.ndarray, rows: RowSampling, history: np.ndarray) -> np.ndarray:
-    """Probabilities of the tokens of each row, float64 [R, SIZE], by the texts of the settings, one row at a time."""
+    """Probabilities of the tokens of each row, float64 [R, SIZE], by the definitions of the settings, row by row."""
     out = np.zeros((len(logits), SIZE))
     for row in range(len(logits)):
         x = logits[row, :SIZE].astype(np.float64)
@@ -129,7 +129,7 @@ def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, m
     return p / p.sum()
 
 
-def test_kept_tokens_are_those_of_a_sort() -> None:
+def test_filters_equal_a_sort() -> None:
     generator = np.random.default_rng(1)
     logits = (generator.normal(size=(64, SIZE)) * generator.uniform(0.1, 6, (64, 1))).astype(np.float32)
     settings = drawing(
@@ -152,8 +152,8 @@ def test_equal_logits_at_the_border_are_kept_together() -> None:
     assert np.asarray(keep)[0].tolist() == [True, True, True, True, False, True, True]
 
 
-def test_frequencies_are_the_probabilities() -> None:
-    """Chi-square over 1500 draws of each kind of row, with seeds that never change."""
+def test_frequencies_equal_the_probabilities() -> None:
+    """Chi-square over 1500 draws of each kind of row, with fixed seeds."""
     logits, rows, tokens = everything(np.random.default_rng(2))
     samples = draws(1500, logits, rows, tokens)
     expected = by_hand(logits, rows, tokens) * len(samples)
@@ -172,7 +172,7 @@ def test_frequencies_are_the_probabilities() -> None:
 
 
 def draws(count: int, logits: np.ndarray, rows: RowSampling, tokens: np.ndarray) -> np.ndarray:
-    """The first tokens of each row under so many seeds, int [count, ROWS]."""
+    """The first tokens of each row under this many seeds, int [count, ROWS]."""
     samples = []
     for number in range(count):
         seed = np.stack([np.full(ROWS, number), np.arange(ROWS)], -1).astype(np.uint32)
@@ -181,7 +181,7 @@ def draws(count: int, logits: np.ndarray, rows: RowSampling, tokens: np.ndarray)
     return np.asarray(samples)
 
 
-def test_scores_are_those_of_the_model_alone() -> None:
+def test_scores_are_those_of_the_model_without_settings() -> None:
     logits, rows, tokens = everything(np.random.default_rng(3))
     result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     x = logits[:, :SIZE].astype(np.float64)
@@ -206,7 +206,7 @@ def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> 
     np.testing.assert_array_equal(result.token, greedy)
 
 
-def test_a_huge_temperature_draws_evenly() -> None:
+def test_a_huge_temperature_draws_uniformly() -> None:
     logits, _, tokens = everything(np.random.default_rng(5))
     samples = draws(200, logits, RowSampling(drawing(temperature=1e6), edits()), tokens)
     counts = np.bincount(samples.reshape(-1), minlength=SIZE)
@@ -215,8 +215,8 @@ def test_a_huge_temperature_draws_evenly() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < SIZE + 4 * np.sqrt(2 * SIZE)
 
 
-def test_seeds_and_numbers_of_tokens_draw_anew() -> None:
-    """Each half of the seed, and the number of the token, changes what is drawn; the same ones repeat it."""
+def test_seeds_and_numbers_of_tokens_change_the_draw() -> None:
+    """Each half of the seed, and the number of the token, changes the draw; the same values repeat it."""
     logits, _, tokens = everything(np.random.default_rng(11))
     logits[:] = 0
 
@@ -280,7 +280,7 @@ def test_the_first_of_equal_logits_is_taken() -> None:
     ],
 )
 def test_devices_change_nothing(tensor: int, data: int) -> None:
-    """A cut vocabulary gives the same bits; with two replicas, one of them filters and the other does not."""
+    """A sharded vocabulary gives the same bits; with two replicas, one of them filters and the other does not."""
     logits, rows, tokens = everything(np.random.default_rng(8))
     if data == 2:
         rows = rows._replace(drawing=rows.drawing._replace(top_p=np.where(np.arange(ROWS) < 4, rows.drawing.top_p, 1)))
@@ -301,7 +301,7 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
     assert f"f32[{ROWS // data},{IDS}]" not in text
 
 
-def test_logits_that_are_not_finite_give_no_token() -> None:
+def test_nonfinite_logits_give_no_token() -> None:
     logits, rows, tokens = everything(np.random.default_rng(9))
     logits[1, 5], logits[2, 6], logits[3, 7], logits[4, SIZE] = np.nan, np.inf, -np.inf, np.nan
     rows.edits.allowed[5] = 0
@@ -312,7 +312,7 @@ def test_logits_that_are_not_finite_give_no_token() -> None:
 
 @pytest.mark.slow
 def test_noise_does_not_depend_on_padding() -> None:
-    """The same tokens whatever the vocabulary is padded to."""
+    """The same tokens for any padding of the vocabulary."""
     logits, rows, _ = everything(np.random.default_rng(10))
     wide = np.pad(logits, ((0, 0), (0, 64)))
     first, second = (
@@ -321,7 +321,7 @@ def test_noise_does_not_depend_on_padding() -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_masks_reach_over_ids_without_a_bit() -> None:
+def test_masks_cover_ids_without_a_bit() -> None:
     """Ids past the last word of a mask are not allowed."""
     x = jax.jit(partial(mask_disallowed, shard=VocabularyShard(0, 40, ())))(
         jnp.zeros((1, 40)), jnp.full((1, 1), 6, "uint32")

@@ -14,7 +14,7 @@ from megajax.models.vit.config import SegmenterConfig
 
 
 class Rows:
-    """Images whose first pixel is what `Model` takes them for."""
+    """Images whose first pixel decides what `Model` predicts."""
 
     def __init__(self, labels: np.ndarray, predictions: np.ndarray):
         self.labels, self.taken = labels, predictions
@@ -40,7 +40,7 @@ def run_of(rows: Rows, pixels: bool = False, **splits: Any) -> Any:
     return SimpleNamespace(cfg=SimpleNamespace(model=config), parts=parts, model=model)
 
 
-def test_counts_are_those_of_a_loop() -> None:
+def test_counts_equal_those_of_a_loop() -> None:
     rng = np.random.default_rng(0)
     labels, predictions = rng.integers(0, 3, (2, 150))
     expected = np.zeros((3, 3), int)
@@ -67,7 +67,7 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / PICTURE).stat().st_size > 5000
 
 
-def test_without_matplotlib_the_table_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_table_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
 
@@ -78,7 +78,7 @@ def test_without_matplotlib_the_table_stays(tmp_path: Path, monkeypatch: pytest.
     assert sample_confusion(run_of(None), tmp_path) is None
 
 
-def test_of_many_classes_the_pairs_are_listed() -> None:
+def test_with_many_classes_the_pairs_are_listed() -> None:
     counts = np.array([[5, 2, 0], [0, 7, 0], [3, 0, 1]])
     assert confused_pairs(counts, ["a", "b", "c"]) == "c taken for a: 3\na taken for b: 2"
 

@@ -1,4 +1,4 @@
-"""The text a finished run shows."""
+"""The text that a finished run displays."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ LENGTH = 16
 
 
 def likes(token: int, size: int):
-    """A model that is all but certain of one token."""
+    """A model that is nearly certain of one token."""
 
     def model(tokens: np.ndarray) -> np.ndarray:
         logits = np.zeros((*tokens.shape, size), np.float32)

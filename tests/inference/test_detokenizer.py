@@ -49,7 +49,7 @@ def byte_level(folder: Path) -> Tokenizer:
 
 
 def byte_fallback(folder: Path) -> Tokenizer:
-    """As in the files of Llama 2: a wrong byte spoils all bytes of its run."""
+    """As in the files of Llama 2: an invalid byte spoils all bytes of its run."""
     library = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁the", "▁▁", "fox", ",", "猫", "\n", "\N{REPLACEMENT CHARACTER}"]
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -64,7 +64,7 @@ def byte_fallback(folder: Path) -> Tokenizer:
 
 
 def suffixes(folder: Path) -> Tokenizer:
-    """Words end in </w>, which becomes a space once another word follows."""
+    """Words end in </w>, which becomes a space before the next word."""
     library = pytest.importorskip("tokenizers")
     vocabulary = {word: n for n, word in enumerate(["<unk>", "</s>", "the</w>", "fo", "x</w>", ",</w>", "s"])}
     fast_tokenizer = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>"))
@@ -117,7 +117,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def random_tokens(draw: random.Random, tokenizer: Tokenizer) -> list[int]:
-    """Runs of one part of the vocabulary, so that bytes meet bytes, and some real text."""
+    """Runs of one part of the vocabulary, so that bytes are adjacent, and some real text."""
     tokens: list[int] = []
     for _ in range(draw.randint(1, 8)):
         first = draw.randrange(tokenizer.vocabulary_size)
@@ -133,7 +133,7 @@ def whole(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens)
 
 
-def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer) -> None:
+def test_streamed_text_equals_the_whole_text(tokenizer: Tokenizer) -> None:
     draw, detokenizer = random.Random(1), Detokenizer(tokenizer)
     for _ in range(30):
         tokens = random_tokens(draw, tokenizer)
@@ -141,8 +141,8 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer) -> None:
         assert "".join(map(stream.add, tokens)) + stream.end() == whole(tokenizer, tokens), tokens
 
 
-def test_an_answer_is_what_it_adds_to_the_text_of_its_prompt(tokenizer: Tokenizer) -> None:
-    """SentencePiece's spaces above all: the first word of an answer keeps the one before it."""
+def test_an_answer_is_the_text_added_to_its_prompt(tokenizer: Tokenizer) -> None:
+    """Mainly SentencePiece's spaces: the first word of an answer keeps the one before it."""
     draw, detokenizer = random.Random(2), Detokenizer(tokenizer)
     for _ in range(30):
         prompt, tokens = random_tokens(draw, tokenizer), random_tokens(draw, tokenizer)
@@ -172,7 +172,7 @@ def test_a_character_begun_by_the_prompt_is_completed() -> None:
 
 
 def streamed(text: str, stops: tuple[str, ...], cuts: list[int]) -> tuple[str, list[str], bool]:
-    """The text in pieces of a few bytes: all of it, the parts, and whether a stop string ended it."""
+    """The text in pieces of a few bytes: the whole, the parts, and whether a stop string ended it."""
 
     table = [part.encode() for part in cut(text, cuts)]
     stream, parts = TextStream(ByteDecoding(table, [])), []
@@ -199,7 +199,7 @@ def until_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
     return text, False
 
 
-def test_stop_strings_end_the_text_however_it_is_cut() -> None:
+def test_stop_strings_end_the_text_for_any_pieces() -> None:
     draw = random.Random(3)
     for _ in range(1000):
         text = "".join(draw.choices("abé", k=draw.randint(0, 14)))
@@ -209,7 +209,7 @@ def test_stop_strings_end_the_text_however_it_is_cut() -> None:
         assert (text_sent, stopped) == until_stop(text, stops), (text, stops, cuts)
 
 
-def test_only_what_may_begin_a_stop_string_is_kept_back() -> None:
+def test_only_possible_beginnings_of_a_stop_string_are_held_back() -> None:
     assert streamed("one END two", ("END",), list(range(11)))[1] == ["o", "n", "e", " ", "", "", ""]
     assert streamed("one E two", ("END",), list(range(9)))[1] == ["o", "n", "e", " ", "", "E ", "t", "w", "o", ""]
     assert streamed("one E", ("END",), list(range(5)))[1] == ["o", "n", "e", " ", "", "E"]

@@ -1,4 +1,4 @@
-"""Requests through the engine on a device without a model: answers, ends, faults, counts."""
+"""Requests through the engine on a device without a model: answers, ends, errors, counts."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NAMES = count()
 
 
 class Client:
-    """A request, its pieces, and what they add up to."""
+    """A request, its outputs, and their sum."""
 
     def __init__(self, prompt: Sequence[int], **settings: Any):
         settings = {"temperature": 0, "ignore_eos": True, **settings}
@@ -68,7 +68,7 @@ def test_tokens_come_one_by_one_until_max_tokens() -> None:
     assert [piece.finish for piece in client.pieces] == [None] * 4 + ["length"]
 
 
-def test_max_tokens_is_cut_to_the_longest_row_and_to_the_pool() -> None:
+def test_max_tokens_is_limited_to_the_longest_row_and_to_the_pool() -> None:
     client = Client([1] * 60, max_tokens=50)
     serve(Engine(StandIn(length=64)), client)
     assert len(client.answer.tokens) == 4 and client.answer.finish == "length"
@@ -111,7 +111,7 @@ def test_end_of_text_and_stop_tokens() -> None:
     assert client.answer.tokens == tuple(tokens) and client.answer.finish == "length"
 
 
-def test_the_token_that_ends_a_text_has_none() -> None:
+def test_the_token_that_ends_a_text_has_no_text() -> None:
     engine = byte_engine()
     client = Client(b"abc", max_tokens=3)
     serve(engine, client)
@@ -122,7 +122,7 @@ def test_the_token_that_ends_a_text_has_none() -> None:
     assert unstopped.answer.text == bytes(client.answer.tokens[:2]).decode(errors="replace")
 
 
-def test_min_tokens_bars_what_would_end_the_answer() -> None:
+def test_min_tokens_excludes_tokens_that_would_end_the_answer() -> None:
     tokens = expected([7], 10)
     client = Client([7], max_tokens=12, min_tokens=6, stop_tokens=(tokens[1], tokens[4]))
     serve(Engine(StandIn()), client)
@@ -152,7 +152,7 @@ def test_texts_are_those_of_the_tokens() -> None:
 
 
 def test_seeds() -> None:
-    """One of a request gives the same answer again, whatever runs beside it; each choice has its own."""
+    """The seed of a request gives the same answer again, with any other requests; each choice has its own."""
 
     def answers(seed: int | None, engine_seed: int = 5, beside: int = 0, n: int = 3) -> list[tuple[int, ...]]:
         client = Client([1, 2], max_tokens=8, temperature=1, seed=seed, n=n)
@@ -220,7 +220,7 @@ def test_scores_of_the_prompt_are_complete_and_come_first(blocks: int) -> None:
         assert next(piece for piece in client.pieces if piece.choice == 0).prompt_scores
 
 
-def test_no_tokens_but_the_scores_of_the_prompt() -> None:
+def test_only_the_scores_of_the_prompt() -> None:
     client = Client([number % 50 for number in range(64)], max_tokens=0, prompt_logprobs=1)
     serve(Engine(StandIn(length=64)), client)
     assert client.answer.tokens == () and client.answer.finish == "length" and len(client.answer.prompt_scores) == 64
@@ -242,7 +242,7 @@ def test_no_tokens_but_the_scores_of_the_prompt() -> None:
         ([1], {"guide": {}, "ignore_eos": False}, "invalid", "guide"),
     ],
 )
-def test_what_can_never_run_is_refused(prompt: list[int], settings: dict[str, Any], reason: str, field: str) -> None:
+def test_impossible_requests_are_refused(prompt: list[int], settings: dict[str, Any], reason: str, field: str) -> None:
     engine = Engine(StandIn(length=64))
     with pytest.raises(Refused) as refused:
         engine.submit(Client(prompt, **settings).request)
@@ -251,7 +251,7 @@ def test_what_can_never_run_is_refused(prompt: list[int], settings: dict[str, An
     serve(engine, Client([1] * 63, max_tokens=5), Client([1] * 63, max_tokens=5))
 
 
-def test_more_candidates_than_the_device_gives_are_refused() -> None:
+def test_more_candidates_than_the_device_returns_are_refused() -> None:
     device = StandIn()
     device.top = 8
     serve(Engine(device), Client([1], beams=4))
@@ -264,7 +264,7 @@ def test_more_candidates_than_the_device_gives_are_refused() -> None:
     ("longest", "text", "reason"),
     [(0, (1,), "invalid"), (4, (), "invalid"), (4, (50,), "invalid"), (4, (1,) * 5, "too_long")],
 )
-def test_texts_that_no_encoder_can_read_are_refused(longest: int, text: tuple[int, ...], reason: str) -> None:
+def test_texts_that_cannot_be_encoded_are_refused(longest: int, text: tuple[int, ...], reason: str) -> None:
     engine, client = Engine(StandIn(memory=longest, prefix_sharing=False)), Client([1])
     client.request.memory = text
     with pytest.raises(Refused) as refused:
@@ -286,7 +286,7 @@ class ThreeTokens:
         return ThreeTokens(self.made + 1)
 
 
-def test_constraints_are_made_once_for_a_row_and_follow_its_tokens() -> None:
+def test_constraints_are_built_once_for_a_row_and_follow_its_tokens() -> None:
     def guide(value: Any) -> ThreeTokens:
         if value != "good":
             raise UserError(f"{value!r} is no constraint")
@@ -318,7 +318,7 @@ def test_too_many_requests_are_refused() -> None:
     serve(engine, clients[5])
 
 
-def test_an_identifier_is_used_once_at_a_time() -> None:
+def test_an_identifier_is_unique_among_running_requests() -> None:
     engine, client = Engine(StandIn()), Client([1])
     engine.submit(client.request)
     with pytest.raises(Refused, match="in use"):
@@ -359,7 +359,7 @@ def test_whether_the_last_step_was_finite() -> None:
     assert engine.finite
 
 
-def test_a_fault_of_one_request_ends_no_other() -> None:
+def test_an_error_of_one_request_ends_no_other() -> None:
     class Broken(Client):
         def __init__(self, after: int, **settings: Any):
             super().__init__([5, 6], max_tokens=9, **settings)
@@ -379,7 +379,7 @@ def test_a_fault_of_one_request_ends_no_other() -> None:
     assert engine.statistics().errors_total == len(broken)
 
 
-def test_text_that_cannot_be_made_is_an_error_of_its_request() -> None:
+def test_text_that_cannot_be_decoded_is_an_error_of_its_request() -> None:
     engine = Engine(StandIn(vocabulary=300), tokenizer=ByteTokenizerConfig().build())
     clients = [Client([number], max_tokens=5) for number in range(30)]
     serve(engine, *clients)
@@ -392,7 +392,7 @@ def test_text_that_cannot_be_made_is_an_error_of_its_request() -> None:
         assert client.answer.finish == ("length" if outside == 5 else "error")
 
 
-def test_a_fault_of_the_device_ends_all_and_the_engine() -> None:
+def test_an_error_of_the_device_ends_everything() -> None:
     class Failing(StandIn):
         def run(self, work: Any) -> Any:
             if self.steps == 3:
@@ -431,7 +431,7 @@ def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequenc
 
 @pytest.mark.parametrize("blocks", [64, 7])
 def test_beam_search_through_rows(blocks: int) -> None:
-    """Beams are copied, dropped, preempted; others run beside them. In 7 blocks no two beams fit."""
+    """Beams are copied, dropped and preempted while others run. In 7 blocks no two beams fit."""
     engine = Engine(StandIn(rows=3, blocks=blocks))
     prompt, unstopped = list(range(13)), Client([4, 5], max_tokens=9)
     client = Client(prompt, max_tokens=12, beams=4, n=3, logprobs=1)

@@ -41,7 +41,7 @@ def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Events of compiles since the beginning of the test."""
+    """Compilations since the beginning of the test."""
     events: list[str] = []
 
     def note(name: str, seconds: float, **more: Any) -> None:
@@ -75,7 +75,7 @@ def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
     ],
 )
 def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int], compiled: list[str]) -> None:
-    """Rows are preempted, and share beginnings: all have the tokens of a whole forward pass of the row alone."""
+    """Rows are preempted and share prefixes: all have the tokens of a forward pass of the row alone."""
     model, replicas = loaded(cfg, sizes), sizes.get("data", 1)
     draw = np.random.default_rng(1)
     head = draw.integers(0, VOCABULARY, 9).tolist()
@@ -94,7 +94,7 @@ def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int]
 
 @pytest.mark.slow
 def test_requests_of_all_kinds_join_running_ones(compiled: list[str]) -> None:
-    """What each gets does not depend on the others, and nothing is compiled."""
+    """Answers do not depend on other requests, and nothing is compiled."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.8, "top_p": 0.9, "seed": 3, "n": 2},

@@ -33,13 +33,13 @@ def greedy(run: mj.Run, prompt: str, count: int) -> str:
     """By forward passes over whole rows."""
     tokenizer, tokens = run.parts.tokenizer, [*run.parts.tokenizer.encode(prompt)]
     for _ in range(count):
-        padded = np.pad(tokens, (0, 32 - len(tokens)))[None]  # one shape, so that it compiles once
+        padded = np.pad(tokens, (0, 32 - len(tokens)))[None]  # One shape, so that it compiles once.
         logits = np.asarray(run.model(padded))[0, len(tokens) - 1, : tokenizer.vocabulary_size]
         tokens.append(int(logits.argmax()))
     return tokenizer.decode(tokens[-count:])
 
 
-def test_generate_continues_by_the_present_weights(run: mj.Run) -> None:
+def test_generate_uses_the_present_weights(run: mj.Run) -> None:
     answers = []
     for _ in range(2):
         answers.append(run.generate("def ", max_tokens=8, temperature=0))
@@ -50,7 +50,7 @@ def test_generate_continues_by_the_present_weights(run: mj.Run) -> None:
     assert len(run.generate("a" * 20, temperature=0)) <= 12, "a row has 32 tokens"
 
 
-def test_what_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="temperature"):
         run.generate("def ", temperature=-1)
     with pytest.raises(UserError, match="the prompt has 40 tokens"):
@@ -67,7 +67,7 @@ def test_what_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> 
         run.generate("def ")
 
 
-def test_the_names_of_the_package_come_late() -> None:
+def test_the_names_of_the_package_are_imported_on_use() -> None:
     """Importing megajax is fast, and imports no jax; its names are listed."""
     code = (
         "import sys, megajax as mj; assert {'load', 'setup', 'visualize'} <= set(dir(mj)) and 'jax' not in sys.modules"

@@ -95,7 +95,7 @@ def test_a_prompt_that_the_engine_refuses_is_named_before_anything_is_written(tm
     assert not out.exists()
 
 
-def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbffirst\r\n\r\nsecond\r\n")
     assert [prompt.content for prompt in read_prompts(tmp_path / "p.txt")] == ["first", "second"]
 
@@ -149,7 +149,7 @@ def test_a_conversation() -> None:
     assert next(lines) == "not read"
 
 
-def test_a_conversation_ends_where_the_lines_end_and_goes_on_after_one_that_is_too_long() -> None:
+def test_a_conversation_ends_with_the_lines_and_continues_after_a_line_that_is_too_long() -> None:
     generator, text = session(device=StandIn(vocabulary=257, length=64, blocks=64))
 
     def lines(output: str, inputs: list[str] = ["x" * 99, "ok"]) -> str:  # noqa: B006 read once
@@ -179,7 +179,7 @@ def test_control_c_stops_an_answer_between_steps() -> None:
     assert list(answer.tokens) == expected([1, 2, 3], 6, 257)
 
 
-def test_text_at_a_terminal_is_made_visible() -> None:
+def test_control_characters_at_a_terminal_are_escaped() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -190,7 +190,7 @@ def test_text_at_a_terminal_is_made_visible() -> None:
     assert (plain.getvalue(), terminal.getvalue()) == ("a\x1b[2Jb\n", "a\\x1b[2Jb\n")
 
 
-def test_completions_are_limited_by_what_the_engine_takes() -> None:
+def test_completions_are_limited_by_the_engine() -> None:
     engine = Engine(StandIn(rows=2), queue=1)
     answers = [
         [list(answer.tokens) for answer in prompt] for prompt in complete(engine, [((n,), GREEDY) for n in range(9)])
@@ -198,7 +198,7 @@ def test_completions_are_limited_by_what_the_engine_takes() -> None:
     assert answers == [[expected([n], 6)] for n in range(9)]
 
 
-def test_ends_of_answers_by_the_template() -> None:
+def test_template_settings_end_answers() -> None:
     stops = {name: Conversation(ChatTemplate(name), BYTES).stop_texts() for name in ("plain", "chatml", "identity")}
     assert stops == {"plain": ("\nuser: ",), "chatml": ("<|im_end|>", "<|im_end|>\n<|im_start|>user\n"), "identity": ()}
 

@@ -68,7 +68,7 @@ def allowed(state: Guided) -> list[int]:
 
 
 def walk(state: Guided, generator: np.random.Generator, most: int = 400) -> bytes | None:
-    """A document of random tokens, which at every step is complete exactly where the end is allowed."""
+    """A document of random tokens; at every step it is complete exactly where the end is allowed."""
     text, closing = b"", frozenset(b'"}]')
     for step in range(most):
         tokens = allowed(state)
@@ -77,7 +77,7 @@ def walk(state: Guided, generator: np.random.Generator, most: int = 400) -> byte
         if END in tokens and (len(tokens) == 1 or generator.random() < 0.5):
             return text
         tokens = [token for token in tokens if token != END]
-        # Late in a text, what closes something is preferred.
+        # Late in a text, closing tokens are preferred.
         closing_tokens = [token for token in tokens if PIECES[token] and closing & {PIECES[token][0]}]
         token = int(generator.choice(closing_tokens if closing_tokens and generator.random() < step / 100 else tokens))
         text += PIECES[token] or b""
@@ -107,7 +107,7 @@ def test_documents_are_valid(name: str) -> None:
 
 
 def test_a_mask_holds_exactly_the_tokens_whose_bytes_may_follow() -> None:
-    """Against the bytes of every token read alone, in all states of a walk; tokens of equal bytes are all allowed."""
+    """Against the bytes of every token alone, in all states of a walk; tokens of equal bytes are all allowed."""
     state, text = GUIDES(SCHEMAS["more"]), b'{"ab":1,"z":true,"q'
 
     def may_follow(piece: bytes) -> bool:
@@ -206,12 +206,12 @@ def test_guides_that_are_too_large_are_refused() -> None:
         GUIDES({"const": json.loads("[" * 900 + "]" * 900)})
 
 
-def test_a_token_off_the_guide_is_refused() -> None:
+def test_a_token_outside_the_guide_is_refused() -> None:
     with pytest.raises(ValueError, match="token 65 does not follow the guide"):
         GUIDES({"type": "boolean"}).after(65)
 
 
-def test_regular_expressions_match_as_those_of_python() -> None:
+def test_regular_expressions_match_like_those_of_python() -> None:
     """Random texts of a small alphabet."""
     draw = np.random.default_rng(0)
     texts = ["".join(draw.choice([*"abcdx1.é@] -\nA_"], draw.integers(0, 7)).tolist()) for _ in range(150)]
@@ -232,14 +232,14 @@ def test_equal_guides_share_a_state() -> None:
 
 
 def test_an_end_is_never_text() -> None:
-    """A request may name a token of text as one that ends texts."""
+    """A request may declare a token of text as one that ends texts."""
     guides = Guides(lambda: PIECES, [END, ord("a")])
     assert allowed(guides("a|b")) == [ord("b")]
     assert allowed(guides("a|b").after(ord("b"))) == [ord("a"), END]
 
 
 def test_pieces_of_tokenizers() -> None:
-    """With a table of bytes, and by what a token adds to a text."""
+    """With a table of bytes, and by the text that a token adds."""
     byte = ByteTokenizerConfig().build()
     assert token_pieces(byte, 259) == [*(bytes((value,)) for value in range(256)), None, None, None]
 

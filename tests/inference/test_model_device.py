@@ -111,7 +111,7 @@ def penalised(x: np.ndarray, tokens: abc.Sequence[int], prompt: int, item: Sampl
 
 
 def prompts() -> list[list[int]]:
-    """Three with a beginning in common, which share blocks."""
+    """Three with a common prefix, which share blocks."""
     draw = np.random.default_rng(3)
     head = draw.integers(0, 40, 9).tolist()
     return [[*head, *draw.integers(0, 40, count).tolist()] for count in (1, 8, 3)]
@@ -177,7 +177,7 @@ def test_a_guided_request_writes_a_document(programs: Programs) -> None:
     schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
     guides = Guides(lambda: PIECES, [END])
     engine = Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END], guide=guides, seed=1)
-    # Blanks are as likely as anything else to this model: they are made unlikely.
+    # Blanks are as likely as other tokens for this model, so they are penalised.
     bias = dict.fromkeys(b" \n\t\r", -30.0)
     settings = {"guide": schema, "temperature": 1, "logit_bias": bias, "max_tokens": 22, "ignore_eos": False}
     guided = [Client(prompts()[0], **settings) for _ in range(3)]
@@ -192,7 +192,7 @@ def test_a_guided_request_writes_a_document(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_and_a_cut_vocabulary_change_nothing(programs: Programs) -> None:
+def test_replicas_and_a_sharded_vocabulary_change_nothing(programs: Programs) -> None:
     """Two replicas of two devices each: the tokens, ranks and prompt scores of one device."""
 
     def requests() -> list[Client]:
@@ -244,11 +244,11 @@ def test_replicas_and_a_cut_vocabulary_change_nothing(programs: Programs) -> Non
         ({"min_tokens": 1}, Program.FULL),
     ],
 )
-def test_the_first_program_that_serves_a_row(settings: dict[str, Any], program: Program) -> None:
+def test_the_first_program_that_supports_a_row(settings: dict[str, Any], program: Program) -> None:
     assert program_of(row(0, [1, 2], 4, **settings)) == program
 
 
-def test_one_program_for_all_rows_where_steps_are_invariant() -> None:
+def test_one_program_for_all_rows_if_steps_are_invariant() -> None:
     assert [chooser.program for chooser in choosers(9)] == [Program.GREEDY, Program.SAMPLED, Program.FULL]
     assert [chooser.program for chooser in choosers(9, invariant=True)] == [Program.FULL]
 

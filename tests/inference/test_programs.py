@@ -50,7 +50,7 @@ def decoder(*mixers: Any, repeats: int = 1, **more: Any) -> DecoderConfig:
 
 
 def hybrid() -> DecoderConfig:
-    """Layers that are no repeated pattern."""
+    """Layers without a repeated pattern."""
     cfg = decoder(replace(HEADS, rope=ROPE), replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE))
     return replace(cfg, stack=SegmentsConfig.of(cfg.stack.pattern))
 
@@ -59,7 +59,7 @@ MAMBA = Mamba2Config(heads=8, head_dim=6, state=5, groups=2, chunk=8, bias=True)
 
 
 def nemotron() -> DecoderConfig:
-    """Blocks of one mixer or one feed-forward each, in an order that is no repeated pattern."""
+    """Blocks of one mixer or one feed-forward each, without a repeated pattern."""
     mixer, mlp = MixerBlockConfig(mixer=MAMBA), FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
     attention = MixerBlockConfig(mixer=HEADS)
     return replace(decoder(HEADS), stack=SegmentsConfig.of((mixer, mlp, mixer, mlp, mixer, attention, mlp, mixer)))
@@ -110,7 +110,7 @@ class Step:
 
 
 def loaded(cfg: DecoderConfig, sizes: dict[str, int], seed: int = 0) -> LoadedModel:
-    """The model with weights that are no special case: gains and biases are not 1 and 0."""
+    """The model with generic weights: gains and biases are not 1 and 0."""
     parallel = ParallelConfig(**{"data": 1, "data_sharding": "replicate", **sizes})
     mesh = build_mesh(parallel, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
     layout, draw = Layout(Plan.of(parallel)), np.random.default_rng(seed)
@@ -132,7 +132,7 @@ def whole_logits(model: LoadedModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def work_of(rows: list[Row], prompts: list[int]) -> list[Step]:
-    """Prompts in chunks, one a step, while rows before decode; then all decode to their ends."""
+    """Prompts in chunks, one a step, while earlier rows decode; then all decode to their ends."""
     computed, steps = [0] * len(rows), []
     while any(count < len(row.tokens) for count, row in zip(computed, rows, strict=True)):
         step = Step()
@@ -159,7 +159,7 @@ def tokens_of(model: LoadedModel) -> np.ndarray:
 
 
 def steps_of(model: LoadedModel, dtype: str = "float32") -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Runs `tokens_of` the model as prompts and single tokens; gives row, position, and the logits there.
+    """Runs the model on `tokens` as prompts and single tokens; returns row, position, and the logits there.
 
     dtype: of the cache.
     """

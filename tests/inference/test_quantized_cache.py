@@ -1,4 +1,4 @@
-"""A cache in 8 bits: what is stored, its bytes, and logits beside those with a float cache."""
+"""A cache in 8 bits: stored values, bytes, and logits compared with those of a float cache."""
 
 from dataclasses import replace
 

@@ -93,7 +93,7 @@ def test_rows_read_their_texts(sizes: dict[str, int]) -> None:
         new = [[draw.integers(1, VOCABULARY, n).tolist() for n in (text, tokens)] for _ in range(replicas)]
         return [Row(*arguments, blocks, slot) for arguments in new]
 
-    # The third rows take the slots and blocks of the first, as rows that were admitted later do.
+    # The third rows take the slots and blocks of the first, as later requests do.
     first, second, third = rows(TEXT, 3, [0], 1), rows(5, 7, [3, 1], 0), rows(9, 3, [0], 1)
     work = [
         [Step(prompts=[(row, 0, 2)]) for row in first],

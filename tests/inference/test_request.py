@@ -14,7 +14,7 @@ def wrong(**settings: Any) -> list[str]:
 
 
 def alone(name: str, value: Any) -> dict[str, Any]:
-    """The setting with what it needs beside it."""
+    """The setting, with the settings that it requires."""
     beside: Mapping[str, dict[str, Any]] = {"min_tokens": {"max_tokens": 2**20}, "length_penalty": {"beams": 2}}
     return {**beside.get(name, {}), name: value}
 
@@ -37,7 +37,7 @@ def test_both_edges_of_every_number(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("value", [True, "5", [1], {}, math.nan, math.inf, -math.inf, 10**12])
-def test_no_number_takes_another_type_or_what_is_not_finite(name: str, value: Any) -> None:
+def test_other_types_and_nonfinite_numbers_are_refused(name: str, value: Any) -> None:
     if name == "seed" and value == 10**12:
         return
     assert wrong(**{name: value}) == [name]

@@ -1,4 +1,4 @@
-"""What a run shows at its end is what its model's config names."""
+"""At its end, a run shows the sample named by its model's config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.smoke
 
 @dataclass(frozen=True)
 class Named:
-    """A model's config, as far as samples ask."""
+    """A model's config, as far as samples read it."""
 
     function: str | None
 
@@ -30,7 +30,7 @@ def shown(run: TrainedRun, folder: Path) -> str:
     return f"{run.cfg.model.function.rpartition(':')[2]} in {folder.name}"
 
 
-def test_the_models_own_function_is_asked(tmp_path: Path) -> None:
+def test_the_model_s_own_function_is_called(tmp_path: Path) -> None:
     assert sample(run_of(Named(f"{__name__}:shown")), tmp_path) == f"shown in {tmp_path.name}"
 
 

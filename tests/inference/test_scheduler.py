@@ -1,4 +1,4 @@
-"""Random loads: every invariant after every step, the tokens of a row alone, and an end to all waiting."""
+"""Random loads: every invariant after every step, the tokens of a row alone, and an end of all waiting."""
 
 import random
 from collections import abc
@@ -37,7 +37,7 @@ def made(scheduler: Scheduler, device: StandIn, rows: abc.Sequence[Sequence], st
 
 
 class Load:
-    """Random rows with shared beginnings, some of which are cancelled or paused at any time."""
+    """Random rows with shared prefixes, some of which are cancelled or paused at any time."""
 
     def __init__(self, seed: int):
         self.draw = random.Random(seed)
@@ -93,7 +93,7 @@ def test_random_loads() -> None:
         assert load.finished > 15
         assert not any(load.scheduler.pool.owners)
         assert load.sharing or not load.scheduler.shared_tokens
-    # What the loads are for happens.
+    # The events that the loads are made for occur.
     assert sum(load.scheduler.preemptions for load in loads) > 50
     assert sum(load.scheduler.shared_tokens for load in loads) > 500
 
@@ -117,7 +117,7 @@ def test_equal_prompts_are_computed_once() -> None:
     assert scheduler.shared_tokens == 20 + 20
 
 
-def test_other_beginnings_share_nothing() -> None:
+def test_other_prefixes_share_nothing() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(21))
     scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
     rows = [row(0, prompt, 25), row(1, [7, *prompt], 25)]
@@ -125,7 +125,7 @@ def test_other_beginnings_share_nothing() -> None:
     assert scheduler.shared_tokens == 0
 
 
-def test_rows_whose_prompt_is_scored_compute_all_of_it_and_are_shared() -> None:
+def test_rows_with_scored_prompts_compute_the_whole_prompt_and_are_shared() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(20))
     scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
     made(scheduler, device, [row(0, prompt, 22)])
@@ -151,7 +151,7 @@ def test_the_least_recently_used_contents_are_overwritten() -> None:
     check_pool(pool, [1, 1])
 
 
-def test_a_block_has_no_more_owners_than_it_was_given() -> None:
+def test_a_block_has_only_its_owners() -> None:
     pool = Pool(1, 4)
     block = pool.allocate()
     with pytest.raises(IndexError):
@@ -161,14 +161,14 @@ def test_a_block_has_no_more_owners_than_it_was_given() -> None:
         pool.release(block)
 
 
-def test_a_row_that_can_never_run_is_refused() -> None:
+def test_an_impossible_row_is_refused() -> None:
     scheduler = Scheduler(Pool(4, 4), rows=2, chunk=8)
     assert scheduler.fits(16) and not scheduler.fits(17)
     with pytest.raises(ValueError, match="5 blocks for 17 tokens, the pool has 4"):
         scheduler.add(row(0, [1], 17))
 
 
-def test_paused_rows_give_way_and_are_not_admitted_for_nothing() -> None:
+def test_paused_rows_give_way_and_are_not_admitted_in_vain() -> None:
     """Two rows of one request that need each other's tokens, and a pool for one of them."""
     device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(4, 4), rows=2, chunk=8)
     rows = [row(0, [1, 2, 3], 16), row(1, [4, 5, 6], 16)]

@@ -1,4 +1,4 @@
-"""Steps of every kind of block give the logits of the trainer's forward; experts take all tokens of a step."""
+"""Steps of every kind of block give the logits of the trainer's forward; experts accept all tokens of a step."""
 
 from dataclasses import replace
 from functools import partial
@@ -101,7 +101,10 @@ def test_steps_give_the_logits_of_the_trainer(name: str, sizes: dict[str, int]) 
 
 
 def test_steps_have_no_capacity() -> None:
-    """A trainer drops tokens by what else is in the batch. A step takes all of them, as a trainer without limits."""
+    """A trainer drops tokens depending on the rest of the batch.
+
+    A step keeps all of them, as a trainer without limits.
+    """
     free = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=8))
     capacity = replace(free, router=RouterConfig(capacity=CapacityConfig(factor=0.5)))
     settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=16, std=0.3, output_std=0.3)

@@ -1,4 +1,4 @@
-"""The thread of an engine: clients on other threads, cancellation, faults."""
+"""The thread of an engine: clients on other threads, cancellation, errors."""
 
 import threading
 from typing import Any
@@ -39,7 +39,7 @@ class Waiting:
 
 
 class Gated(StandIn):
-    """Steps when it may; the step `fails` raises."""
+    """Steps when allowed; the step `fails` raises."""
 
     def __init__(self, fails: int = -1, **settings: Any):
         super().__init__(**settings)
@@ -111,7 +111,7 @@ def test_refusals_are_raised_where_the_request_is_submitted(started: Any) -> Non
     assert [client.finish for client in clients[:2]] == ["length", "length"]
 
 
-def test_an_identifier_is_used_once_at_a_time(started: Any) -> None:
+def test_an_identifier_is_unique_among_running_requests(started: Any) -> None:
     worker = started(device := Gated())
     device.gate.clear()
     worker.submit(Waiting("same", (1,)).request)
@@ -129,7 +129,7 @@ def test_closing_cancels_the_rest(started: Any) -> None:
     assert client.finish == "cancelled" and not worker.healthy() and worker.failure is None
 
 
-def test_a_fault_of_the_device_ends_everything(started: Any) -> None:
+def test_an_error_of_the_device_ends_everything(started: Any) -> None:
     worker = started(Gated(fails=3))
     clients = [Waiting(f"{number}", (number,)) for number in range(9)]
     for client in clients:

@@ -1,4 +1,4 @@
-"""Adapter files: PEFT's names and orders, both directions, merging, and what is refused."""
+"""Adapter files: PEFT's names and orders, both directions, merging, and refusals."""
 
 import json
 import shutil
@@ -86,7 +86,7 @@ def read_weight(source: Any, path: str) -> np.ndarray:
 
 
 def theirs(kind: str, source: Any, paths: set[str]) -> dict[str, np.ndarray]:
-    """Their tensors that hold these weights; of others, zeros."""
+    """Their tensors that hold these weights; zeros for others."""
     declared, tensors = declared_by(base(kind).model), {}
     for tensor in tensors_of(base(kind).rows, declared):
         if paths.intersection(piece.path for piece in tensor.pieces):
@@ -120,7 +120,7 @@ def of_peft(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dic
         ("gpt2", replace(LORA, targets=("*.query", "*.value"), rank_stabilized=True)),
     ],
 )
-def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, lora: LoRAConfig) -> None:
+def test_adapters_in_their_layout_equal_adapters_in_ours(kind: str, lora: LoRAConfig) -> None:
     model = replace(base(kind).model, lora=lora)
     weights, declared = random_weights(model), declared_by(model)
     config, tensors = adapter_files(model, families()[kind], weights, "base")
@@ -169,7 +169,7 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
+def test_a_folder_is_read_as_written(kind: str, tmp_path: Path) -> None:
     lora = replace(LORA, targets=("*.mixer.*",) if kind == "llama" else ("*.output", "*.up"), dropout=0.1)
     model = replace(base(kind).model, lora=lora)
     weights = random_weights(model)
@@ -187,7 +187,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
     )
 
 
-def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
+def test_ranks_and_scales_and_layers_may_differ(tmp_path: Path) -> None:
     rng, before = np.random.default_rng(0), "base_model.model.model.layers"
     shapes = {f"{before}.0.self_attn.q_proj": (3, 12, 16), f"{before}.1.self_attn.q_proj": (2, 12, 16),
               f"{before}.1.mlp.down_proj": (2, 20, 12)}  # fmt: skip
@@ -195,7 +195,7 @@ def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
     for module, (rank, inputs, outputs) in shapes.items():
         tensors[f"{module}.lora_A.weight"] = rng.normal(size=(rank, inputs)).astype(np.float32)
         tensors[f"{module}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
-    # Of patterns that match, the first counts.
+    # Of matching patterns, the first counts.
     alphas = {r"1\..*\.q_proj": 5, "1.self_attn.q_proj": 7}
     patterns = {"rank_pattern": {"0.self_attn.q_proj": 3, "q_proj": 2}, "alpha_pattern": alphas}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **patterns}
@@ -212,7 +212,7 @@ def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
     assert len(actual) == 1 and not actual["model.layers.0.mlp.down_proj"].any()
 
 
-def test_a_box_of_merged_weights_is_that_part_of_the_whole() -> None:
+def test_a_box_of_merged_weights_equals_that_part_of_the_whole() -> None:
     model = replace(base("mixtral").model, lora=LORA)
     weights, declared = random_weights(model), declared_by(model)
     merged = MergedWeights(weights, declared, LORA.scale())
@@ -241,7 +241,7 @@ def refused(tmp_path: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
+def test_all_unsupported_settings_are_refused_together(tmp_path: Path) -> None:
     text = refused(tmp_path, use_dora=True, bias="all", init_lora_weights="pissa_niter_4")
     assert all(line in text for line in ("use_dora=True", "bias=all", "init_lora_weights=pissa_niter_4"))
     assert "peft_type=IA3" in refused(tmp_path, peft_type="IA3")
@@ -256,7 +256,7 @@ def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
     assert "shapes (2, 12) and (16, 3), but (2, 12) and (16, 2) by the model" in text
 
 
-def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> None:
+def test_all_settings_with_invalid_values_are_refused_together(tmp_path: Path) -> None:
     values = {
         "r": True, "lora_alpha": None, "lora_dropout": 1, "use_rslora": "yes", "target_modules": "(",
         "rank_pattern": [], "layers_to_transform": ["0"], "alpha_pattern": {"q_proj": None, "*": 3},
@@ -287,7 +287,7 @@ def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> N
         ("a" * 20_000, False),
     ],
 )
-def test_patterns_that_would_match_for_ever_are_refused(pattern: str, reads: bool, tmp_path: Path) -> None:
+def test_patterns_with_unbounded_matching_time_are_refused(pattern: str, reads: bool, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps({"r": 4, "target_modules": pattern}))
     if reads:
         assert read_settings(tmp_path / CONFIG).values["target_modules"] == pattern
@@ -315,7 +315,9 @@ def test_adapters_of_heads_and_tables_are_refused(tmp_path: Path) -> None:
         assert f"base_model.model.{name}: adapters of heads and tables are not supported" in text
 
 
-def test_a_folder_is_deleted_though_files_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_folder_is_deleted_while_files_are_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remaining, delete = ["late"], shutil.rmtree
 
     def written_meanwhile(folder: Path, **settings: Any) -> None:
@@ -331,7 +333,7 @@ def test_a_folder_is_deleted_though_files_are_still_written(tmp_path: Path, monk
 
 
 def test_the_folder_of_a_killed_process_is_deleted_by_the_next(tmp_path: Path, capsys) -> None:
-    """The folder of a process at work is not, nor one without a lock, which something else made."""
+    """The folder of a running process is not, nor one without a lock, which something else made."""
     code = f"""
 import os, sys
 from pathlib import Path
@@ -378,7 +380,7 @@ def test_matrices_that_are_not_linear_layers_in_peft_cannot_be_written() -> None
         adapter_files(model, replace(families()["mixtral"], rows=lambda cfg: rows), random_weights(model), None)
 
 
-def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
+def test_convert_passes_adapters_to_a_run_and_back_and_merges_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf, adapter, run = tmp_path / "hf", tmp_path / "adapter", tmp_path / "run"
@@ -426,7 +428,7 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
 
 
 def test_an_adapter_names_its_base_model_and_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder that the weights came from, unless they were trained since; or the one that is given."""
+    """The source of the weights, unless they were trained since; or the given folder."""
     hf, run = tmp_path / "hf", tmp_path / "run"
     write_llama(hf)
     assert main([f"--from=hf:{hf}", f"--to={run}"]) == 0

@@ -77,7 +77,7 @@ def nothing_but(folder: Path, *names: str) -> bool:
     return {path.name for path in folder.iterdir()} == set(names)
 
 
-def test_a_round_trip_gives_back_every_byte(folder, tmp_path, capsys) -> None:
+def test_a_round_trip_keeps_every_byte(folder, tmp_path, capsys) -> None:
     run, back = tmp_path / "runs/llama", tmp_path / "back"
     assert convert.main([f"--from=hf:{folder}", f"--to={run}", "--verify"]) == 0
     assert "verified: 30 arrays, 7,152 elements, all equal" in capsys.readouterr().out
@@ -191,7 +191,7 @@ def test_the_mean_of_steps(tmp_path) -> None:
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2)])
 def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, chunks) -> None:
-    """Five layers over 2 or 4 chunks: some rows are no layer."""
+    """Five layers over 2 or 4 chunks: some rows are padding."""
     block = open_model(folder).model.stack.pattern[0]
     model = replace(
         open_model(folder).model, stack=replace(open_model(folder).model.stack, pattern=(block,), repeats=5)
@@ -245,7 +245,7 @@ def test_a_target_that_exists_is_refused(folder, run, tmp_path) -> None:
 
 @pytest.mark.parametrize("target", ["hf:{}/new", "{}/new"])
 def test_a_full_disk_leaves_nothing(folder, tmp_path, target, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the limit would cut the files of modules
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # The limit would truncate the files of modules.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:
@@ -256,14 +256,14 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, target, monkeypatch) -> No
     assert nothing_but(tmp_path)
 
 
-def test_too_little_space_is_noticed_before(folder, tmp_path, monkeypatch) -> None:
+def test_too_little_space_is_an_early_error(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(disk, "free_bytes", lambda path: 10_000)
     with pytest.raises(UserError, match=r"38\.9 KiB are needed, 9\.8 KiB are free"):
         convert.main([f"--from=hf:{folder}", f"--to={tmp_path}/new"])
     assert nothing_but(tmp_path)
 
 
-def test_verifying_notices_a_changed_byte(folder, run, tmp_path) -> None:
+def test_verifying_detects_a_changed_byte(folder, run, tmp_path) -> None:
     source = conversion.open_source(str(run))
     conversion.write(source, f"hf:{tmp_path}/back", Options(), lambda elements: None)
     path = tmp_path / "back/model.safetensors"
@@ -275,7 +275,7 @@ def test_verifying_notices_a_changed_byte(folder, run, tmp_path) -> None:
 
 
 class Drawn:
-    """Random weights, with rows behind the vocabulary too, as training has them."""
+    """Random weights, including rows past the vocabulary, as in training."""
 
     where = "drawn"
 
@@ -291,7 +291,7 @@ class Drawn:
 
 
 @pytest.mark.parametrize("form", ["hf", "megatron"])
-def test_rows_behind_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) -> None:
+def test_rows_past_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) -> None:
     declared, meta = declared_by(open_step(run).config.model), {**open_step(run).meta, "source": {}}
     assert declared["tokens"].shape[0] == 128
     write_step(tmp_path / "run/checkpoints", declared, Drawn(declared), meta, dtype=np.dtype(np.float32))
@@ -301,7 +301,7 @@ def test_rows_behind_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) 
 
 
 @pytest.mark.parametrize("form", ["hf", "megatron"])
-def test_observations_that_a_format_has_no_tensors_for_are_not_compared(tmp_path, form) -> None:
+def test_observations_without_a_tensor_of_the_format_are_not_compared(tmp_path, form) -> None:
     config = load("mixtral.py:debug")
     declared = declared_by(config.model)
     assert "stack.blocks.0.mlp.load.sum" in declared
@@ -338,7 +338,7 @@ def test_the_mean_of_different_models_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("largest", [3.6e299, 1e30])
-def test_advice_on_dtypes_is_about_values_that_fit(largest) -> None:
+def test_advice_on_dtypes_proposes_dtypes_that_hold_the_values(largest) -> None:
     advice = "use --dtype=bfloat16" if largest < 1e38 else "neither can float32"
     with pytest.raises(UserError, match=advice):
         converted(np.array([largest]), np.dtype(np.float16), "w")
@@ -352,7 +352,7 @@ def test_the_next_command_names_the_data_of_the_model(folder, tmp_path, capsys) 
     assert setting[ClassFoldersConfig] == " --data.path=FOLDER" and run_format._data_setting(object()) == ""
 
 
-def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
+def test_a_model_without_a_family_lists_the_losses(folder) -> None:
     model = open_model(folder).model
     assert family_for(model).name == "llama" and family_for(model, "mistral").name == "mistral"
     block = model.stack.pattern[0]
@@ -388,7 +388,7 @@ def test_wrong_command_lines(arguments, message) -> None:
         convert.main(arguments)
 
 
-def test_a_folder_of_theirs_without_its_format(folder) -> None:
+def test_a_foreign_folder_without_its_format(folder) -> None:
     with pytest.raises(UserError, match=rf"a Hugging Face folder, not a run\n.*did you mean hf:{folder}\?"):
         convert.main([f"--from={folder}", "--to=x"])
 
@@ -439,7 +439,7 @@ def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dty
     integrity.complete_step(tmp_path)
     stored, draw = StoredArrays(tmp_path), np.random.default_rng(0)
     assert stored.arrays["w"].pieces == (1, 2, 2)
-    monkeypatch.setattr(stored, "_other", None)  # nothing is read through TensorStore's arrays
+    monkeypatch.setattr(stored, "_other", None)  # Nothing is read through TensorStore's arrays.
     for _ in range(20):
         bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in values.shape]
         box = tuple(slice(int(start), int(stop)) for start, stop in bounds)
@@ -447,7 +447,7 @@ def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dty
 
 
 def test_special_tokens_are_those_of_the_tokenizer() -> None:
-    """Without ids, transformers would take those of the family's first model."""
+    """Without ids, transformers would use those of the family's first model."""
     model = llama3("debug", vocabulary_size=257)
     for tokenizer, eos in ((ByteTokenizerConfig(), 256), (HuggingFaceTokenizerConfig(path="absent.json"), None)):
         special = special_tokens(weights_config(model, tokenizer, Path("run")))

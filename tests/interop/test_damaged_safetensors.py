@@ -1,4 +1,4 @@
-"""safetensors files and indices that are damaged or meant to do harm: one message each, no crash, nothing read."""
+"""safetensors files and indices that are damaged or malicious: one message each, no crash, nothing read."""
 
 import json
 import os
@@ -69,8 +69,8 @@ def write_file(path: Path, header: object, data: bytes = bytes(8), length: int |
         b"",
     ],
 )
-def test_headers_that_lie_are_refused(tmp_path, header) -> None:
-    """By the reference implementation as well."""
+def test_false_headers_are_refused(tmp_path, header) -> None:
+    """By the reference implementation too."""
     path = write_file(tmp_path / "model.safetensors", header)
     with pytest.raises(UserError, match=r"model\.safetensors"):
         SafetensorsFile(path)
@@ -78,19 +78,19 @@ def test_headers_that_lie_are_refused(tmp_path, header) -> None:
         reference_load(path.read_bytes())
 
 
-def test_a_name_that_a_header_has_twice_is_refused(tmp_path) -> None:
+def test_a_duplicate_name_in_a_header_is_refused(tmp_path) -> None:
     header = b'{"a": %b, "a": %b}' % (2 * (json.dumps(ENTRY).encode(),))
     with pytest.raises(UserError, match="a is given twice"):
         SafetensorsFile(write_file(tmp_path / "model.safetensors", header))
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])
-def test_lengths_of_headers_that_lie_are_refused(tmp_path, length) -> None:
+def test_false_lengths_of_headers_are_refused(tmp_path, length) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors"):
         SafetensorsFile(write_file(tmp_path / "model.safetensors", {"a": ENTRY}, length=length))
 
 
-def test_a_file_cut_off_anywhere_is_refused(tmp_path) -> None:
+def test_a_file_truncated_anywhere_is_refused(tmp_path) -> None:
     """At each byte of the header, and at bytes of the tensors."""
     intact = tmp_path / "whole"
     save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float16)}, intact)
@@ -123,7 +123,7 @@ def test_changed_bytes_never_crash(tmp_path) -> None:
         assert sum(file.read(name).nbytes for name in file.entries) == len(content) - length
 
 
-def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> None:
+def test_unaligned_and_empty_tensors_are_read(tmp_path) -> None:
     header = {
         "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
         "none": {"dtype": "F32", "shape": [0, 4], "data_offsets": [3, 3]},
@@ -158,7 +158,7 @@ def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> 
         ({}, "holds no .safetensors files"),
     ],
 )
-def test_indices_that_lie_are_refused(tmp_path, index, message) -> None:
+def test_false_indices_are_refused(tmp_path, index, message) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     write_file(tmp_path / "model.safetensors", {"a": ENTRY})
@@ -169,13 +169,13 @@ def test_indices_that_lie_are_refused(tmp_path, index, message) -> None:
         SafetensorsFolder(folder)
 
 
-def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> None:
+def test_links_out_of_a_folder_are_refused_except_within_the_cache(tmp_path) -> None:
     write_file(tmp_path / "secret", {"a": ENTRY})
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/model.safetensors").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match="link out of its folder"):
         SafetensorsFolder(tmp_path / "folder")
-    # As huggingface_hub lays out its cache.
+    # The layout of huggingface_hub's cache.
     for name in ("blobs", "snapshots/1a2b"):
         (tmp_path / "cache/models--me--tiny" / name).mkdir(parents=True)
     write_file(tmp_path / "cache/models--me--tiny/blobs/4f", {"a": ENTRY})
@@ -186,7 +186,7 @@ def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> Non
     link.symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match="link out of its folder"):
         SafetensorsFolder(link.parent)
-    # Files that are copied along are read as well.
+    # Copied files are read as well.
     (link.parent / "tokenizer.json").symlink_to("../../blobs/4f")
     assert copy_files(link.parent, tmp_path / "copy") == ["tokenizer.json"]
     (link.parent / "vocab.json").symlink_to(tmp_path / "secret")
@@ -194,7 +194,7 @@ def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> Non
         copy_files(link.parent, tmp_path / "copy")
 
 
-def test_what_is_no_file_is_not_read(tmp_path) -> None:
+def test_only_regular_files_are_read(tmp_path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     index = {"weight_map": {"a": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -246,7 +246,7 @@ def test_a_missing_name_shows_the_nearest(tmp_path) -> None:
         open_model(tmp_path / "llama")
 
 
-def test_written_files_are_those_of_the_library(tmp_path) -> None:
+def test_written_files_equal_those_of_the_library(tmp_path) -> None:
     """Every dtype that numpy has, an empty tensor, a number, names in other scripts."""
     draw = np.random.default_rng(0)
     kinds = (np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8, np.uint8, np.bool_)

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder over runs to a folder again: what training did not change is there."""
+"""From a Hugging Face folder through runs to a folder again: everything that training did not change is kept."""
 
 import json
 import os
@@ -182,7 +182,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def back(llama, tmp_path_factory) -> tuple[Path, str]:
-    """The export of a run of one step, and what convert said."""
+    """The export of a run of one step, and the output of convert."""
     return chain(llama, tmp_path_factory.mktemp("chain"))
 
 
@@ -193,7 +193,7 @@ def chain(source: Path, folder: Path) -> tuple[Path, str]:
         patch.setattr(convert_door.signal, "signal", lambda number, handler: None)
         convert(f"--from=hf:{source}", f"--to={folder / 'run'}")
         cfg = load(folder / "run/config.yaml")
-        rows = {"model": cfg.model} if cfg.model.learned_positions else {}  # the table has the length of the rows
+        rows = {"model": cfg.model} if cfg.model.learned_positions else {}  # The table has the length of the rows.
         tuned = one_step(cfg, folder / "tuned", **rows)
         convert(f"--from={tuned}", f"--to=hf:{folder / 'back'}", "--verify")
     return folder / "back", output.getvalue()
@@ -238,7 +238,7 @@ def test_runs_of_runs_with_adapters_and_means_lose_nothing(llama, tmp_path) -> N
     assert record == open_step(second).meta["source"] and record["dtype"] == "bfloat16"
 
 
-def test_templates_with_names_and_of_processors_are_carried(llama, tmp_path) -> None:
+def test_named_templates_and_templates_of_processors_are_carried(llama, tmp_path) -> None:
     source, named = tmp_path / "theirs", "additional_chat_templates/tool_use.jinja"
     shutil.copytree(llama, source)
     (source / named).parent.mkdir()
@@ -256,8 +256,8 @@ def test_templates_with_names_and_of_processors_are_carried(llama, tmp_path) -> 
     assert "chat_template.jinja" in files and "chat_template.json" not in files, "the older one would go first"
 
 
-def test_a_run_that_moved_reads_its_own_copies(llama, back, tmp_path) -> None:
-    """The folder that its tokenizer and its template came from is gone."""
+def test_a_moved_run_reads_its_own_copies(llama, back, tmp_path) -> None:
+    """The source of its tokenizer and its template is gone."""
     run, copies = tmp_path / "moved", tmp_path / "moved/tokenizer"
     run.mkdir()
     shutil.copytree(back[0].parent / "tuned/tokenizer", copies)
@@ -282,7 +282,7 @@ def load_config_of(folder: Path) -> Any:
 
 
 def test_an_export_answers_in_a_chat(back, capsys) -> None:
-    """As `generate --hf=DIR --chat`: by its own template, tokenizer and end tokens."""
+    """As with `generate --hf=DIR --chat`: by its own template, tokenizer and end tokens."""
     origin = Origin(hf=back[0])
     config = generation_config(origin, GenerationConfig).base
     assert config is not None
@@ -298,7 +298,7 @@ def test_an_export_answers_in_a_chat(back, capsys) -> None:
     assert capsys.readouterr().out.strip()
 
 
-def test_what_a_run_changes_is_in_its_export(llama, tmp_path, capsys) -> None:
+def test_changes_of_a_run_are_in_its_export(llama, tmp_path, capsys) -> None:
     """Longer rows by another scaling of rotary positions, more tokens with their tokenizer, and a chat template."""
     model = load_config_of(llama)
     block = model.stack.pattern[0]
@@ -343,7 +343,7 @@ def test_what_a_run_changes_is_in_its_export(llama, tmp_path, capsys) -> None:
     assert b"<|im_start|>" in files["chat_template.jinja"] and files["chat_template.jinja"] != TEMPLATE.encode()
 
 
-def test_another_end_is_the_only_change_of_a_run_that_sets_it(llama, tmp_path) -> None:
+def test_another_end_token_is_the_only_change_of_a_run_that_sets_it(llama, tmp_path) -> None:
     """Fine-tuning for chats ends answers with another token than the base model."""
     tokenizer = HuggingFaceTokenizerConfig(path=str(llama / "tokenizer.json"), eod="<|im_start|>")
     provenance = Provenance(format="hf", settings=MODELS["llama"])
@@ -356,11 +356,11 @@ def test_another_end_is_the_only_change_of_a_run_that_sets_it(llama, tmp_path) -
     for name, end in ends.items():
         assert json.loads(written.pop(name)) == json.loads(source.pop(name)) | end
     assert written == source and len(source) == 2
-    same = replace(tokenizer, eod="<|im_end|>")  # one of the source's ends
+    same = replace(tokenizer, eod="<|im_end|>")  # One of the source's end tokens.
     assert replace(files, cfg=fresh(load_config_of(llama), tokenizer=same), tokenizer=same.build()).special_tokens == {}
 
 
-def test_tokenizers_without_files_are_no_choice_but_of_another_vocabulary(llama, tmp_path) -> None:
+def test_tokenizers_without_files_count_as_a_choice_only_with_another_vocabulary(llama, tmp_path) -> None:
     model, byte, null = load_config_of(llama), ByteTokenizerConfig(), NullTokenizerConfig(vocabulary_size=300)
     of_folder = Ancestor(Provenance(format="hf", settings=MODELS["llama"]), llama, 300)
     no_files = tmp_path / "none"
@@ -380,7 +380,7 @@ def test_tokenizers_without_files_are_no_choice_but_of_another_vocabulary(llama,
         assert bool(files.provenance.special_tokens) == expected
 
 
-def test_the_length_is_the_longer_one_of_source_and_rows() -> None:
+def test_the_length_is_the_maximum_of_source_and_rows() -> None:
     recorded, family = MODELS["llama"], families()["llama"]
     model = family.read(Settings(dict(recorded)))
     for length, expected in ((16, 4096), (8192, 8192)):
@@ -391,7 +391,7 @@ def test_the_length_is_the_longer_one_of_source_and_rows() -> None:
     assert config_for(model, family, recorded, []) == recorded | {"n_positions": 16}  # its table has 16 rows
 
 
-def test_only_what_changed_is_written_in_the_words_of_the_source() -> None:
+def test_only_changes_are_written_and_in_the_spelling_of_the_source() -> None:
     recorded, family = MODELS["llama"], families()["llama"]
     settings = recorded | {"vocab_size": 320}
     model = family.read(Settings(dict(settings)))

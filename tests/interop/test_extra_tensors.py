@@ -1,4 +1,4 @@
-"""Tensors that a model does not read, such as the last layers of LLaVA's tower, come back in an export."""
+"""Tensors that a model does not read, such as the last layers of LLaVA's tower, are kept in an export."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def written(source: StoredModel, target: str, dtype: str | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaVA whose tower has four layers and a last norm, of which the model reads three layers."""
+    """A LLaVA whose tower has four layers and a last norm; the model reads three layers."""
     folder, draw = tmp_path_factory.mktemp("theirs"), np.random.default_rng(0)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vision_feature_layer": -1}))
     save_file({}, folder / "model.safetensors")
@@ -78,7 +78,7 @@ def assert_equal_folders(first: Path, second: Path) -> None:
         assert (tensor.dtype, tensor.tobytes()) == (ours[name].dtype, ours[name].tobytes()), name
 
 
-def test_layers_that_are_not_read_come_back(folder: Path, tmp_path: Path) -> None:
+def test_unread_layers_are_kept(folder: Path, tmp_path: Path) -> None:
     source = conversion.open_source(f"hf:{folder}")
     text = written(source, str(tmp_path / "run"))
     assert "for exports only: vision_tower.encoder.layers.3." in text and "left out" not in text
@@ -105,7 +105,7 @@ def test_damaged_extra_tensors_fail_the_verification(folder: Path, tmp_path: Pat
 
 
 def test_another_tower_has_no_extra_tensors(folder: Path, tmp_path: Path) -> None:
-    """Positions of larger images: config.json describes the layers that are written, and no others."""
+    """Positions of larger images: config.json describes exactly the layers that are written."""
     written(conversion.open_source(f"hf:{folder}"), str(tmp_path / "run"))
     changed = tmp_path / "changed"
     shutil.copytree(folder, changed)
@@ -118,7 +118,7 @@ def test_another_tower_has_no_extra_tensors(folder: Path, tmp_path: Path) -> Non
     assert open_model(tmp_path / "back").model.vision == other.model.vision
 
 
-def test_runs_pass_them_on(folder: Path, tmp_path: Path) -> None:
+def test_runs_pass_on_extra_tensors(folder: Path, tmp_path: Path) -> None:
     """A run that starts from the folder, and one that starts from a run: each writes its files at its start."""
     source = conversion.open_source(f"hf:{folder}")
     written(source, str(tmp_path / "run"))

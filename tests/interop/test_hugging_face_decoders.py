@@ -1,6 +1,6 @@
-"""Families of decoders: names and shapes as transformers has them, config.json and bytes there and back, refusals.
+"""Families of decoders: names and shapes of transformers, round trips of config.json and bytes, refusals.
 
-Names are written by hand after transformers 5.23.0, whose own tiny models gave the same ones.
+Names are written by hand after transformers 5.23.0, whose own tiny models gave the same names.
 """
 
 import json
@@ -148,7 +148,7 @@ def test_names_and_shapes_are_those_of_transformers(case: tuple[str, Any, Shapes
     assert {name: shape for name, shape in actual.items() if ".layers.0." not in name} == expected
 
 
-def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
+def test_config_and_bytes_round_trip(case: tuple[str, Any, Shapes]) -> None:
     kind, model, _ = case
     family, declared = families()[kind], declared_by(model)
     assert lost_settings(model, family) == []
@@ -228,7 +228,7 @@ def test_absent_settings_are_those_of_transformers() -> None:
     assert read("deepseek_v3", num_experts_per_tok=4).stack.pattern[-1].mlp.router.group_scores == 2
 
 
-def test_rotary_positions_of_the_older_spelling_count_more() -> None:
+def test_the_older_spelling_of_rotary_positions_takes_precedence() -> None:
     linear = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5.0}}
     mixer = read("llama", **TINY, **linear, rope_theta=7.0).stack.pattern[0].mixer
     assert mixer.rope == RopeConfig(base=7.0, interpolation=2.0)
@@ -256,7 +256,7 @@ def test_yarn_scales_rotated_heads_by_any_of_its_settings(settings: dict[str, fl
     assert read("deepseek_v3", **families()["deepseek_v3"].config_json(model)) == model
 
 
-def test_blocks_that_predict_further_tokens_are_numbered_behind_the_layers() -> None:
+def test_blocks_that_predict_further_tokens_are_numbered_after_the_layers() -> None:
     family, model = families()["deepseek_v3"], read("deepseek_v3", **TINY, **LATENT_SIZES)
     names = {tensor.name: tensor.pieces for tensor in resolved(family.rows(model), declared_by(model))}
     halves = ["predictions.0.from_embedding", "predictions.0.from_state"]
@@ -298,14 +298,14 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_all_that_is_lacking_is_listed(case: str) -> None:
+def test_all_unsupported_settings_are_listed(case: str) -> None:
     kind, settings, expected = REFUSED[case]
     with pytest.raises(UserError) as error:
         read(kind, **settings)
     assert [line for line in expected if line not in str(error.value)] == []
 
 
-def test_models_that_a_family_lacks_are_said_to_be_so() -> None:
+def test_models_that_a_family_lacks_are_refused_as_such() -> None:
     assert "no layer has experts" in lost_settings(llama.llama3("debug"), families()["mixtral"])[0]
     losses = lost_settings(qwen.qwen2("debug"), families()["llama"])
     assert losses == ["layers 0 to 1: mixer.qkv_bias: True here, None there"]

@@ -1,4 +1,4 @@
-"""Families beside Llama's: config.json and tensors there and back, names of transformers, copies, what is refused.
+"""Families other than Llama's: round trips of config.json and tensors, names of transformers, copies, refusals.
 
 The names and shapes are those of checkpoints on the Hub, with small sizes.
 """
@@ -156,7 +156,7 @@ def random(table: list[Mapped]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_there_and_back(case: str) -> None:
+def test_round_trip(case: str) -> None:
     _, table = described(CONFIGS[case])
     tensors = random(table)
     for tensor in table:
@@ -292,7 +292,7 @@ NAMES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 
 
 WHOLE = ("gpt2", "mamba", "bert", "vit", "clip", "siglip")
-"""Those that say all of layer 1."""
+"""Those of all of layer 1."""
 
 
 @pytest.mark.parametrize("case", NAMES)
@@ -352,11 +352,11 @@ def test_older_names_and_copies_of_bert() -> None:
     renamed["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"]
     renamed["bert.embeddings.position_ids"] = np.arange(16)[None]
     assert opened(BERT, renamed)[0].tied
-    # BertForMaskedLM leaves out what reads the first token.
+    # BertForMaskedLM omits the parts that read the first token.
     assert not opened({**BERT, "architectures": ["BertForMaskedLM"]}, renamed)[0].next_sentence
 
 
-def test_newer_names_of_llava_and_layers_that_are_not_read() -> None:
+def test_newer_names_of_llava_and_unread_layers() -> None:
     tensors = random(described(LLAVA).table)
     tensors["vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"] = np.zeros((10, 8), np.float32)
     tensors["vision_tower.vision_model.post_layernorm.weight"] = np.zeros(8, np.float32)
@@ -396,7 +396,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_features_that_we_lack_are_listed_together(case: str) -> None:
+def test_unsupported_features_are_listed_together(case: str) -> None:
     config, expected = REFUSED[case]
     json_settings = Settings(config)
     family = family_of(json_settings)

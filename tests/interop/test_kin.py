@@ -1,4 +1,4 @@
-"""Hints for what is not supported: of the same kind, not of the nearest spelling."""
+"""Hints for unsupported models: of the same kind, not of the nearest spelling."""
 
 from collections import Counter
 from pathlib import Path

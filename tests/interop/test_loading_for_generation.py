@@ -1,4 +1,4 @@
-"""Models as they are loaded for text generation: from folders and runs, with adapters, on several layouts."""
+"""Models loaded for text generation: from folders and runs, with adapters, on several layouts."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def assert_same_weights(first: Loaded, second: Loaded, tolerance: float = 0.0) -
         np.testing.assert_allclose(weight, second.model.weights[path], rtol=0, atol=tolerance, err_msg=path)
 
 
-def test_a_run_is_loaded_as_the_folder_it_was_made_of(folder: Path) -> None:
+def test_a_run_is_loaded_like_its_source_folder(folder: Path) -> None:
     of_folder, of_run = loaded(Origin(hf=folder / "base")), loaded(Origin(run=folder / "run"))
     assert_same_weights(of_folder, of_run)
     assert of_run.model.cfg == of_folder.model.cfg
@@ -98,7 +98,7 @@ def test_adapters_are_added_to_the_weights(folder: Path, origin: Origin) -> None
 QUERY = "stack.blocks.0.mixer.query"
 
 
-def test_weights_are_on_their_devices_in_the_dtype_of_the_computation(folder: Path) -> None:
+def test_weights_are_on_their_devices_in_the_compute_dtype(folder: Path) -> None:
     one, four = (loaded(Origin(hf=folder / "base"), **sizes) for sizes in ({}, {"tensor": 4}))
     key = four.model.weights["stack.blocks.0.mixer.key"]
     # Two key-value heads on four devices: each has the one that its queries use.
@@ -139,7 +139,7 @@ def test_origins(folder: Path) -> None:
     assert origin_of({**origin, "run": folder / "run"}).hf is None
 
 
-def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
+def test_chat_settings_of_a_folder(folder: Path, tmp_path: Path) -> None:
     write_llama(tmp_path / "chat")
     assert generation_config(Origin(hf=tmp_path / "chat"), GenerationConfig).base.inference.template is None
     (tmp_path / "chat/chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -156,7 +156,7 @@ def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
     assert chat.template == "chatml"
 
 
-def test_room_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(Origin(hf=folder / "base"), tensor=2, data=2)
     config = replace(model.config.inference, cache_tokens=None, rows=3)
     expected = cache_size(config, 32, model.model, "float32")

@@ -1,4 +1,4 @@
-"""`convert --quantize`: runs of quantized weights, what calibration and comparison say, and what reads such runs."""
+"""`convert --quantize`: runs of quantized weights, reports of calibration and comparison, and readers of such runs."""
 
 import json
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ SCALES = 2 * (8 * 4 + 2 * 4 * 4 + 32 + 2 * 48 + 32)
 
 
 class Drawn:
-    """Weights of a model whose inputs differ much in size from channel to channel, as those of trained ones do."""
+    """Weights whose inputs differ much in size from channel to channel, as those of trained models do."""
 
     where = "drawn"
 
@@ -95,7 +95,7 @@ def stored(run: Path) -> dict[str, np.ndarray]:
 
 
 def dequantized(model: Any, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The float weights that a run's stand for, by the reference: numbers times scales, spread over their inputs."""
+    """The float weights of a run, by the reference: numbers times scales, spread over their inputs."""
     result = {path: np.asarray(value) for path, value in values.items()}
     for path, quantized in quantized_matrices(model).items():
         leaves = {end: jnp.asarray(result.pop(path + end)) for end in quantized.declared(*_like(path))}
@@ -136,7 +136,7 @@ def test_a_quantized_run(
 
 
 @pytest.mark.slow
-def test_factors_are_those_with_the_least_error_of_outputs(source: Path) -> None:
+def test_factors_minimise_the_error_of_outputs(source: Path) -> None:
     weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (6, 16)).astype(np.int32)
     quantized_model = replace(MODEL, quantization=QuantizationConfig(weights="int4", group=16, balanced=True))
     matrices = quantized_matrices(quantized_model)
@@ -251,7 +251,7 @@ def test_text_that_cannot_be_compared_writes_nothing(source: Path, tmp_path: Pat
     assert not run.exists()
 
 
-def test_what_quantized_weights_are_not_for(source: Path, tmp_path: Path) -> None:
+def test_unsupported_uses_of_quantized_weights(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "quantized"
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=fp8"]) == 0
     for words, what in (

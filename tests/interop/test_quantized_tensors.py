@@ -44,7 +44,7 @@ def test_mxfp4_of_experts() -> None:
     np.testing.assert_array_equal(actual.astype(np.float32), expected.reshape(2, 5, 96).swapaxes(1, 2))
 
 
-def test_scales_that_do_not_fit_are_all_told() -> None:
+def test_all_scales_that_do_not_fit_are_listed() -> None:
     numbers = np.zeros((8, 6), ml_dtypes.float8_e4m3fn)
     arrays = {"a": numbers, "a_scale_inv": np.ones((2, 3)), "b_scale_inv": np.ones((1, 1)), "c": numbers}
     with pytest.raises(UserError) as error:

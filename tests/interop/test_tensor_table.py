@@ -73,7 +73,7 @@ def read_weight(weights: ForeignWeights, path: str) -> np.ndarray:
     return weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path]))
 
 
-def test_pieces_of_a_fused_tensor_are_where_they_belong(model, table, tensors) -> None:
+def test_parts_of_a_fused_tensor_are_in_their_places(model, table, tensors) -> None:
     """Query heads 2g and 2g+1 of group g come before its key and its value."""
     weights = ForeignWeights(tensors, table, declared_by(model))
     query, key, value = (read_weight(weights, f"stack.blocks.0.mixer.{name}") for name in ("query", "key", "value"))
@@ -85,14 +85,14 @@ def test_pieces_of_a_fused_tensor_are_where_they_belong(model, table, tensors) -
         np.testing.assert_array_equal(value[1, :, group], fused[group, 3].T)
 
 
-def test_tensors_come_back_from_our_weights(model, table, tensors) -> None:
+def test_tensors_round_trip_through_our_weights(model, table, tensors) -> None:
     weights = ForeignWeights(tensors, table, declared_by(model))
     for tensor in table:
         back = tensor.from_weights([read_weight(weights, piece.path)[piece.index] for piece in tensor.pieces])
         np.testing.assert_array_equal(back, tensors.arrays[tensor.name])
 
 
-def test_boxes_are_cut_out_of_whole_weights(model, table, tensors) -> None:
+def test_boxes_are_parts_of_whole_weights(model, table, tensors) -> None:
     weights, draw = ForeignWeights(tensors, table, declared_by(model)), np.random.default_rng(1)
     for path, shape in weights.shapes().items():
         for _ in range(5):
@@ -102,7 +102,7 @@ def test_boxes_are_cut_out_of_whole_weights(model, table, tensors) -> None:
 
 
 def test_layers_of_several_dtypes_lose_no_digits(model, table, tensors) -> None:
-    """Layer 0 in bfloat16 and layer 1 in float32, as of a checkpoint that was quantized in part."""
+    """Layer 0 in bfloat16 and layer 1 in float32, as of a partly quantized checkpoint."""
     arrays = dict(tensors.arrays)
     arrays["layers.0.norm_1"] = arrays["layers.0.norm_1"].astype(jnp.bfloat16)
     gains = read_weight(ForeignWeights(Arrays(arrays), table, declared_by(model)), "stack.blocks.0.mixer_norm.gain")
@@ -128,7 +128,7 @@ def test_a_table_holds_each_weight_once(model, rows, message) -> None:
         resolved(rows, declared_by(model))
 
 
-def test_all_differences_are_told_at_once(table, tensors) -> None:
+def test_all_differences_are_reported_together(table, tensors) -> None:
     arrays = dict(tensors.arrays)
     arrays["layers.0.outptu"] = arrays.pop("layers.0.output")
     arrays["norm"] = np.zeros(7)

@@ -1,4 +1,4 @@
-"""Runs of strangers: reading one imports nothing but classes of MegaJAX, unless --trust-code is given."""
+"""Runs of strangers: reading one imports only classes of MegaJAX, unless --trust-code is given."""
 
 import ast
 import json
@@ -46,7 +46,7 @@ READERS: dict[str, tuple[Any, list[str]]] = {
 
 
 def read_by(verb: str, *flags: str) -> Any:
-    """The config that a verb takes from a run: all that it does before it imports jax."""
+    """The config that a verb takes from a run, before it imports jax."""
     module, needed = READERS[verb]
     roots = {"generate": GenerationConfig, "serve": ServingConfig, "evaluate": EvaluatedConfig}
     return parse([*flags, *needed], verb=verb, flags=module.FLAGS, root=roots[verb], base=module.base).config
@@ -131,14 +131,14 @@ def test_with_trust_its_code_is_used(stranger: Stranger, tmp_path: Path) -> None
     flags = ["--trust-code", "--verify", f"--from={stranger.run}", f"--to={tmp_path / 'out'}"]
     assert convert.main(flags) == 0 and stranger.marker.exists()
     stranger.marker.unlink()
-    stranger.file.write_text(stranger.file.read_text() + "\n")  # a file that has not changed is not run again
+    stranger.file.write_text(stranger.file.read_text() + "\n")  # An unchanged file is not run again.
     for verb in READERS:
         model = read_by(verb, f"--run={stranger.run}", "--trust-code").model
         assert model == load(stranger.run.parent / "original.yaml").model
     assert stranger.marker.exists()
 
 
-def test_what_only_inspects_a_run_or_takes_its_arrays_needs_no_trust(stranger: Stranger, capsys) -> None:
+def test_inspecting_a_run_or_taking_its_arrays_needs_no_trust(stranger: Stranger, capsys) -> None:
     stranger.change(model={"type": f"{stranger.file}:Foo"}, config=str(stranger.file))
     assert report([str(stranger.run), "--text"]) == 0
     assert inspect([str(stranger.run)]) == 0
@@ -189,7 +189,7 @@ def _flags(run: Path, **flags: Any) -> dict[str, Any]:
     return {flag.name.replace("-", "_"): flag.default for flag in generate.FLAGS} | {"run": run, "prompt": "a"} | flags
 
 
-def test_aliases_in_the_config_of_a_step_do_not_fill_the_memory(stranger: Stranger) -> None:
+def test_aliases_in_the_config_of_a_step_do_not_exhaust_the_memory(stranger: Stranger) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     (step,) = (stranger.run / "checkpoints").glob("0*")

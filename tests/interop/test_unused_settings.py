@@ -1,4 +1,4 @@
-"""Settings of config.json that change nothing: known ones are kept, others are accepted by name only."""
+"""Settings of config.json without an effect: known ones are kept, others are accepted by name only."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ OF_FINE_TUNES: dict[str, Any] = {
     **{"use_flash_attention": True, "eot_token_id": 3, "keys_to_ignore_at_inference": ["past_key_values"]},
     **{"transformers.js_config": {"dtype": "q4"}, "neuron": {"tp_degree": 2}, "cache_implementation": "static"},
 }
-"""What fine-tuning and export programs leave behind."""
+"""Settings left by fine-tuning and export programs."""
 OF_MODELS = (
     "attention_multiplier", "attn_logit_softcapping", "attn_scale", "clip_qkv", "embedding_multiplier",
     "final_logit_softcapping", "hidden_act", "layer_types", "logit_scale", "logits_scaling", "mlp_multiplier",
@@ -39,7 +39,7 @@ OF_MODELS = (
     "attn_config", "dual_chunk_attention_config", "expert_layer_period", "norm_topk_prob", "parallel_attn",
     "scale_attn_weights", "use_mrope",
 )  # fmt: skip
-"""What changes the outputs of some model."""
+"""Settings that change the outputs of some model."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def message(folder: Path, *ignore: str) -> str:
     return str(error.value)
 
 
-def test_no_setting_of_a_model_is_taken_for_harmless() -> None:
+def test_no_setting_of_a_model_counts_as_harmless() -> None:
     assert [name for name in OF_MODELS if is_unused(name)] == []
     assert [name for name in OF_FINE_TUNES if not is_unused(name)] == []
     assert not any("rope" in name or "norm" in name.split("_")[0] or "expert" in name for name in UNUSED)
@@ -93,7 +93,7 @@ def test_unknown_settings_are_accepted_by_name(tmp_path: Path, capsys: pytest.Ca
     assert before == after
 
 
-def test_names_to_ignore_have_to_be_of_unknown_settings(tmp_path: Path) -> None:
+def test_ignored_names_have_to_be_unknown_settings(tmp_path: Path) -> None:
     write_llama(tmp_path / "given", unsloth_version="1")
     assert model_of(tmp_path / "given", ["unsloth_version"])
     assert "\n  typo: is to be ignored, but no unknown setting has this name" in message(tmp_path / "given", "typo")
@@ -120,7 +120,7 @@ def test_nested_settings_have_their_full_name(tmp_path: Path) -> None:
     assert model_of(tmp_path, ["*_config.*_scale", "glue"]) is not None
 
 
-def test_generation_takes_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_accepts_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Generation and the server, by their origin. Evaluations and training have their own tests."""
     write_llama(tmp_path / "given", depth_scale=2.0)
     origin = Origin(hf=tmp_path / "given", ignore=("depth_scale",))

@@ -1,4 +1,4 @@
-"""Settings of a config.json of wrong kinds or sizes: one message that lists all; and those that are not read."""
+"""Settings of a config.json with invalid kinds or sizes: one message that lists all; and ignored settings."""
 
 import json
 import shutil
@@ -72,11 +72,11 @@ def message(folder: Path, settings: dict[str, Any]) -> str:
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_type"),
     ],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
+def test_an_invalid_setting_is_named(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
     assert what in message(tmp_path, {**LLAMA, **changes})
 
 
-def test_all_wrong_settings_are_listed(tmp_path: Path) -> None:
+def test_all_invalid_settings_are_listed(tmp_path: Path) -> None:
     values = {"vocab_size": "96", "attention_bias": 1, "rope_theta": "10000", "hidden_size": None, "new_gate": 3}
     text = message(tmp_path, {**LLAMA, **values})
     assert all(f"  {name}" in text for name in values) and text.count("\n") == len(values) + 1
@@ -96,7 +96,7 @@ def test_no_value_of_a_size_is_a_traceback(tmp_path: Path, kind: str, value: Any
         message(tmp_path, {"model_type": kind, name: value})
 
 
-def test_windows_of_llama_are_not_read(tmp_path: Path) -> None:
+def test_windows_of_llama_are_ignored(tmp_path: Path) -> None:
     """transformers' class has none, whatever config.json says; Mistral's and Qwen's have."""
     plain, windows = (
         dict(LLAMA),

@@ -9,7 +9,7 @@ from served import Running, start, stop
 
 from megajax.inference.server.config import ServerConfig
 
-# At the end: none of their names may hide a library's.
+# At the end: none of their names may shadow a library's.
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 

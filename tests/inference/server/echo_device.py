@@ -7,7 +7,7 @@ from collections import abc
 from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 
 BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
-"""Prompts at which logits are not finite, and at which the device is lost."""
+"""Prompts with nonfinite logits, and prompts that lose the device."""
 
 
 class EchoDevice:

@@ -1,4 +1,4 @@
-"""A server in this process: its event loop runs on a thread of its own, its engine runs on a device without a model."""
+"""A server in this process: its event loop runs on its own thread, its engine runs on a device without a model."""
 
 import asyncio
 import sys
@@ -25,7 +25,7 @@ from megajax.tokenizers.conversation import Conversation
 
 @dataclass
 class Running:
-    """A server that runs."""
+    """A running server."""
 
     server: Server
     worker: Worker
@@ -97,7 +97,7 @@ def stop(running: Running) -> None:
 
 
 def main() -> int:
-    """A server in the main thread of its own process, as `serve` has it. Returns its exit code."""
+    """A server in the main thread of its own process, as with `serve`. Returns its exit code."""
     engine = Engine(EchoDevice(seconds=0.003), tokenizer=ByteTokenizerConfig().build())
     worker = Worker(engine)
     model = ServedModel(

@@ -1,4 +1,4 @@
-"""The page of the server offers what its model can do, and the banner counts its weights."""
+"""The page of the server offers the features of its model, and the banner counts its weights."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -22,8 +22,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[tuple[Running, bool]]:
     stop(running)
 
 
-def test_the_models_entry_says_which_routes_it_has(running: tuple[Running, bool]) -> None:
-    """What the page reads; a request to the route that it then chooses is answered."""
+def test_the_models_entry_lists_its_routes(running: tuple[Running, bool]) -> None:
+    """What the page reads; a request to the route that it chooses is answered."""
     server, chats = running
     (card,) = server.ask("/v1/models", method="GET").json()["data"]
     assert (card["chat_template"], card["max_model_len"]) == (chats, 4096)

@@ -1,4 +1,4 @@
-"""`python -m megajax.serve` on a run that has just been trained, asked by the official client."""
+"""`python -m megajax.serve` on a run that was just trained, with requests of the official client."""
 
 import signal
 import subprocess
@@ -40,7 +40,7 @@ def process(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         if line.strip().startswith("queue"):
             break
     rows = dict(line.split(maxsplit=1) for line in banner if " " in line)
-    assert rows["parameters"].startswith("918.9k ")  # without padding of the vocabulary, as training says
+    assert rows["parameters"].startswith("918.9k ")  # Without padding of the vocabulary, as in training.
     assert rows["name"] == "small" and rows["cache"].startswith("256 tokens") and rows["kernel"]
     yield server, rows["address"]
     server.kill()

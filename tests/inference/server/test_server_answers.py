@@ -106,7 +106,7 @@ def test_chats(client: openai.OpenAI) -> None:
 
 
 def test_names_of_special_tokens_are_text(served: Running) -> None:
-    """The byte tokenizer has none; what counts is that the plain twin is asked unless the field says otherwise."""
+    """The byte tokenizer has none; the plain twin is used unless the field says otherwise."""
     body = {"prompt": "</s>"}
     tokens = served.ask("/tokenize", body).json()
     assert tokens == {"tokens": list(b"</s>"), "count": 4, "max_model_len": 4096}
@@ -164,7 +164,7 @@ def test_metrics(served: Running) -> None:
     assert int(values["megajax_time_per_token_seconds_count"]) >= 2
 
 
-def test_the_page_reaches_nothing_else(served: Running) -> None:
+def test_the_page_requests_nothing_else(served: Running) -> None:
     answer = served.ask("/", method="GET")
     page, policy = answer.text, answer.headers["content-security-policy"]
     assert answer.headers["content-type"].startswith("text/html")
@@ -191,7 +191,7 @@ def test_the_log_has_no_prompts(served: Running) -> None:
     assert " 400 " in lines[1]
 
 
-def test_json_is_what_a_guide_makes(served: Running) -> None:
+def test_json_follows_a_guide(served: Running) -> None:
     """The schema goes to the engine."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for asked, guide in (
@@ -204,7 +204,7 @@ def test_json_is_what_a_guide_makes(served: Running) -> None:
         assert json.dumps(served.device.seen[0].sampling.guide) == json.dumps(guide)
 
 
-def test_a_fault_of_the_server_is_json_and_says_nothing(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_json_without_details(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("the inside of the server")
 

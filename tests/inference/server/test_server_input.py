@@ -1,4 +1,4 @@
-"""Requests that are wrong: each gets its status and the name of its field, and nothing of them gets further."""
+"""Invalid requests: each gets its status and the name of its field, and does not reach the engine."""
 
 import json
 import socket
@@ -57,7 +57,7 @@ def error_of(answer: Any) -> dict[str, Any]:
         (b'{"prompt":{"a":1}}', "prompt"),
     ],
 )
-def test_bodies_that_are_wrong(served: Running, body: bytes, param: str | None) -> None:
+def test_invalid_bodies(served: Running, body: bytes, param: str | None) -> None:
     answer = served.ask("/v1/completions", body)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
@@ -112,7 +112,7 @@ def test_bodies_that_are_wrong(served: Running, body: bytes, param: str | None) 
     ],
 )
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_fields_that_are_wrong(served: Running, route: str, field: str, value: Any) -> None:
+def test_invalid_fields(served: Running, route: str, field: str, value: Any) -> None:
     asked = {"prompt": "a"} if route == "/v1/completions" else {"messages": CHATS}
     if route == "/v1/chat/completions" and (field, value) == ("logprobs", True):
         return
@@ -146,7 +146,7 @@ def test_fields_that_are_wrong(served: Running, route: str, field: str, value: A
          "response_format.json_schema"),
     ],
 )  # fmt: skip
-def test_chats_that_are_wrong(served: Running, body: dict[str, Any], param: str) -> None:
+def test_invalid_chats(served: Running, body: dict[str, Any], param: str) -> None:
     answer = served.ask("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
@@ -181,7 +181,7 @@ def test_chats_that_are_wrong(served: Running, body: dict[str, Any], param: str)
         ({"prompts": ["a"], "temprature": 1}, "temprature"),
     ],
 )
-def test_what_megatron_answers_with_status_200(served: Running, body: dict[str, Any], param: str) -> None:
+def test_answers_of_megatron_with_status_200(served: Running, body: dict[str, Any], param: str) -> None:
     answer = served.ask("/api", body, "PUT")
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
@@ -243,7 +243,7 @@ def test_large_bodies_are_refused_unread(served: Running) -> None:
     assert answer.startswith(b"HTTP/1.1 413")
 
 
-def test_what_comes_too_slowly(served: Running) -> None:
+def test_slow_requests(served: Running) -> None:
     began = time.monotonic()
     body = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                b"Content-Length: 100\r\n\r\n{")  # fmt: skip
@@ -254,7 +254,7 @@ def test_what_comes_too_slowly(served: Running) -> None:
     assert time.monotonic() - began < 12
 
 
-def test_headers_that_are_too_large_or_no_http(served: Running) -> None:
+def test_too_large_headers_and_other_protocols(served: Running) -> None:
     for data in (b"GET / HTTP/1.1\r\nX: " + b"y" * 5000, b"\x16\x03\x01\x02\x00\x01\r\n\r\n"):
         assert raw(served, data).startswith(b"HTTP/1.1 400")
 
@@ -270,7 +270,10 @@ def test_more_connections_than_allowed(served: Running) -> None:
 
 
 def raw(served: Running, data: bytes, drip: bytes = b"") -> bytes:
-    """What the server sends until it closes, or nothing comes for five seconds. drip: sent every 0.1 s meanwhile."""
+    """What the server sends until it closes, or until five seconds pass without data.
+
+    drip: sent every 0.1 s meanwhile.
+    """
     received = b""
     with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as connection:
         connection.sendall(data)

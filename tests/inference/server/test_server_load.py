@@ -1,4 +1,4 @@
-"""Too much, too slow, gone: what other clients and the engine see of it."""
+"""Overload, slow clients, lost clients: the effect on other clients and the engine."""
 
 import json
 import socket
@@ -17,14 +17,14 @@ from megajax.inference.server.config import Access, ServerConfig
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    """Four rows, eight requests that wait."""
+    """Four rows, eight waiting requests."""
     config = ServerConfig(queue=8, prompts=8, write_seconds=0.5, stall_seconds=0.3)
     running = start(config, EchoDevice(rows=4, blocks=400, length=4096, seconds=0.002))
     yield running
     stop(running)
 
 
-def test_more_requests_than_the_queue_takes(small: Running) -> None:
+def test_more_requests_than_the_queue_holds(small: Running) -> None:
     small.device.open.clear()
     with ThreadPoolExecutor(40) as pool:
         futures = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
@@ -44,7 +44,7 @@ def test_more_requests_than_the_queue_takes(small: Running) -> None:
     assert {answer.status_code for answer in answers} == {200, 429} and small.all_free()
 
 
-def test_a_list_of_prompts_is_taken_whole_or_not_at_all(small: Running) -> None:
+def test_a_list_of_prompts_is_accepted_completely_or_not_at_all(small: Running) -> None:
     small.device.open.clear()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(small.complete, prompt=["a"] * 8, max_tokens=2)
@@ -58,7 +58,7 @@ def test_a_list_of_prompts_is_taken_whole_or_not_at_all(small: Running) -> None:
 
 
 def open_request(small: Running, *, unsent: int = 0, **body: Any) -> socket.socket:
-    """A connection whose answer nobody reads. unsent: bytes of the body that are announced and do not follow."""
+    """A connection whose answer is not read. unsent: announced bytes of the body that do not follow."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", int(small.url.rpartition(":")[2])))
@@ -69,7 +69,7 @@ def open_request(small: Running, *, unsent: int = 0, **body: Any) -> socket.sock
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None:
+def test_clients_that_disconnect_free_their_blocks(small: Running, stream: bool) -> None:
     for _ in range(10):
         before = len(small.posts())
         connections = [open_request(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
@@ -79,14 +79,14 @@ def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None
             assert connections[0].recv(10)
         for connection in connections:
             connection.close()
-        # The answers alone would take 80 seconds. The last clients may have gone before the server took their requests.
+        # The answers alone would take 80 seconds. The last clients may disconnect before their requests are read.
         assert wait_until(lambda count=before + 10: len(small.posts()) >= count)
         assert small.all_free(), "blocks are not free"
 
 
 @pytest.mark.parametrize("unsent", [0, 100])
-def test_clients_that_go_before_their_answer_are_no_fault_of_the_server(small: Running, unsent: int) -> None:
-    """While the body is read, and while the answer is made."""
+def test_clients_that_disconnect_early_are_no_error_of_the_server(small: Running, unsent: int) -> None:
+    """While the body is read, and while the answer is computed."""
     small.log.clear()
     connection = open_request(small, prompt="abc", max_tokens=4000, unsent=unsent)
     time.sleep(0.05)
@@ -97,8 +97,8 @@ def test_clients_that_go_before_their_answer_are_no_fault_of_the_server(small: R
     assert small.all_free()
 
 
-def test_a_reader_that_does_not_read_is_cut_off(small: Running) -> None:
-    """It costs no other client anything, and its blocks when its time is over."""
+def test_a_reader_that_does_not_read_is_disconnected(small: Running) -> None:
+    """It delays no other client, and frees its blocks when its time is over."""
     slow = open_request(small, prompt=["abc" * 100] * 2, max_tokens=3000, logprobs=20, stream=True)
     while not small.blocks_used():
         time.sleep(0.002)
@@ -110,7 +110,7 @@ def test_a_reader_that_does_not_read_is_cut_off(small: Running) -> None:
     assert small.complete(prompt="ab", max_tokens=4).status_code == 200
 
 
-def test_a_fault_of_one_request_ends_that_request(small: Running) -> None:
+def test_an_error_of_one_request_ends_only_that_request(small: Running) -> None:
     failing_prompt = bytes(BAD).decode()
     with ThreadPoolExecutor(4) as pool:
         unaffected = [pool.submit(small.complete, prompt="ab", max_tokens=100) for _ in range(3)]
@@ -120,13 +120,13 @@ def test_a_fault_of_one_request_ends_that_request(small: Running) -> None:
         assert all(future.result().json()["choices"][0]["text"] == "ab" * 50 for future in unaffected)
     events = small.complete(prompt=failing_prompt, max_tokens=5, stream=True).text.strip().split("\n\n")
     assert json.loads(events[-1][6:])["error"]["type"] == "server_error" and "[DONE]" not in events[-1]
-    # Health needs a step with finite numbers, and requests are taken that make one.
+    # Health needs a step with finite numbers, so a request causes one.
     assert small.ask("/health", method="GET").status_code == 503
     assert small.complete(prompt="ab", max_tokens=2).status_code == 200
     assert small.ask("/health", method="GET").status_code == 200
 
 
-def test_health_says_that_the_engine_hangs(small: Running) -> None:
+def test_health_reports_a_hanging_engine(small: Running) -> None:
     small.device.open.clear()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(small.complete, prompt="ab", max_tokens=2)
@@ -152,7 +152,7 @@ def test_the_death_of_the_engine_ends_the_server() -> None:
     assert any("the server ends" in line for line in running.log)
 
 
-def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
+def test_keys_on_every_route_except_health(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n  second-key-of-some-length \n\n")
     running = start(ServerConfig(), template=None, access=Access(api_key_file=keys))
@@ -175,7 +175,7 @@ def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
     stop(running)
 
 
-def test_a_template_beyond_its_limits_is_refused_and_the_server_goes_on() -> None:
+def test_a_template_beyond_its_limits_is_refused_and_the_server_continues() -> None:
     template = "{% for m in messages %}{{ m.content * (10**10 if m.content == 'b' else 1) }}{% endfor %}"
     running = start(ServerConfig(), template=template)
     for text, status in (("a", 200), ("b", 400), ("a", 200)):
@@ -188,7 +188,7 @@ def test_a_template_beyond_its_limits_is_refused_and_the_server_goes_on() -> Non
 
 @pytest.mark.parametrize("method, path", [("GET", "/"), ("GET", "/metrics"), ("PUT", "/api"), ("GET", "/missing")])
 def test_a_server_without_keys_refuses_other_host_names(small: Running, method: str, path: str) -> None:
-    """After DNS rebinding a browser sends the requests of a web page here, with the name of the page's server."""
+    """After DNS rebinding, a browser sends the requests of a web page here with the name of the page's server."""
     for host in ("evil.example", "evil.example:5000", "localhost.evil.example", "127.0.0.1.evil.example:80", ""):
         answer = small.ask(path, {} if method != "GET" else None, method, headers={"host": host})
         assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
@@ -230,7 +230,7 @@ def test_prompts_and_answers_are_logged_unless_the_request_forbids_it() -> None:
     assert "tokens=6" in without and "xyz" not in without
 
 
-def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
+def test_running_requests_end_after_the_first_signal() -> None:
     running = start(ServerConfig(drain_seconds=10), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
@@ -246,7 +246,7 @@ def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
     running.worker.close()
 
 
-def test_what_does_not_end_in_time_is_cut_off() -> None:
+def test_requests_beyond_the_time_limit_are_ended() -> None:
     running = start(ServerConfig(drain_seconds=0.3), EchoDevice(seconds=0.005))
     with ThreadPoolExecutor(1) as pool:
         futures = pool.submit(running.complete, prompt="ab", max_tokens=4000)

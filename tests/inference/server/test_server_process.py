@@ -42,7 +42,7 @@ def ask(url: str, prompt: str, max_tokens: int) -> Any:
 
 
 def running(pool: ThreadPoolExecutor, url: str, max_tokens: int) -> list[Future[Any]]:
-    """Four requests that the engine works on."""
+    """Four requests in progress in the engine."""
     futures = [pool.submit(ask, url, "ab", max_tokens) for _ in range(4)]
     while 'megajax_running{model="tiny"} 4' not in httpx2.get(f"{url}/metrics", verify=False).text:
         time.sleep(0.01)
@@ -86,7 +86,7 @@ def test_a_lost_device_ends_the_process(process: tuple[subprocess.Popen[str], st
     [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
      ("192.168.0.5", False), ("localhost.example", False), ("", False)],
 )  # fmt: skip
-def test_addresses_that_others_reach_need_keys(host: str, loopback: bool, tmp_path: Path) -> None:
+def test_public_addresses_need_keys(host: str, loopback: bool, tmp_path: Path) -> None:
     assert is_loopback(host) == loopback == (not Access(host=host).problems())
     keys = tmp_path / "keys"
     assert not Access(host=host, api_key_file=keys).problems()
@@ -115,7 +115,7 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
     }
 
 
-def test_command_lines_that_are_wrong(tmp_path: Path) -> None:
+def test_invalid_command_lines(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--run: must be given, or --hf"):
         main([])
     with pytest.raises(UserError, match="is given, and --hf="):

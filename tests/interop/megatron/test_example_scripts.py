@@ -97,7 +97,7 @@ def test_a_script_that_sends_a_job(output: Path, capsys: pytest.CaptureFixture[s
         translated("job.sh", output, "--define=MODE=none")
 
 
-def test_flags_that_megatron_refuses_are_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_fit_in_the_memory_that_they_need_with_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     line += " --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --mock-data"
     line += " --tokenizer-type NullTokenizer --vocab-size 99"

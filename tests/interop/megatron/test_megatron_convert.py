@@ -25,7 +25,7 @@ TRAINED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", ["local", pytest.param("", marks=pytest.mark.slow)])
-def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_trip(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "mixtral" if family else "llama"
     weights = random_tensors(name)
     write_sharded(tmp_path / "theirs", weights, MODELS[name][0], Shares(tensor=2))
@@ -42,7 +42,7 @@ def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_converted_run_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = MODELS["llama"][0]
     moments = {
         "exp_avg": random_tensors("llama", 1),
@@ -60,7 +60,7 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     arrays = StoredArrays(tmp_path / "run" / "checkpoints" / "00000007")
     counts = {name: arrays.value(name) for name in ("step", "optimizer.count", "consumed_samples", "scheduled_samples")}
     assert counts == {"step": 7, "optimizer.count": 7, "consumed_samples": 56, "scheduled_samples": 1}
-    # Quantized weights have no moments to go on from.
+    # Quantized weights have no moments to resume from.
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/int8", "--quantize=int8"])
     assert "optimizer:" not in capsys.readouterr().out
     quantized = yaml.safe_load((tmp_path / "int8/config.yaml").read_text())["checkpoint"]

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM in every layout of ranks give the weights they were made of."""
+"""Checkpoints of Megatron-LM in every layout of ranks give their original weights."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -188,7 +188,7 @@ def test_tensors_of_t5_have_two_names(engine: bool, tmp_path: Path) -> None:
 
 
 def test_shards_with_a_common_file(tmp_path: Path) -> None:
-    """As megatron-core wrote them before 0.19."""
+    """As written by megatron-core before 0.19."""
     weights = random_tensors("llama")
     folder = write_sharded(tmp_path, weights, MODELS["llama"][0], Shares(tensor=2), common="common.pt")
     opened = open_model(tmp_path)
@@ -212,7 +212,7 @@ def test_a_path_of_the_common_object_is_refused(file: str, message: str, tmp_pat
         MegatronCheckpoint(tmp_path)
 
 
-def test_a_common_object_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_common_object_is_refused(tmp_path: Path) -> None:
     write_sharded(tmp_path, random_tensors("llama"), MODELS["llama"][0], Shares())
     path = tmp_path / "iter_0000007" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
@@ -238,7 +238,7 @@ def test_moments_and_masters(write: Any, master: str, tmp_path: Path) -> None:
     assert not any("optimizer" in line for line in opened.dropped)
 
 
-def test_what_is_lost_is_told(tmp_path: Path) -> None:
+def test_losses_of_a_conversion_are_reported(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     write_ranks(tmp_path / "ranks", random_tensors("llama"), args, Shares())
     dropped = open_model(tmp_path / "ranks").dropped
@@ -296,7 +296,7 @@ def test_a_path_in_the_metadata_of_shards_is_refused(tmp_path: Path) -> None:
             MegatronCheckpoint(tmp_path)
 
 
-def test_shards_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+def test_truncated_shards_are_refused(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     write_sharded(tmp_path, random_tensors("llama"), args, Shares(), common="common.pt")
     path = tmp_path / "iter_0000007" / "__0_0.distcp"
@@ -306,7 +306,7 @@ def test_shards_that_are_cut_off_are_refused(tmp_path: Path) -> None:
         all_weights(opened)
 
 
-def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     weights = random_tensors("llama")
     write_ranks(tmp_path, weights, args, Shares(tensor=2, pipeline=2))
@@ -319,7 +319,7 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
         MegatronCheckpoint(tmp_path)
 
 
-def test_a_model_that_the_arguments_are_not_of(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_the_arguments(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     write_ranks(tmp_path, random_tensors("llama"), {**args, "ffn_hidden_size": 32, "num_layers": 2}, Shares())
     with pytest.raises(UserError) as caught:
@@ -329,7 +329,7 @@ def test_a_model_that_the_arguments_are_not_of(tmp_path: Path) -> None:
     assert "decoder.layers.3.mlp.linear_fc2.weight: the model has no such weight" in text
 
 
-def test_features_that_we_lack_are_named_together(tmp_path: Path) -> None:
+def test_unsupported_features_are_listed_together(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     lacking = {"qk_clip": True, "position_embedding_type": "mrope"}
     write_ranks(tmp_path, random_tensors("llama"), {**args, **lacking}, Shares())

@@ -1,4 +1,4 @@
-"""Files of torch.save: what is read of them, and what is refused without being executed."""
+"""Files of torch.save: the parts that are read, and refusals without execution."""
 
 import builtins
 import io
@@ -98,7 +98,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_an_odd_pickle_is_refused(kind: str) -> None:
+def test_an_unusual_pickle_is_refused(kind: str) -> None:
     with pytest.raises(UserError, match=r"its pickle (was refused|is damaged)"):
         read_pickle(ODD[kind], "a.pt")
 
@@ -130,7 +130,7 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
-def test_an_archive_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_an_archive_round_trips(tmp_path: Path) -> None:
     path, expected = tmp_path / "model_optim_rng.pt", arrays()
     args = Record("argparse.Namespace", (), {"layers": 2, "dtype": Name("torch.bfloat16"), "window": (127, 0)})
     lazy = LazyTensor((2, 2), np.dtype(np.float32), lambda: np.eye(2, dtype=np.float32))
@@ -202,7 +202,7 @@ def test_a_damaged_archive_is_refused(kind: str, tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_a_directory_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_points_outside_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     write_archive(path, {"a": np.arange(6, dtype=np.float32)})
     data = bytearray(path.read_bytes())
@@ -230,7 +230,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(offset: int, shape: tuple[in
 
 
 def test_a_file_within_a_file(tmp_path: Path) -> None:
-    """As shards of torch.distributed.checkpoint are."""
+    """Like shards of torch.distributed.checkpoint."""
     inner, path = io.BytesIO(), tmp_path / "__0_0.distcp"
     write_archive_to(inner, np.arange(6, dtype=np.float32))
     path.write_bytes(b"before" + inner.getvalue() + b"after")
@@ -285,7 +285,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_pickle_that_would_never_end_or_fill_memory_is_refused(kind: str) -> None:
+def test_a_pickle_without_an_end_or_of_endless_size_is_refused(kind: str) -> None:
     with pytest.raises(UserError, match=r"a\.pt: (refused|its pickle)") as caught:
         read_pickle(b"\x80\x02" + BOMBS[kind] + b".", "a.pt", SMALL)
     assert len(str(caught.value)) < 400

@@ -1,4 +1,4 @@
-"""Shell scripts are followed and never run: conditions that are not known keep both ways, and values their reason."""
+"""Shell scripts are followed, never run: unknown conditions keep both branches, unknown values their reason."""
 
 import shutil
 import subprocess
@@ -142,8 +142,8 @@ def test_control_flow_with_known_values(text: str, expected: str) -> None:
     assert " | ".join(texts(follow(text))) == expected
 
 
-def test_each_of_these_scripts_means_the_same_to_bash(tmp_path: Path) -> None:
-    """The expectations above are those of a shell, where one is installed."""
+def test_bash_agrees_on_the_meaning_of_each_script(tmp_path: Path) -> None:
+    """The expectations above are those of a shell, if one is installed."""
     if (bash := shutil.which("bash")) is None:
         pytest.skip("no bash")
     quiet = 'run() { echo "run $*"; }; python() { echo "python $*"; }; sleep() { exit; }; sbatch() { bash; }; '
@@ -154,7 +154,7 @@ def test_each_of_these_scripts_means_the_same_to_bash(tmp_path: Path) -> None:
         assert done.stdout.strip() == expected, text
 
 
-def test_a_condition_that_is_not_known_keeps_both_ways() -> None:
+def test_an_unknown_condition_keeps_both_branches() -> None:
     text = "A=0\nB=1\nif [ -f no-such-file ]; then\n  A=1\nfi\nrun $A $B"
     (command,) = (script := follow(text)).commands
     reason = "line 3: [ -f no-such-file ] is not known and decides on $A (true: 1; false: 0): "
@@ -168,12 +168,12 @@ def test_a_condition_that_is_not_known_keeps_both_ways() -> None:
         follow(text, assume={"3": "yes"})
 
 
-def test_ways_that_change_nothing_need_no_answer() -> None:
+def test_branches_without_an_effect_need_no_answer() -> None:
     text = "if [ ! -d out ]; then echo new; mkdir out; fi\ncd x || exit 1\nif grep -q a b; then echo found; fi\nrun"
     assert texts(follow(text)) == ["run"]
 
 
-def test_a_way_that_ends_the_script_is_left_with_a_note() -> None:
+def test_a_branch_that_ends_the_script_is_left_with_a_note() -> None:
     script = follow("if [ ! -f pretrain.txt ]; then\n  echo missing >&2\n  exit 1\nfi\nrun")
     assert texts(script) == ["run"]
     assert script.notes == (
@@ -182,7 +182,7 @@ def test_a_way_that_ends_the_script_is_left_with_a_note() -> None:
     assert texts(follow("if [ -f x ]; then exit; fi\nrun", assume={"1": "true"})) == []
 
 
-def test_variables_that_are_not_set_count_as_empty_in_conditions_with_a_note() -> None:
+def test_unset_variables_count_as_empty_in_conditions_with_a_note() -> None:
     text = 'F=(--a)\nif [ -n "${KEY}" ]; then\n  F+=(--b ${NAME:-x})\nfi\nrun ${F[@]}'
     script = follow(text)
     assert texts(script) == ["run --a"]
@@ -191,20 +191,20 @@ def test_variables_that_are_not_set_count_as_empty_in_conditions_with_a_note() -
     assert "argument 1 of the script is not set" in follow('if [ "$1" = -d ]; then D=1; fi\nrun').notes[0]
 
 
-def test_commands_of_both_ways_are_read_with_a_note() -> None:
+def test_commands_of_both_branches_are_read_with_a_note() -> None:
     script = follow("if [ -d x ]; then python a.py --x 1; else python a.py --x 2; fi")
     assert texts(script) == ["python a.py --x 1", "python a.py --x 2"]
     assert "decides on a command: --assume=1=true or --assume=1=false" in script.notes[0]
 
 
-def test_a_case_whose_word_is_not_known() -> None:
+def test_a_case_of_an_unknown_word() -> None:
     text = "M=$(hostname)\ncase $M in\n  a*) N=1;;\n  b) N=2;;\nesac\nrun $N"
     (command,) = follow(text).commands
     assert "a*: 1; b: 2; …: not set" in command.words[1].unknown[0] and "--assume=2=b" in command.words[1].unknown[0]
     assert texts(follow(text, assume={"2": "b"})) == ["run 2"]
 
 
-def test_a_loop_whose_turns_are_not_known() -> None:
+def test_a_loop_with_an_unknown_number_of_iterations() -> None:
     (command,) = follow("A=0\nwhile read -r LINE; do A=1; done < file\nrun $A").commands
     assert "decides on $A (true: 1; false: 0)" in command.words[1].unknown[0]
     (command,) = follow("for i in $(seq 3); do A+=x; done\nrun $A").commands
@@ -258,12 +258,12 @@ def test_other_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("A=1\n(( A + (B = 2) ))", r"line 2: an assignment inside of \(\( A"),
     ],
 )
-def test_what_is_no_script_or_has_no_end(text: str, message: str) -> None:
+def test_files_that_are_no_complete_script(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         follow(text)
 
 
-def test_plain_commands_that_change_nothing_are_read() -> None:
+def test_plain_commands_without_an_effect_are_read() -> None:
     text = 'set -euo pipefail\nmkdir -p "$(dirname "$A")"\n. env.sh\nprintf "A %s" 1 > log\nA=0\nunset A\nrun ${A:-x}'
     *_, last = commands(text)
     assert [word.text for word in last.words] == ["run", "x"]
