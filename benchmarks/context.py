@@ -27,7 +27,7 @@ import outcome
 from megajax.command_line.parser import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.data.rows.attention_work import RowWork, imbalance
+from megajax.data.rows.balancing import RowWork, imbalance
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate

@@ -27,8 +27,8 @@ from megajax.data.configs import BlendConfig, ChatConfig, LoaderConfig, MockConf
 from megajax.data.rows.blend import weighted_index
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.packing import best_fit
-from megajax.data.text.index import IndexRequest, build_index
-from megajax.data.text.indexed import IndexedTokens, IndexedWriter
+from megajax.data.text.gpt_index import IndexRequest, build_index
+from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter
 from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 

@@ -85,7 +85,7 @@ def write_index(prefix: Path, documents: int) -> int:
 
 
 def write_documents(prefix: Path, mean: int, tokens: int) -> None:
-    from megajax.data.text.indexed import IndexedWriter
+    from megajax.data.text.indexed_dataset import IndexedWriter
 
     draw = np.random.default_rng(0)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:

@@ -26,7 +26,7 @@ from PIL import Image
 from megajax.batch import Leaf
 from megajax.data.configs import AugmentConfig, ClassFoldersConfig, Rows
 from megajax.data.images.decoding import StoredPicture
-from megajax.data.images.tiles import tile_image
+from megajax.data.images.transforms import tile_image
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 RAND_AUGMENT = AugmentConfig(operations=2, magnitude=9)

@@ -23,7 +23,7 @@ from train_speed import Bench
 
 from megajax.config import load
 from megajax.data.configs import MaskedSentencesConfig, MaskedSpansConfig, Rows
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.models.presets.bert import bert
 from megajax.models.presets.gpt import gpt3

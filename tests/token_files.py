@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 
 EOD = 99
 

@@ -31,7 +31,7 @@ from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
-from megajax.storage.working_folder import delete_folder
+from megajax.storage.atomic_folders import delete_folder
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 LAST_SAVE_TIMEOUT_SECONDS = 5.0

@@ -14,29 +14,33 @@ from megajax.data.benchmarks.config import (
     SquadConfig,
 )
 from megajax.data.chat.config import ChatConfig
-from megajax.data.choices import DataConfig
 from megajax.data.config import CyclicConfig, LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.images.config import (
     AugmentConfig,
     ClassFoldersConfig,
     ClassImagesConfig,
     CropConfig,
+    DigitCaptionsConfig,
     DigitsConfig,
     ImageShardsConfig,
+    ImageTextConfig,
+    ImageTextRowsConfig,
     MaskFoldersConfig,
+    MockCaptionsConfig,
     MockImagesConfig,
     MockMasksConfig,
 )
-from megajax.data.images.image_text_config import (
-    DigitCaptionsConfig,
-    ImageTextConfig,
-    ImageTextRowsConfig,
-    MockCaptionsConfig,
+from megajax.data.masked.config import (
+    LibrarySentencesConfig,
+    LibrarySpansConfig,
+    LibraryWordPieceConfig,
+    MaskedConfig,
+    MaskedSentencesConfig,
+    MaskedSpansConfig,
+    PairsConfig,
 )
-from megajax.data.masked.config import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig, PairsConfig
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
-from megajax.data.text.library_config import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
 
 __all__ = [
     "AugmentConfig",
@@ -79,3 +83,32 @@ __all__ = [
     "StandardLibraryConfig",
     "TokenFilesConfig",
 ]
+
+
+DataConfig = (
+    BlendConfig
+    | ChatConfig
+    | ClassFoldersConfig
+    | DigitCaptionsConfig
+    | DigitsConfig
+    | FillInMiddleConfig
+    | GlueConfig
+    | ImageShardsConfig
+    | ImageTextConfig
+    | LibrarySentencesConfig
+    | LibrarySpansConfig
+    | MaskFoldersConfig
+    | MaskedSentencesConfig
+    | MaskedSpansConfig
+    | MockCaptionsConfig
+    | MockConfig
+    | MockGlueConfig
+    | MockImagesConfig
+    | MockMasksConfig
+    | MockRaceConfig
+    | MockSquadConfig
+    | PairsConfig
+    | RaceConfig
+    | SquadConfig
+    | StandardLibraryConfig
+)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.rows.splits import Rows
-from megajax.data.text.indexed import IndexedTokens
+from megajax.data.text.indexed_dataset import IndexedTokens
 from megajax.storage.reading import with_retries
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.files import read_lines, read_text

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     add("--overwrite", action="store_true", help="replace existing files")
     options = parser.parse_args(argv)
     # By name, so that the front door can report a package that is not installed.
-    merge = resolve("megajax.data.text.indexed:merge")
+    merge = resolve("megajax.data.text.indexed_dataset:merge")
     merged = merge(options.input, options.output_prefix, overwrite=options.overwrite)
     print(f"{merged.documents:,} documents, {len(merged):,} sequences, {merged.total:,} tokens of "
           f"{merged.dtype.name}, {merged.total * merged.dtype.itemsize:,} bytes: {options.output_prefix}")  # fmt: skip

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 def texts(files: Sequence[Any], key: str) -> Iterator[str]:
     """The lines of text files, and the texts of JSON lines and Parquet. UserErrors name the file and line."""
     format_of = resolve("megajax.data.preprocessing.text_formats:format_of")
-    lines = resolve("megajax.data.preprocessing.document_rules:EachLine")
+    lines = resolve("megajax.data.preprocessing.text_files:EachLine")
     for file in files:
         kind = format_of(file.format, lines(), (key,))
         for chunk in kind.chunks(file, CHUNK_BYTES, len):

@@ -3,8 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from megajax.data.rows.attention_work import RowWork
-from megajax.data.rows.balancing import Balancing
+from megajax.data.rows.balancing import Balancing, RowWork
 from megajax.models.facts import count_flops, facts_of
 
 

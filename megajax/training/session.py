@@ -16,9 +16,9 @@ from megajax.batch import Leaf, Params
 from megajax.config.errors import ConfigError, UserError, demand_members
 from megajax.config.schema import members
 from megajax.config.tree import check
+from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
-from megajax.data.text.missing_files import demand_files
 from megajax.faults.activity import Activity, Stage
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices

@@ -15,7 +15,7 @@ from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.folder import FILE, RunHistory, base_fault, folder_fault
 from megajax.checkpoint.local.sets import LocalSet, SetIndex
 from megajax.config.errors import UserError
-from megajax.storage.new_folder import LOCK, SUFFIX, new_folder
+from megajax.storage.atomic_folders import LOCK, SUFFIX, new_folder
 
 
 def victim_in(folder: Path) -> Path:

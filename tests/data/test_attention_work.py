@@ -9,8 +9,16 @@ import pytest
 from token_files import tokenizer, write_random
 
 from megajax.data.configs import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
-from megajax.data.rows.attention_work import RowWork, device_scores, document_lengths, imbalance, lengths_of_row, scores
-from megajax.data.rows.balancing import Imbalance, balance_rows
+from megajax.data.rows.balancing import (
+    Imbalance,
+    RowWork,
+    balance_rows,
+    device_scores,
+    document_lengths,
+    imbalance,
+    lengths_of_row,
+    scores,
+)
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.configs import text_schema
 

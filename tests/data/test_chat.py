@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.data.configs import ChatConfig, Rows
-from megajax.data.rows.attention_work import document_lengths, scores
+from megajax.data.rows.balancing import document_lengths, scores
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
 from megajax.kernels.attention import cudnn

@@ -14,8 +14,8 @@ from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_
 from megajax.data.configs import BlendConfig, ChatConfig, CyclicConfig, MaskedSpansConfig, MockConfig, PairsConfig, Rows
 from megajax.data.images.folders import ClassFolder, MaskFolder
 from megajax.data.rows.blend import BlendedDataset, BlendIndex
-from megajax.data.rows.items import ItemRows, RowOrder
-from megajax.data.rows.source import files_of
+from megajax.data.rows.row_source import files_of
+from megajax.data.rows.shuffled_items import ItemRows, RowOrder
 from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -152,7 +152,7 @@ def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
 
 
 def test_rows_of_two_token_files_name_all(tmp_path: Path) -> None:
-    from megajax.data.pairs.rows import PairedTokens, Pairs
+    from megajax.data.pairs import PairedTokens, Pairs
 
     sides = [write(tmp_path / name, [range(1, 30)] * 9) for name in ("source", "target")]
     paired = PairedTokens("p", tuple(map(str, sides)))

@@ -15,9 +15,9 @@ from token_files import tokenizer, write
 
 from megajax.data.configs import BlendConfig, Rows
 from megajax.data.images.decoding import read_at, read_bounded
-from megajax.data.rows.items import UnreadableItem
 from megajax.data.rows.loader import read_rows
-from megajax.data.text.indexed import IndexedTokens, index_path, tokens_path
+from megajax.data.rows.shuffled_items import UnreadableItem
+from megajax.data.text.indexed_dataset import IndexedTokens, index_path, tokens_path
 from megajax.models.configs import text_schema
 from megajax.storage import reading
 from megajax.storage.reading import ChangedFile, ReadError, ReadFile, with_retries
@@ -142,7 +142,7 @@ def test_the_end_of_a_program_closes_files_without_a_message(tmp_path: Path) -> 
     prefix = write(tmp_path / "side", DOCUMENTS)
     code = f"""
 import os
-from megajax.data.text.indexed import IndexedTokens
+from megajax.data.text.indexed_dataset import IndexedTokens
 os.kept = IndexedTokens({str(prefix)!r})  # lives longer than the functions of the module
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

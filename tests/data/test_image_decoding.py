@@ -14,7 +14,8 @@ from PIL import Image, ImageOps
 from megajax.config import optional_packages as missing
 from megajax.config.errors import UserError
 from megajax.data.configs import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
-from megajax.data.images.augmentation import (
+from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
+from megajax.data.images.transforms import (
     OPERATIONS,
     Crop,
     augment_image,
@@ -23,8 +24,7 @@ from megajax.data.images.augmentation import (
     inner_box,
     random_crop,
 )
-from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
-from megajax.data.rows.items import UnreadableItem
+from megajax.data.rows.shuffled_items import UnreadableItem
 
 WHOLE = (10**6, 10**6)
 

@@ -17,7 +17,7 @@ from megajax.config.errors import UserError
 from megajax.data.configs import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig, Rows
 from megajax.data.images.decoding import ArrayPicture
 from megajax.data.images.digits import NAMES
-from megajax.data.images.tiles import affordable_tiles, fit_image, grid, tile_image
+from megajax.data.images.transforms import affordable_tiles, fit_image, grid, tile_image
 from megajax.data.rows.loader import read_rows
 from megajax.models.configs import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig, MultimodalTokenizerConfig

@@ -13,8 +13,8 @@ import pytest
 from token_files import write
 
 from megajax.config.errors import UserError
-from megajax.data.text import indexed
-from megajax.data.text.indexed import (
+from megajax.data.text import indexed_dataset
+from megajax.data.text.indexed_dataset import (
     CODES,
     IndexedTokens,
     IndexedWriter,
@@ -144,7 +144,7 @@ def test_a_large_index_is_checked_once(tmp_path: Path, monkeypatch: pytest.Monke
     """Not at each start: with 10^9 sequences it has 20 GB."""
     write(tmp_path / "a", [[1, 2], [3], [4]])
     damage(index_path(tmp_path / "a"), 38, struct.pack("<i", 3))  # the length of a sequence in the middle
-    monkeypatch.setattr(indexed, "CHECK_ROWS", 2)
+    monkeypatch.setattr(indexed_dataset, "CHECK_ROWS", 2)
     large = IndexedTokens(tmp_path / "a")
     for check in (large.check_tables, lambda: large.identity(tmp_path / "cache")):
         with pytest.raises(UserError, match="offset of sequence 2 at byte 62: expected 10, found 6"):
@@ -169,7 +169,7 @@ def test_damage_is_named_by_an_optimised_python_too(tmp_path: Path) -> None:
     """python -O removes every assert."""
     write(tmp_path / "a", [[1, 2], [3]])
     damage(index_path(tmp_path / "a"), *FAULTS["last document"][:2])
-    code = f"from megajax.data.text.indexed import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"
+    code = f"from megajax.data.text.indexed_dataset import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"
     process = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
     assert "last entry of the document table at byte 74: expected 2, found 3" in process.stderr
 

@@ -13,7 +13,7 @@ from gangs import children
 
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.preprocessing import WorkerDied
-from megajax.storage.working_folder import hold
+from megajax.storage.atomic_folders import hold
 from tests.data.text_jobs import job, lines, only_output
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.data.configs import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig, Rows
-from megajax.data.text.indexed import IndexedTokens
-from megajax.data.text.library import corpus, sentences
+from megajax.data.masked.library_text import corpus, sentences
+from megajax.data.text.indexed_dataset import IndexedTokens
 from megajax.models.presets.bert import bert
 from megajax.models.presets.t5 import t5
 from megajax.tokenizers.byte import ByteTokenizer

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
 from megajax.data.configs import LoaderConfig
-from megajax.data.rows.attention_work import RowWork, scores
-from megajax.data.rows.balancing import Balancing, balance_rows
+from megajax.data.rows.balancing import Balancing, RowWork, balance_rows, scores
 from megajax.data.rows.loader import Loader, LocalRows, read_rows
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.configs import text_schema

@@ -8,11 +8,11 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.data.configs import BlendConfig, MaskedSentencesConfig, Rows
-from megajax.data.masked.index import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
 from megajax.data.masked.masking import Masking, NgramMasking
+from megajax.data.masked.sample_map import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
 from megajax.data.masked.sentences import truncate
 from megajax.data.rows.loader import read_rows
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
 from megajax.models.configs import BertConfig, text_schema
 

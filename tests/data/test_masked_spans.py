@@ -10,7 +10,7 @@ from megajax.config.errors import UserError
 from megajax.data.configs import MaskedSpansConfig, Rows
 from megajax.data.masked.spans import with_sentinels
 from megajax.data.rows.loader import read_rows
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
 from megajax.models.configs import T5Config

@@ -6,9 +6,8 @@ import pytest
 
 from megajax.config import UserError
 from megajax.data.configs import BlendConfig, MaskedSentencesConfig, MockConfig, PairsConfig
-from megajax.data.preprocessing.options import parse
-from megajax.data.preprocessing.tokenizer_options import tokenizer_options
-from megajax.data.text.missing_files import demand_files
+from megajax.data.preprocessing.missing_token_files import demand_files
+from megajax.data.preprocessing.options import parse, tokenizer_options
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

@@ -18,11 +18,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
-from megajax.data.preprocessing.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess, preprocess_text
 from megajax.data.preprocessing.report import Counts, Progress
-from megajax.data.preprocessing.text_files import Chunk, TextFile, open_text
+from megajax.data.preprocessing.text_files import (
+    Chunk,
+    EachLine,
+    EachParagraph,
+    MarkedLines,
+    TextFile,
+    WholeFile,
+    open_text,
+)
 from megajax.data.preprocessing.text_formats import PlainText
 from megajax.preprocess import main
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig

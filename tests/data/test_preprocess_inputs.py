@@ -13,10 +13,9 @@ import pytest
 from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
 from megajax.data.preprocessing import text_formats
-from megajax.data.preprocessing.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess
-from megajax.data.preprocessing.text_files import find_files
+from megajax.data.preprocessing.text_files import EachLine, EachParagraph, MarkedLines, WholeFile, find_files
 from megajax.data.preprocessing.text_formats import format_of, partitions
 from megajax.tokenizers.config import NullTokenizerConfig
 from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts

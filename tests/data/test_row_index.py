@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
-from megajax.data.text import index as index_module
-from megajax.data.text.index import Epochs, IndexRequest, build_index, plan_epochs
+from megajax.data.text import gpt_index as index_module
+from megajax.data.text.gpt_index import Epochs, IndexRequest, build_index, plan_epochs
 from megajax.storage.index_cache import load_or_build
 
 

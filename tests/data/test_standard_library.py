@@ -10,7 +10,7 @@ from token_files import tokenizer
 
 from megajax.config.errors import UserError
 from megajax.data.configs import Rows, StandardLibraryConfig
-from megajax.data.text.indexed import tokens_path
+from megajax.data.text.indexed_dataset import tokens_path
 from megajax.data.text.standard_library import choose, corpus, source_files
 from megajax.models.configs import text_schema
 

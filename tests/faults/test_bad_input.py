@@ -11,7 +11,7 @@ import pytest
 
 from megajax.command_line.parser import parse
 from megajax.config.errors import UserError
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.job import train
 from megajax.models.configs import text_schema
 from megajax.training import setup

@@ -17,9 +17,9 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.data.configs import BlendConfig, CyclicConfig, Rows
 from megajax.data.rows.cyclic import CyclicRows
-from megajax.data.rows.source import index_files_of
+from megajax.data.rows.row_source import index_files_of
 from megajax.data.rows.splits import Splits
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.start import data_files
 from megajax.job.start import resume as resuming
 from megajax.job.start.data_files import DataFiles

@@ -41,7 +41,7 @@ from megajax.interop.peft.settings import CONFIG, read_settings
 from megajax.interop.stored_model import StoredModel
 from megajax.layers.configs import LoRAConfig
 from megajax.optim.config import AdamWConfig
-from megajax.storage.new_folder import new_folder
+from megajax.storage.atomic_folders import new_folder
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 32,
@@ -337,7 +337,7 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next(tmp_path: Path, c
     code = f"""
 import os, sys
 from pathlib import Path
-from megajax.storage.new_folder import new_folder
+from megajax.storage.atomic_folders import new_folder
 with new_folder(Path({str(tmp_path / "new")!r})) as folder:
     (folder / "weights").write_text("half of them")
     print(folder, flush=True)

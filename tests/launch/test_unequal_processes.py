@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gangs import REPOSITORY, TINY, TRAIN, free_port
 
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 
 RULE = "p - lr * direction"
 

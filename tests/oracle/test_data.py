@@ -16,7 +16,14 @@ from megajax.data.rows.blend import BlendedDataset, weighted_index
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.rows.loader import LocalRows
 from megajax.data.rows.splits import NAMES, parse_split, split_bounds
-from megajax.data.text.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
+from megajax.data.text.indexed_dataset import (
+    IndexedTokens,
+    IndexedWriter,
+    has_modes,
+    index_path,
+    token_dtype,
+    tokens_path,
+)
 from megajax.models.configs import text_schema
 
 FOLDER = (

@@ -22,7 +22,7 @@ from token_files import tokenizer, write
 
 from megajax.config.errors import UserError
 from megajax.data.configs import BlendConfig, Rows
-from megajax.data.rows import blend
+from megajax.data.text import gpt
 from megajax.models.configs import text_schema
 from megajax.storage.index_cache import load_or_build, verify
 
@@ -286,13 +286,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the indices built, in order."""
     names: list[str] = []
-    original = blend.build_index
+    original = gpt.build_index
 
     def build_and_count(lengths: np.ndarray, request: Any, name: str, new: Any) -> Any:
         names.append(name)
         return original(lengths, request, name, new)
 
-    monkeypatch.setattr(blend, "build_index", build_and_count)
+    monkeypatch.setattr(gpt, "build_index", build_and_count)
     return names
 
 

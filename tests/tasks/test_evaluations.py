@@ -18,7 +18,7 @@ from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.configs import BlendConfig
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.evaluate import folder_config, main
 from megajax.interop.huggingface.registry import families
 from megajax.job.job import train

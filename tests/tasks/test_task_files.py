@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig
 from megajax.tasks.loglikelihood import Choices, Lambada, cloze, encode_pair, with_prefix

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.text.indexed import IndexedTokens, IndexedWriter, merge
+from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, merge
 from megajax.tools.merge import main
 
 pytestmark = pytest.mark.smoke

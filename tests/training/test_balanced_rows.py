@@ -14,8 +14,8 @@ from small_jobs import VOCABULARY, model, run_config
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
 from megajax.data.configs import BlendConfig, LoaderConfig, MockConfig
-from megajax.data.rows.attention_work import RowWork
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.rows.balancing import RowWork
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.banner import banner
 from megajax.job.start.resume import facts
 from megajax.layers.configs import (

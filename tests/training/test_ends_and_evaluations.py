@@ -11,7 +11,7 @@ from megajax.command_line.parser import parse
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 from megajax.data.configs import BlendConfig, MockConfig
-from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.faults.config import ResilienceConfig
 from megajax.job.hooks import Evaluate, PaddedRows
 from megajax.job.job import train

@@ -12,7 +12,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.data.benchmarks.config import GLUE, TEST, VALIDATION, GlueConfig, GlueFormat
-from megajax.data.benchmarks.sequence_pairs import Examples, Row, SequenceBuilder, example_splits, read_lines
+from megajax.data.benchmarks.examples import Examples, Row, SequenceBuilder, example_splits, read_lines
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.chat.config import ChatConfig
 from megajax.data.chat.files import Conversations, Reader, skipped_lines
-from megajax.data.configs import ChatConfig
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
-from megajax.data.rows.source import ORDER_SAMPLE, check_row, data_seed
+from megajax.data.rows.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds
 from megajax.storage.index_cache import index_folder
 from megajax.tokenizers.base import Tokenizer, token_id

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megajax.config.optional_packages import require
-from megajax.data.rows.items import UnreadableItem
+from megajax.data.rows.shuffled_items import UnreadableItem
 from megajax.storage.reading import is_transient
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")

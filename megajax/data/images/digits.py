@@ -7,11 +7,11 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import DigitCaptionsConfig, DigitsConfig
+from megajax.data.images.config import DigitCaptionsConfig, DigitsConfig
 from megajax.data.images.decoding import ArrayPicture, Picture
 from megajax.data.images.image_text import Sample, caption_sample, image_text_rows
 from megajax.data.images.labelled import class_rows, demand_classes
-from megajax.data.rows.items import items_by_label, splits_from_shares
+from megajax.data.rows.shuffled_items import items_by_label, splits_from_shares
 from megajax.data.rows.splits import Rows, Splits
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -9,11 +9,11 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import ClassFoldersConfig, MaskFoldersConfig
+from megajax.data.images.config import ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, read_bounded
 from megajax.data.images.labelled import Framing, MaskRows, class_rows, demand_classes, image_size
 from megajax.data.progress import Progress
-from megajax.data.rows.items import MakeRows, RowOrder, items_by_label, splits_from_items, splits_from_shares
+from megajax.data.rows.shuffled_items import MakeRows, RowOrder, items_by_label, splits_from_items, splits_from_shares
 from megajax.data.rows.splits import Rows, Splits
 
 KINDS = ("images", "masks")

@@ -7,10 +7,10 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import AugmentConfig, ClassImagesConfig, CropConfig
-from megajax.data.images.augmentation import Crop, augment_image, crop_classes, crop_image, inner_box, random_crop
+from megajax.data.images.config import AugmentConfig, ClassImagesConfig, CropConfig
 from megajax.data.images.decoding import Picture
-from megajax.data.rows.items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
+from megajax.data.images.transforms import Crop, augment_image, crop_classes, crop_image, inner_box, random_crop
+from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 
 IGNORED = 255
 """Class of ignored pixels."""

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.data.configs import MockCaptionsConfig, MockImagesConfig, MockMasksConfig
+from megajax.data.images.config import MockCaptionsConfig, MockImagesConfig, MockMasksConfig
 from megajax.data.images.decoding import ArrayPicture
 from megajax.data.images.image_text import Sample, caption_sample, image_text_rows
 from megajax.data.images.labelled import COUNTS, IGNORED, image_size
-from megajax.data.rows.items import splits_from_items
-from megajax.data.rows.source import check_row, data_seed
+from megajax.data.rows.row_source import check_row, data_seed
+from megajax.data.rows.shuffled_items import splits_from_items
 from megajax.data.rows.splits import Rows, Splits
 
 CLASSES = 10

@@ -20,11 +20,11 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
-from megajax.data.configs import ImageShardsConfig
+from megajax.data.images.config import ImageShardsConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
 from megajax.data.images.labelled import ClassRows, class_rows, demand_classes
 from megajax.data.progress import Progress
-from megajax.data.rows.items import UnreadableItem, items_by_label, splits_from_items, splits_from_shares
+from megajax.data.rows.shuffled_items import UnreadableItem, items_by_label, splits_from_items, splits_from_shares
 from megajax.data.rows.splits import Rows, Splits, config_paths
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build
 

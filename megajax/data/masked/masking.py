@@ -1,13 +1,10 @@
 """Choice of the masked tokens of a text: random n-grams of words, as in Megatron-LM."""
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-
-from megajax.data.rows.source import SEEDS
 
 GEOMETRIC = 0.2
 """Parameter of the geometric distribution of span lengths (Joshi et al. 2020, "SpanBERT", section 3.1)."""
@@ -27,23 +24,6 @@ class Masking:
     """Lengths of n-grams follow a geometric distribution; false: their probability falls with 1/n."""
     longer: bool = False
     """Probabilities rise with length instead of falling; only without `geometric`."""
-
-
-class SampleGenerators:
-    """A generator for each row, seeded with a seed plus the row's number.
-
-    Each thread has a single generator, because seeding takes a tenth of the time of creating one.
-    """
-
-    def __init__(self, seed: int):
-        self._seed, self._local = seed, threading.local()
-
-    def of(self, row: int) -> np.random.RandomState:
-        """The generator of a row; valid until the next call in this thread."""
-        if not hasattr(self._local, "generator"):
-            self._local.generator = np.random.RandomState(0)
-        self._local.generator.seed((self._seed + row) % SEEDS)
-        return self._local.generator
 
 
 class NgramMasking:

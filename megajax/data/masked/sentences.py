@@ -5,10 +5,10 @@ from functools import partial
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.data.configs import MaskedSentencesConfig
-from megajax.data.masked.rows import MaskedBuilder, MaskedSamples, MaskingTokenizer, SampleMap, demand_tokens
+from megajax.data.masked.config import MaskedSentencesConfig
+from megajax.data.masked.samples import MaskedBuilder, MaskedSamples, MaskingTokenizer, SampleMap, demand_tokens
 from megajax.data.rows.splits import Rows, Splits
-from megajax.data.text.indexed import IndexedTokens
+from megajax.data.text.indexed_dataset import IndexedTokens
 
 MASKED = 0.8
 """Share of the chosen tokens that become the mask token; half of the others become a random one."""

@@ -7,11 +7,11 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import MaskedSpansConfig
-from megajax.data.masked.rows import MaskedBuilder, MaskedSamples, MaskingTokenizer, SampleMap, demand_tokens
-from megajax.data.pairs.two_sided import two_sided_row, two_sided_specials
+from megajax.data.masked.config import MaskedSpansConfig
+from megajax.data.masked.encoder_decoder import two_sided_row, two_sided_specials
+from megajax.data.masked.samples import MaskedBuilder, MaskedSamples, MaskingTokenizer, SampleMap, demand_tokens
 from megajax.data.rows.splits import Rows, Splits
-from megajax.data.text.indexed import IndexedTokens
+from megajax.data.text.indexed_dataset import IndexedTokens
 
 SPECIAL = 2
 """Unused positions of a row of the encoder, as in Megatron-LM."""

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.data.preprocessing.document_rules import DocumentRule, EachLine, WholeFile
-from megajax.data.preprocessing.text_files import Chunk, TextFile, open_text
+from megajax.data.preprocessing.text_files import Chunk, DocumentRule, EachLine, TextFile, WholeFile, open_text
 
 LIMITS = Limits(bytes=2**31)
 """Of the text up to the next document of a file, which is in memory at once."""

@@ -1,24 +1,18 @@
 """Blends of datasets: the dataset of each row, and the number of rows of each dataset."""
 
 import math
-import warnings
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, TokenFilesConfig
-from megajax.data.rows.attention_work import lengths_of_row
-from megajax.data.rows.source import check_row, damaged_index, data_seed, files_of
+from megajax.data.config import TokenFilesConfig
+from megajax.data.rows.balancing import lengths_of_row
+from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
-from megajax.data.text.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
-from megajax.data.text.index import IndexRequest, RowIndex, build_index, least_tokens, split_tokens
-from megajax.data.text.indexed import integer_tokens
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build
 
 MAXIMUM_DATASETS = 32766
@@ -212,7 +206,7 @@ class BlendBuilder[Data: Dataset]:
 
     def read(self, path: str) -> Any:
         """The token file of a path."""
-        return integer_tokens(path)
+        raise NotImplementedError
 
     def build(self, rows: Rows) -> Splits:
         """Row sources of the config's files for the splits that a run requests; None for the others.
@@ -290,65 +284,3 @@ class BlendBuilder[Data: Dataset]:
         arrays = load_or_build(self.folder, description, build)
         scaled = lengths if weights is None else weights.tolist()
         return BlendedDataset(datasets, BlendIndex(**arrays), scaled, arrays.files)
-
-
-class DatasetBuilder(BlendBuilder[GPTDataset]):
-    """Rows for language models; splits are shares of the sequences."""
-
-    def __init__(self, config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
-        super().__init__(config, seed=seed)
-        self.tokenizer, self.drop_last = tokenizer, config.drop_last
-        self.options = RowOptions(
-            sequence_length=sequence_length,
-            extra=int(config.extra_token),
-            reset_positions=config.reset_positions,
-            reset_attention_mask=config.reset_attention_mask,
-            eod_mask_loss=config.eod_mask_loss,
-            isolate_documents=config.isolate_documents,
-        )
-
-    def units(self, tokens: TokenSource) -> int:
-        return len(tokens.lengths)
-
-    def dataset(
-        self, tokens: TokenSource, identity: str, split: str, bounds: tuple[int, int], rows: int | None
-    ) -> GPTDataset:
-        request = IndexRequest(
-            first=bounds[0],
-            last=bounds[1],
-            rows=rows,
-            sequence_length=self.options.sequence_length,
-            seed=self.seed,
-            extra=self.options.extra,
-            drop_last=self.drop_last or split != "valid",
-        )
-        description = {"kind": "gpt", "data": identity, "split": split, **asdict(request), **asdict(self.options)}
-        description |= {"tokenizer": self.tokenizer.identity, "pad": pad_token(self.tokenizer)}
-        name = f"{tokens.prefix}, split {split}"
-        arrays = load_or_build(
-            self.folder, description, lambda new: build_index(tokens.lengths, request, name, new)._asdict()
-        )
-        index = RowIndex(**arrays)
-        passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
-        total = split_tokens(tokens.lengths, request, least_tokens(request))
-        if total < least_tokens(request):
-            plural = "s" * (total != 1)
-            warnings.warn(
-                f"{name}: has {total} token{plural}, but a row reads {least_tokens(request)}: its documents are "
-                f"repeated within rows, {passes} times in all, as in Megatron-LM. Give it a larger share in "
-                "data.split, or more data.",
-                stacklevel=2,
-            )
-        dataset = self.make(tokens, identity, index, passes)
-        dataset.index_files = arrays.files
-        return dataset
-
-    def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
-        """The dataset of an index."""
-        return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
-
-
-def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Rows of tokens for the splits that a run requests; see `BlendBuilder.build`."""
-    builder = DatasetBuilder(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
-    return builder.build(rows)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.configs import CyclicConfig
-from megajax.data.rows.attention_work import lengths_of_row
-from megajax.data.rows.source import check_row, files_of, index_files_of
+from megajax.data.config import CyclicConfig
+from megajax.data.rows.balancing import lengths_of_row
+from megajax.data.rows.row_source import check_row, files_of, index_files_of
 
 LARGEST = (1 << 32) // 20
 """With this many rows or more, PyTorch uses another algorithm for permutations."""

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import LoaderConfig
+from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import BalancedSteps, Balancing, Imbalance
-from megajax.data.rows.source import RowSource
+from megajax.data.rows.row_source import RowSource
 from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
 from megajax.storage.reading import RETRIES, ChangedFile, ReadError, wait_for, with_retries
 

@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from megajax.data.rows.attention_work import imbalance, scores
+from megajax.data.rows.balancing import imbalance, scores
 
 FILLING = 0.2
 """Share of the tokens, from the shortest pieces, that `balanced_fit` uses to fill rows. With log-normal lengths they

@@ -22,7 +22,7 @@ class BlendConfig(TokenFilesConfig):
     Example: `mj.BlendConfig(paths=("0.3", "data/web", "0.7", "data/code"), split="969,30,1")`
     """
 
-    target: ClassVar[str] = "megajax.data.rows.blend:build_splits"
+    target: ClassVar[str] = "megajax.data.text.gpt:build_splits"
 
     reset_positions: bool = False
     """Restart positions at 0 after each end-of-document token."""

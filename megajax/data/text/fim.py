@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.data.configs import FillInMiddleConfig
-from megajax.data.masked.masking import SampleGenerators
-from megajax.data.rows.blend import DatasetBuilder
-from megajax.data.rows.source import SEEDS
+from megajax.data.rows.row_source import SEEDS, SampleGenerators
 from megajax.data.rows.splits import Rows, Splits
-from megajax.data.text.gpt import GPTDataset, TokenSource
-from megajax.data.text.index import RowIndex
+from megajax.data.text.config import FillInMiddleConfig
+from megajax.data.text.gpt import DatasetBuilder, GPTDataset, TokenSource
+from megajax.data.text.gpt_index import RowIndex
 from megajax.tokenizers.base import Tokenizer, token_id
 
 SNAPSHOT_ROWS = 256

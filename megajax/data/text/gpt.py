@@ -1,15 +1,21 @@
 """Rows for language models: a fixed number of tokens from a stream of shuffled documents."""
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from megajax.data.rows.source import check_row, check_vocabulary, damaged_index, files_of, order_checksum
-from megajax.data.text.index import RowIndex
-from megajax.data.text.indexed import Piece
+from megajax.batch import Schema
+from megajax.data.rows.blend import BlendBuilder
+from megajax.data.rows.row_source import check_row, check_vocabulary, damaged_index, files_of, order_checksum
+from megajax.data.rows.splits import Rows, Splits
+from megajax.data.text.config import BlendConfig
+from megajax.data.text.gpt_index import IndexRequest, RowIndex, build_index, least_tokens, split_tokens
+from megajax.data.text.indexed_dataset import IndexedTokens, Piece, integer_tokens
+from megajax.storage.index_cache import load_or_build
 
 NO_PAD = -1
 """Padding value for tokenizers without a pad token; not a valid token."""
@@ -25,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class TokenSource(Protocol):
-    """Sequences of tokens: a token file (`megajax.data.text.indexed`) or generated data (`megajax.data.text.mock`)."""
+    """Sequences of tokens: of a token file (`text.indexed_dataset`), or generated (`text.mock`)."""
 
     prefix: Path
     dtype: np.dtype
@@ -210,3 +216,68 @@ class GPTDataset:
         if new_segment.any():
             segments = np.cumsum(new_segment, dtype=np.int32)
         return _constant(positions), _constant(segments)
+
+
+class DatasetBuilder(BlendBuilder[GPTDataset]):
+    """Rows for language models; splits are shares of the sequences."""
+
+    def __init__(self, config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
+        super().__init__(config, seed=seed)
+        self.tokenizer, self.drop_last = tokenizer, config.drop_last
+        self.options = RowOptions(
+            sequence_length=sequence_length,
+            extra=int(config.extra_token),
+            reset_positions=config.reset_positions,
+            reset_attention_mask=config.reset_attention_mask,
+            eod_mask_loss=config.eod_mask_loss,
+            isolate_documents=config.isolate_documents,
+        )
+
+    def read(self, path: str) -> IndexedTokens:
+        return integer_tokens(path)
+
+    def units(self, tokens: TokenSource) -> int:
+        return len(tokens.lengths)
+
+    def dataset(
+        self, tokens: TokenSource, identity: str, split: str, bounds: tuple[int, int], rows: int | None
+    ) -> GPTDataset:
+        request = IndexRequest(
+            first=bounds[0],
+            last=bounds[1],
+            rows=rows,
+            sequence_length=self.options.sequence_length,
+            seed=self.seed,
+            extra=self.options.extra,
+            drop_last=self.drop_last or split != "valid",
+        )
+        description = {"kind": "gpt", "data": identity, "split": split, **asdict(request), **asdict(self.options)}
+        description |= {"tokenizer": self.tokenizer.identity, "pad": pad_token(self.tokenizer)}
+        name = f"{tokens.prefix}, split {split}"
+        arrays = load_or_build(
+            self.folder, description, lambda new: build_index(tokens.lengths, request, name, new)._asdict()
+        )
+        index = RowIndex(**arrays)
+        passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
+        total = split_tokens(tokens.lengths, request, least_tokens(request))
+        if total < least_tokens(request):
+            plural = "s" * (total != 1)
+            warnings.warn(
+                f"{name}: has {total} token{plural}, but a row reads {least_tokens(request)}: its documents are "
+                f"repeated within rows, {passes} times in all, as in Megatron-LM. Give it a larger share in "
+                "data.split, or more data.",
+                stacklevel=2,
+            )
+        dataset = self.make(tokens, identity, index, passes)
+        dataset.index_files = arrays.files
+        return dataset
+
+    def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
+        """The dataset of an index."""
+        return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
+
+
+def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of tokens for the splits that a run requests; see `BlendBuilder.build`."""
+    builder = DatasetBuilder(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
+    return builder.build(rows)

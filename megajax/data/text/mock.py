@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.data.configs import BlendConfig, MockConfig
-from megajax.data.rows.blend import DatasetBuilder
 from megajax.data.rows.splits import Rows, Splits, parse_split
-from megajax.data.text.gpt import Tokenizer
-from megajax.data.text.indexed import Piece
+from megajax.data.text.config import BlendConfig, MockConfig
+from megajax.data.text.gpt import DatasetBuilder, Tokenizer
+from megajax.data.text.indexed_dataset import Piece
 
 DOCUMENTS = 100_000
 MAX_DOCUMENT_LENGTH = 4096

@@ -12,12 +12,11 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, StandardLibraryConfig
-from megajax.data.rows.blend import DatasetBuilder
-from megajax.data.rows.source import data_seed
+from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits, parse_split
-from megajax.data.text.gpt import Tokenizer
-from megajax.data.text.indexed import IndexedTokens, IndexedWriter, token_dtype
+from megajax.data.text.config import BlendConfig, StandardLibraryConfig
+from megajax.data.text.gpt import DatasetBuilder, Tokenizer
+from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, token_dtype
 from megajax.storage.index_cache import content_key, user_cache
 
 BYTE_EOD = 256

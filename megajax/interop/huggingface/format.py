@@ -36,7 +36,7 @@ from megajax.interop.huggingface.safetensors import ShardWriter
 from megajax.interop.runs.writer import Advance
 from megajax.interop.stored_model import Options, StoredModel, stored_foreign
 from megajax.interop.tokenizers.files import copy_files
-from megajax.storage.new_folder import new_folder
+from megajax.storage.atomic_folders import new_folder
 
 LONGEST = 60
 """Characters of a setting in a message."""

@@ -19,7 +19,7 @@ from megajax.interop.peft.settings import CONFIG
 from megajax.interop.runs.writer import Advance, converted
 from megajax.interop.stored_model import Options, StoredModel
 from megajax.optim.groups import trainable
-from megajax.storage.new_folder import new_folder
+from megajax.storage.atomic_folders import new_folder
 
 SAMPLE = 16
 """Elements of each dimension at both ends of a weight that are compared with the base model's."""

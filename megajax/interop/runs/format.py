@@ -36,7 +36,7 @@ from megajax.interop.stored_model import Options, StoredModel
 from megajax.interop.tokenizers.files import copy_files
 from megajax.layers.param import ParamSpec
 from megajax.pipeline.partition import row_order
-from megajax.storage.new_folder import new_folder
+from megajax.storage.atomic_folders import new_folder
 
 
 class StepWeights:

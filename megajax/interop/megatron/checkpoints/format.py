@@ -41,7 +41,7 @@ from megajax.interop.runs.writer import Advance, StateArray
 from megajax.interop.stored_model import Options, StoredModel, TrainingState, stored_foreign
 from megajax.layers.param import ParamSpec
 from megajax.optim.config import AdamWConfig
-from megajax.storage.new_folder import new_folder
+from megajax.storage.atomic_folders import new_folder
 from megajax.training.run_config import RunConfig
 
 

@@ -1,6 +1,7 @@
 """The interface of row sources, and their common checks and identifiers."""
 
 import os
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
@@ -88,3 +89,20 @@ def data_seed(config_seed: int | None, run: int) -> int:
     if not 0 <= seed < SEEDS:
         raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {seed}.")
     return seed
+
+
+class SampleGenerators:
+    """A generator for each row, seeded with a seed plus the row's number.
+
+    Each thread has a single generator, because seeding takes a tenth of the time of creating one.
+    """
+
+    def __init__(self, seed: int):
+        self._seed, self._local = seed, threading.local()
+
+    def of(self, row: int) -> np.random.RandomState:
+        """The generator of a row; valid until the next call in this thread."""
+        if not hasattr(self._local, "generator"):
+            self._local.generator = np.random.RandomState(0)
+        self._local.generator.seed((self._seed + row) % SEEDS)
+        return self._local.generator

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.configs import MaskedConfig
-from megajax.data.masked.index import MaskedRequest, build_masked_index
-from megajax.data.masked.masking import Masking, NgramMasking, SampleGenerators
+from megajax.data.masked.config import MaskedConfig
+from megajax.data.masked.masking import Masking, NgramMasking
+from megajax.data.masked.sample_map import MaskedRequest, build_masked_index
 from megajax.data.rows.blend import BlendBuilder, Dataset
-from megajax.data.rows.source import check_row, check_vocabulary, files_of, order_checksum
-from megajax.data.text.indexed import IndexedTokens
+from megajax.data.rows.row_source import SampleGenerators, check_row, check_vocabulary, files_of, order_checksum
+from megajax.data.text.indexed_dataset import IndexedTokens, integer_tokens
 from megajax.storage.index_cache import load_or_build
 
 
@@ -144,6 +144,9 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
             geometric=config.geometric,
             longer=config.longer_ngrams,
         )
+
+    def read(self, path: str) -> IndexedTokens:
+        return integer_tokens(path)
 
     def units(self, tokens: Any) -> int:
         return tokens.documents

@@ -11,8 +11,8 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import BenchmarkConfig
-from megajax.data.rows.items import ItemRows, RowOrder, splits_from_items
-from megajax.data.rows.source import data_seed
+from megajax.data.rows.row_source import data_seed
+from megajax.data.rows.shuffled_items import ItemRows, RowOrder, splits_from_items
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 

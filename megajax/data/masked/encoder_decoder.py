@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.data.masked.rows import MaskingTokenizer
+from megajax.data.masked.samples import MaskingTokenizer
 
 
 class TwoSidedSpecials(NamedTuple):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.data.configs import PairsConfig, TokenFilesConfig
-from megajax.data.preprocessing.tokenizer_options import tokenizer_options
+from megajax.data.config import TokenFilesConfig
+from megajax.data.masked.config import PairsConfig
+from megajax.data.preprocessing.options import tokenizer_options
 from megajax.data.rows.splits import parse_paths
-from megajax.data.text.indexed import index_path, tokens_path
+from megajax.data.text.indexed_dataset import index_path, tokens_path
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,

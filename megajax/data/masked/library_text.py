@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megajax.batch import Schema
+from megajax.data.masked.config import LibraryTextConfig, LibraryWordPieceConfig
 from megajax.data.preprocessing.sentences import split_sentences
-from megajax.data.rows.source import data_seed
+from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
-from megajax.data.text.indexed import IndexedTokens, IndexedWriter, token_dtype
-from megajax.data.text.library_config import LibraryTextConfig, LibraryWordPieceConfig
+from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, token_dtype
 from megajax.data.text.standard_library import library_root, load_or_create, select_files
 from megajax.storage.index_cache import atomic_write, content_key
 from megajax.tokenizers.base import Tokenizer

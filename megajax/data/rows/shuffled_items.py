@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.images.config import ImagesConfig
-from megajax.data.rows.source import check_row, data_seed, files_of, index_files_of, order_checksum
+from megajax.data.rows.row_source import check_row, data_seed, files_of, index_files_of, order_checksum
 from megajax.data.rows.splits import Range, Rows, Splits, parse_split, split_bounds
 
 TRIES = 1000
@@ -51,6 +50,15 @@ class DivisibleItems(Items, Protocol):
         ...
 
 
+class OrderConfig(Protocol):
+    """The settings of a config that an order needs."""
+
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def on_error(self) -> Literal["stop", "skip"]: ...
+
+
 class RowOrder(NamedTuple):
     """Number, order and randomness of the rows of a split, and the handling of unreadable items."""
 
@@ -63,7 +71,7 @@ class RowOrder(NamedTuple):
     on_error: Literal["stop", "skip"] = "stop"
 
     @classmethod
-    def of(cls, config: ImagesConfig, rows: int | None, seed: int, split: int) -> "RowOrder":
+    def of(cls, config: OrderConfig, rows: int | None, seed: int, split: int) -> "RowOrder":
         """The order that a config asks for. seed: the run's."""
         return cls(rows, data_seed(config.seed, seed), split, config.on_error)
 

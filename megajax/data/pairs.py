@@ -9,13 +9,13 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.configs import PairsConfig
-from megajax.data.masked.rows import MaskingTokenizer, demand_tokens
-from megajax.data.pairs.two_sided import two_sided_row, two_sided_specials
+from megajax.data.masked.config import PairsConfig
+from megajax.data.masked.encoder_decoder import two_sided_row, two_sided_specials
+from megajax.data.masked.samples import MaskingTokenizer, demand_tokens
 from megajax.data.rows.blend import BlendBuilder
-from megajax.data.rows.source import check_row, check_vocabulary, files_of, order_checksum
+from megajax.data.rows.row_source import check_row, check_vocabulary, files_of, order_checksum
 from megajax.data.rows.splits import Rows, Splits
-from megajax.data.text.indexed import integer_tokens
+from megajax.data.text.indexed_dataset import integer_tokens
 
 
 class PairedTokens:

@@ -1,13 +1,20 @@
-"""Folders with temporary names: a lock tells those that a killed process left from those of a living one."""
+"""Atomic creation of folders: written under a temporary name, flushed, renamed."""
 
 import contextlib
 import fcntl
+import glob
 import os
+import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
+
+from megajax.config.errors import UserError
+from megajax.storage.disk import demand_space, flush_folder, flush_to_disk
+from megajax.storage.write_errors import write_fault
 
 LOCK = ".lock"
 """The file in such a folder that its writer holds a lock on."""
@@ -61,3 +68,41 @@ def delete_folder(folder: Path, tries: int = 20) -> None:
 
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+SUFFIX = ".converting"
+"""End of the temporary name."""
+
+
+@contextmanager
+def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
+    """A folder beside `target` that gets its name if the block ends without an error, and is deleted otherwise.
+
+    A killed process leaves NAME.TOKEN.converting, which the next process with the same target deletes. needed: bytes
+    that will be written. Raises UserError if `target` exists or another process is writing it, if there is not enough
+    space, or if it can't be written.
+    """
+    target = target.absolute()
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} exists already: name another folder, or move it away")
+    for other in delete_abandoned(target.parent.glob(f"{glob.escape(target.name)}.*{SUFFIX}")):
+        raise UserError(f"another process is writing {target} as {other.name}: wait for it, or name another folder")
+    folder, lock = target.with_name(f"{target.name}.{secrets.token_hex(4)}{SUFFIX}"), -1
+    try:
+        folder.mkdir(parents=True)
+        lock = hold(folder)
+        demand_space(folder, needed)
+        yield folder
+        flush_folder(folder)
+        if target.exists():
+            raise UserError(f"{target} was created by another process in the meantime")
+        (folder / LOCK).unlink()
+        flush_to_disk(folder)
+        folder.rename(target)
+        flush_to_disk(target.parent)
+    except OSError as error:
+        raise UserError(f"{target} can't be written: {write_fault(error)}. Nothing is left.") from error
+    finally:
+        delete_folder(folder)
+        if lock >= 0:
+            os.close(lock)
