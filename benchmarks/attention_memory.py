@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.command_line.parser import front_door
 from megajax.kernels.attention.capability import Kernel
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, CrossAttentionConfig, DenseMLPConfig, LayerNormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
@@ -45,7 +44,7 @@ def layers(kernel: Kernel) -> dict[str, BlockConfig]:
     cross = CrossAttentionConfig(heads=HEADS, bias=True, kernel=kernel)
     return {
         "bert": BlockConfig(mixer=replace(mixer, causal=False), **common),
-        "t5": CrossBlockConfig(mixer=mixer, cross=cross, **common),
+        "t5": BlockConfig(mixer=mixer, cross=cross, **common),
     }
 
 

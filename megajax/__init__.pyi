@@ -60,13 +60,9 @@ from megajax.interop.huggingface.folder import model_of as model_of
 from megajax.job.notebook import Run as Run
 from megajax.job.notebook import setup as setup
 from megajax.layers.attention.config import AttentionConfig as AttentionConfig
-from megajax.layers.attention.config import LatentAttentionConfig as LatentAttentionConfig
+from megajax.layers.attention.config import CrossAttentionConfig as CrossAttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig as LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig as BlockConfig
-from megajax.layers.block.config import FeedForwardBlockConfig as FeedForwardBlockConfig
-from megajax.layers.block.config import MixerBlockConfig as MixerBlockConfig
-from megajax.layers.block.config import PostNormBlockConfig as PostNormBlockConfig
-from megajax.layers.block.cross_config import CrossAttentionConfig as CrossAttentionConfig
-from megajax.layers.block.cross_config import CrossBlockConfig as CrossBlockConfig
 from megajax.layers.lora.config import LoRAConfig as LoRAConfig
 from megajax.layers.mamba.config import Mamba1Config as Mamba1Config
 from megajax.layers.mamba.config import Mamba2Config as Mamba2Config

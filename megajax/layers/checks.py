@@ -53,3 +53,10 @@ def head_sides(heads: tuple[int, int], groups: tuple[int, int], tensor: int, set
         on_all = max(count, tensor) if copied else count
         if on_all % tensor == 0:
             yield Side(name, f"{count} of {size} over parallel.tensor={tensor} are", on_all * size // tensor)
+
+
+def missing_members(config: object, protocol: type) -> list[str]:
+    """Members of the protocol that the config lacks."""
+    protocols = [cls for cls in protocol.__mro__ if cls.__module__ not in ("typing", "builtins")]
+    names = {name: None for cls in protocols for name in (*vars(cls), *cls.__annotations__) if not name.startswith("_")}
+    return [name for name in names if not hasattr(config, name)]

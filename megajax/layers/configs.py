@@ -3,16 +3,13 @@
 Sizes that all layers share (hidden size, number of layers, standard deviation of initial weights) belong to the model.
 """
 
-from megajax.layers.attention.config import AttentionConfig, LatentAttentionConfig, SelfAttentionConfig
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig, SelfAttentionConfig
 from megajax.layers.block.config import (
-    AnyBlockConfig,
     BlockConfig,
-    FeedForwardBlockConfig,
-    MixerBlockConfig,
-    PostNormBlockConfig,
+    MixerConfig,
     shared_bias,
 )
-from megajax.layers.block.residual import MixerConfig
 from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
@@ -39,13 +36,12 @@ from megajax.layers.stack.config import StackConfig
 
 __all__ = [
     "LARGEST",
-    "AnyBlockConfig",
     "AttentionConfig",
     "BlockConfig",
     "CapacityConfig",
+    "CrossAttentionConfig",
     "DenseMLPConfig",
     "DispatchConfig",
-    "FeedForwardBlockConfig",
     "FeedForwardConfig",
     "GatedMLPConfig",
     "IdentityNormConfig",
@@ -58,11 +54,9 @@ __all__ = [
     "MLPConfig",
     "Mamba1Config",
     "Mamba2Config",
-    "MixerBlockConfig",
     "MixerConfig",
     "MoEConfig",
     "NormConfig",
-    "PostNormBlockConfig",
     "QuantizationConfig",
     "RMSNormConfig",
     "RelativeBiasConfig",

@@ -108,7 +108,8 @@ class Matmul:
     inputs: Elements
     outputs: Elements
     result: Part | None = None
-    """The part that the result belongs to if it is saved for the backward pass; None: no gradient needs it."""
+    """The part that the result belongs to if it is saved for the backward pass; None: no gradient needs it. residual:
+    the output of a sub-layer, which a block saves if it needs the sum or normalises the output."""
     weights: int = 1
     """Number of weights."""
     joined: bool = False
@@ -347,13 +348,6 @@ def norm_weights(name: str, norm: Any, size: int) -> tuple[Weight, ...]:
     return prefixed(name, norm.weights(size)) if isinstance(norm, Norm) else ()
 
 
-def missing_members(config: object, protocol: type) -> list[str]:
-    """Members of the protocol that the config lacks."""
-    protocols = [cls for cls in protocol.__mro__ if cls.__module__ not in ("typing", "builtins")]
-    names = {name: None for cls in protocols for name in (*vars(cls), *cls.__annotations__) if not name.startswith("_")}
-    return [name for name in names if not hasattr(config, name)]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
     """A device's part of a microbatch."""
@@ -405,7 +399,13 @@ class BlockFacts:
     tensors: Mapping[Part, Elements]
     mixers: tuple[MixerFacts, ...]
     parts: int = 2
-    """Sub-layers, each with a norm and a residual addition."""
+    """Sub-layers, each with a residual addition."""
+    read_norms: int = 2
+    """Norms whose outputs are read by sub-layers."""
+    normalised_outputs: int = 0
+    """Outputs of sub-layers that are normalised, and saved for that as parts of `residual`."""
+    normalised_sums: int = 0
+    """Sums of the residual stream that are normalised; they have no name."""
     memory_ratio: float = 0.0
     """Tokens of the preceding section that the block reads, per token of its own."""
     experts: tuple[ExpertFacts, ...] = ()
@@ -456,11 +456,13 @@ class BlockFacts:
     def tensor_bytes(self, part: Part, share: Share) -> float:
         """Bytes of a tensor of the block, for a microbatch on a device."""
         if part in ("input", "residual"):
-            times = 1 if part == "input" else self.parts - 1
-            return times * share.tokens * self.hidden * share.residual_width / share.sequence
+            width = share.residual_width
+            if part == "residual":
+                width = (self.parts - 1) * width + self.normalised_outputs * share.width
+            return width * share.tokens * self.hidden / share.sequence
         if part == "norm":
             # Outputs of norms, saved as matmuls read them: gathered along the sequence.
-            return share.tokens * self.parts * self.hidden * share.width
+            return share.tokens * self.read_norms * self.hidden * share.width
         heads = sum(mixer.heads for mixer in self.mixers if mixer.fused) * (part == "core_attention")
         return share.tokens * (self.elements(part).local(share.tensor) * share.width + 4 * heads / share.tensor)
 
@@ -479,6 +481,7 @@ class BlockFacts:
         # for attention as well; norms have several matmuls, which save about as much as one output.
         ratio = operand_width / share.width
         output = self.elements("core_attention").local(share.tensor) * share.tokens * share.width * (ratio < 1)
+        rows += self.normalised_sums * share.tokens * self.hidden * share.residual_width / share.sequence
         return named + rows - (1 - ratio) * self.tensor_bytes("activation", share) + ratio * output
 
     def host_bytes(self, policy: SavePolicy, share: Share) -> float:

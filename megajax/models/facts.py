@@ -13,7 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.layers.configs import AnyBlockConfig, LoRAConfig, StackConfig
+from megajax.layers.checks import missing_members
+from megajax.layers.configs import BlockConfig, LoRAConfig, StackConfig
 from megajax.layers.facts import (
     BlockFacts,
     LayerBuilder,
@@ -22,7 +23,6 @@ from megajax.layers.facts import (
     Side,
     Weight,
     idle_size,
-    missing_members,
     norm_weights,
     prefixed,
     total_size,
@@ -137,7 +137,7 @@ class HeadFacts:
     """Matmuls per scored position before the scores."""
     pairs: int = 0
     """Multiply-adds of attention per scored position."""
-    ahead: tuple[AnyBlockConfig, ...] = ()
+    ahead: tuple[BlockConfig, ...] = ()
     """Blocks of multi-token prediction, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
 
     @property
@@ -254,7 +254,7 @@ def count_parameters(model: Any) -> ParameterCount:
     return ParameterCount(layers, embedding, sum(_used_size(weight, ids) for weight in head.weights), idle)
 
 
-def _blocks(sections: Sequence[SectionFacts], head: HeadFacts) -> list[tuple[SectionFacts, AnyBlockConfig, int]]:
+def _blocks(sections: Sequence[SectionFacts], head: HeadFacts) -> list[tuple[SectionFacts, BlockConfig, int]]:
     """Every block of the sections and the head, and how often it is applied."""
     blocks = [(section, block, times) for section in sections for block, times in section.stack.repeated_blocks()]
     return blocks + [(sections[-1], block, 1) for block in head.ahead]
@@ -298,14 +298,14 @@ def count_flops(model: Facts) -> Flops:
     return Flops(causal=6 * (once + full + masked / 2) / row, full=6 * (once + full + masked) / row)
 
 
-def block_facts(section: SectionFacts, blocks: Sequence[AnyBlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
+def block_facts(section: SectionFacts, blocks: Sequence[BlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
     """Facts of blocks in a section, in a model with this compute dtype."""
     shape = section.hidden, section.length, dtype, section.memory_length
     return tuple(_block_facts(block, *shape) for block in blocks)
 
 
 @lru_cache(maxsize=4096)
-def _block_facts(block: AnyBlockConfig, hidden: int, length: int, dtype: str, memory_length: int) -> BlockFacts:
+def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str, memory_length: int) -> BlockFacts:
     return block.facts(hidden=hidden, length=length, dtype=dtype, memory_length=memory_length)
 
 

@@ -9,7 +9,7 @@ grouped queries and gated MLPs, and biases and learned positions are not counted
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megajax.layers.configs import AnyBlockConfig
+from megajax.layers.configs import BlockConfig
 from megajax.layers.facts import BlockFacts, Norm, Share, total_size
 from megajax.layers.recompute import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
@@ -114,7 +114,7 @@ def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
     (cfg, *more), head = model.section_facts(), model.head_facts()
     if more or ids_below(model) is None or not isinstance(cfg.norm, Norm):
         return None
-    if any(len(block.sub_layers) != 2 for block in cfg.stack.pattern):
+    if any(len(block.parts()) != 2 for block in cfg.stack.pattern):
         return None
     hidden, table, pipeline = cfg.hidden, cfg.hidden * head.columns, setting.pipeline
     tied = not any("vocab" in weight.axes for weight in head.tables)
@@ -138,7 +138,7 @@ def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
     )
 
 
-def _parameters(blocks: Sequence[AnyBlockConfig], hidden: int) -> tuple[int, int, int]:
+def _parameters(blocks: Sequence[BlockConfig], hidden: int) -> tuple[int, int, int]:
     """Parameters of blocks: those that `tensor` shards, those on all its devices, and those of experts."""
     return (
         sum(block.megatron_matrices(hidden) for block in blocks),

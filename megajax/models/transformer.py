@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.layers.configs import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
+from megajax.layers.configs import BlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Side, SupportsContext
 from megajax.layers.recompute import Part, Recompute, Recomputing, format_recompute
 from megajax.layers.stack.config import SegmentsConfig
@@ -54,7 +54,7 @@ class TransformerConfig:
         """Positions in a row, as attention sees them."""
         raise NotImplementedError
 
-    def named_blocks(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, for each block in the config."""
         return {f"stack.{setting}": block for setting, block in self.stack.named_blocks().items()}
 

@@ -20,7 +20,7 @@ from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
 from megajax.interop.megatron.shell.interpreter import read_script
 from megajax.interop.megatron.shell.state import Command
-from megajax.layers.block.residual import ResidualBlock
+from megajax.layers.configs import BlockConfig
 from megajax.storage.write_errors import write_fault
 from megajax.tools.json_output import first_word
 from megajax.training.run_config import RunConfig
@@ -311,12 +311,12 @@ class _Writer:
     def __init__(self, always_written: Collection[str]):
         self.always_written = always_written
         self.names_path = False
-        self.blocks: dict[ResidualBlock, tuple[str, str]] = {}
+        self.blocks: dict[BlockConfig, tuple[str, str]] = {}
         """Each distinct block is a variable before the config: (name, expression)."""
 
     def expression(self, value: Any, setting: str, column: int, indent: str) -> str:
         """The value as Python, from `column` of the current line; further lines begin with `indent`."""
-        if isinstance(value, ResidualBlock):
+        if isinstance(value, BlockConfig):
             if value not in self.blocks:
                 name = f"block_{len(self.blocks) + 1}" if self.blocks else "block"
                 self.blocks[value] = name, ""

@@ -11,8 +11,7 @@ from megajax.data.configs import MaskedSpansConfig, Rows
 from megajax.data.masked.spans import with_sentinels
 from megajax.data.rows.loader import read_rows
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, CrossAttentionConfig, DenseMLPConfig, StackConfig
 from megajax.models.configs import T5Config
 
 VOCABULARY = 100
@@ -98,7 +97,7 @@ def test_t5_reads_these_rows(prefix):
     sizes = {"hidden": 8, "vocabulary_size": VOCABULARY, "sequence_length": 30, "encoder_length": 48}
     mlp, attention = DenseMLPConfig(ffn=8), AttentionConfig(heads=2)
     block = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=mlp)
-    write = CrossBlockConfig(mixer=attention, cross=CrossAttentionConfig(heads=2), mlp=mlp)
+    write = BlockConfig(mixer=attention, cross=CrossAttentionConfig(heads=2), mlp=mlp)
     stacks = {"encoder": StackConfig(pattern=(block,), repeats=1), "stack": StackConfig(pattern=(write,), repeats=1)}
     model = T5Config(**sizes, **stacks)
     assert model.schema().keys() == MaskedSpansConfig().leaves().keys()

@@ -16,12 +16,10 @@ from megajax.inference.step_arrays import Bucket
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
-    FeedForwardBlockConfig,
     GatedMLPConfig,
     LatentAttentionConfig,
     Mamba1Config,
     Mamba2Config,
-    MixerBlockConfig,
     RelativeBiasConfig,
     RMSNormConfig,
     RopeConfig,
@@ -60,8 +58,8 @@ MAMBA = Mamba2Config(heads=8, head_dim=6, state=5, groups=2, chunk=8, bias=True)
 
 def nemotron() -> DecoderConfig:
     """Blocks of one mixer or one feed-forward each, without a repeated pattern."""
-    mixer, mlp = MixerBlockConfig(mixer=MAMBA), FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
-    attention = MixerBlockConfig(mixer=HEADS)
+    mixer, mlp = BlockConfig(mixer=MAMBA), BlockConfig(mlp=GatedMLPConfig(ffn=48))
+    attention = BlockConfig(mixer=HEADS)
     return replace(decoder(HEADS), stack=SegmentsConfig.of((mixer, mlp, mixer, mlp, mixer, attention, mlp, mixer)))
 
 

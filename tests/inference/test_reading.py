@@ -9,9 +9,9 @@ from test_programs import CHUNK, HEADS, LENGTH, VOCABULARY, Logits, Step, loaded
 
 from megajax.inference.programs import CacheSize, LoadedModel, Programs
 from megajax.inference.step_arrays import Bucket, lengths_up_to
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     BlockConfig,
+    CrossAttentionConfig,
     GatedMLPConfig,
     LayerNormConfig,
     RelativeBiasConfig,
@@ -34,10 +34,10 @@ T5 = T5Config(
     encoder=StackConfig(pattern=(BlockConfig(mixer=FROM_BOTH_SIDES, mlp=MLP, norm=NORM),), repeats=1),
     stack=StackConfig(
         pattern=(
-            CrossBlockConfig(
+            BlockConfig(
                 mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)), cross=CROSS, mlp=MLP, norm=NORM
             ),
-            CrossBlockConfig(
+            BlockConfig(
                 mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)),
                 cross=replace(CROSS, qk_norm=RMSNormConfig(), sink="learned"),
                 mlp=MLP,

@@ -23,12 +23,12 @@ from test_programs import (
 
 from megajax.inference.programs import LoadedModel
 from megajax.layers.configs import (
+    BlockConfig,
     CapacityConfig,
     DispatchConfig,
     GatedMLPConfig,
     Llama3ScalingConfig,
     MoEConfig,
-    PostNormBlockConfig,
     RMSNormConfig,
     RopeConfig,
     RouterConfig,
@@ -72,7 +72,10 @@ MODELS = {
     "deepseek": replace(deepseek("debug", **SHORT, yarn=True), init_std=0.1),
     "gpt-oss": replace(gpt_oss("debug", **SHORT, window=6), init_std=0.1),
     "post-norm": replace(
-        POST, stack=StackConfig(pattern=(PostNormBlockConfig(mixer=ROTATED, mlp=GatedMLPConfig(ffn=48)),), repeats=2)
+        POST,
+        stack=StackConfig(
+            pattern=(BlockConfig(norm_placement="post", mixer=ROTATED, mlp=GatedMLPConfig(ffn=48)),), repeats=2
+        ),
     ),
     "layer scale": of_block(decoder(ROTATED), layer_scale=LayerScaleConfig(initial=0.3)),
     "muP": decoder(

@@ -10,10 +10,10 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.kernels.attention.capability import Device
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
+    CrossAttentionConfig,
     DenseMLPConfig,
     GatedMLPConfig,
     RelativeBiasConfig,
@@ -62,7 +62,7 @@ def t5(
         sequence_length=32,
         encoder_length=48,
         encoder=StackConfig(pattern=(BlockConfig(mixer=encoder, mlp=MLP),), repeats=2),
-        stack=StackConfig(pattern=(CrossBlockConfig(mixer=decoder, cross=across, mlp=MLP),), repeats=2),
+        stack=StackConfig(pattern=(BlockConfig(mixer=decoder, cross=across, mlp=MLP),), repeats=2),
     )
     data = SimpleNamespace(leaves=lambda: {"segment_ids": "int32", "encoder_segment_ids": "int32"})
     precision = SimpleNamespace(compute="bfloat16")

@@ -9,8 +9,9 @@ import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
 
 from megajax.kernels.attention.capability import Request
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
+    BlockConfig,
+    CrossAttentionConfig,
     GatedMLPConfig,
     LatentAttentionConfig,
     Mamba1Config,
@@ -104,7 +105,7 @@ def reading(**changes: Any) -> T5Config:
     """A decoder that reads another section with rows of another length."""
     model, (block,) = llama(repeats=2), small().stack.pattern
     cross = CrossAttentionConfig(heads=4, kv_heads=2)
-    across = CrossBlockConfig(mixer=block.mixer, cross=cross, mlp=block.mlp, norm=block.norm)
+    across = BlockConfig(mixer=block.mixer, cross=cross, mlp=block.mlp, norm=block.norm)
     return T5Config(
         hidden=model.hidden,
         vocabulary_size=model.vocabulary_size,

@@ -10,7 +10,7 @@ from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, gpt, llama
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.configs import BlockConfig, FeedForwardBlockConfig, MixerBlockConfig, StackConfig
+from megajax.layers.configs import BlockConfig, StackConfig
 from megajax.layers.param import bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -30,7 +30,7 @@ def halved(model: DecoderConfig) -> DecoderConfig:
     for block in model.stack.pattern:
         assert isinstance(block, BlockConfig)
         rest = {"norm": block.norm, "dropout": block.dropout}
-        pattern += [MixerBlockConfig(mixer=block.mixer, **rest), FeedForwardBlockConfig(mlp=block.mlp, **rest)]
+        pattern += [BlockConfig(mixer=block.mixer, **rest), BlockConfig(mlp=block.mlp, **rest)]
     return replace(model, stack=StackConfig(pattern=tuple(pattern), repeats=model.stack.repeats))
 
 

@@ -16,11 +16,10 @@ from test_hybrid_layouts import hybrid
 from tiny_runs import ONE, QUICK, differentiate, llama
 
 from megajax.layers.configs import (
-    FeedForwardBlockConfig,
+    BlockConfig,
     GatedMLPConfig,
     Mamba1Config,
     Mamba2Config,
-    MixerBlockConfig,
     StackConfig,
 )
 from megajax.layers.context import Context
@@ -193,14 +192,14 @@ def test_devices_send_states_and_no_rows(name) -> None:
     assert traffic["all-gather"] == ROWS * (boundary_inputs + (2 * ids if mamba1 else ids + factors))
 
 
-MLP = FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
+MLP = BlockConfig(mlp=GatedMLPConfig(ffn=48))
 SPACES = {
     "groups": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
     "one group": Mamba2Config(heads=4, head_dim=6, state=5, groups=1, chunk=8),
     "mamba 1": Mamba1Config(inner=24, rank=4, state=5, chunk=4, bias=True),
 }
 MODELS = {
-    name: replace(llama(), stack=StackConfig(pattern=(MixerBlockConfig(mixer=space), MLP), repeats=2))
+    name: replace(llama(), stack=StackConfig(pattern=(BlockConfig(mixer=space), MLP), repeats=2))
     for name, space in SPACES.items()
 }
 MODELS["attention and experts between"] = hybrid("ME*EM-")

@@ -11,9 +11,7 @@ from tiny_runs import ONE, QUICK, Trained, build_program, differentiate, llama, 
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
-    FeedForwardBlockConfig,
     GatedMLPConfig,
-    MixerBlockConfig,
     MoEConfig,
     RopeConfig,
     RouterConfig,
@@ -26,10 +24,10 @@ from megajax.models.configs import DecoderConfig
 MIXTURE = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=16), router=RouterConfig(z_loss=1e-3))
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())
 BLOCKS = {
-    "M": MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=16, state=8, groups=2, chunk=8), dropout=0.1),
-    "*": MixerBlockConfig(mixer=ATTENTION),
-    "-": FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48)),
-    "E": FeedForwardBlockConfig(mlp=MIXTURE),
+    "M": BlockConfig(mixer=Mamba2Config(heads=4, head_dim=16, state=8, groups=2, chunk=8), dropout=0.1),
+    "*": BlockConfig(mixer=ATTENTION),
+    "-": BlockConfig(mlp=GatedMLPConfig(ffn=48)),
+    "E": BlockConfig(mlp=MIXTURE),
     "d": BlockConfig(mixer=ATTENTION, mlp=GatedMLPConfig(ffn=48)),
     "e": BlockConfig(mixer=ATTENTION, mlp=MIXTURE),
 }

@@ -6,13 +6,13 @@ import pytest
 from test_hybrid_layouts import assert_same_training
 from tiny_runs import ONE, llama, train
 
-from megajax.layers.configs import FeedForwardBlockConfig, Mamba2Config, MixerBlockConfig, StackConfig
+from megajax.layers.configs import BlockConfig, Mamba2Config, StackConfig
 from megajax.mesh.config import ParallelConfig
 
-SPACE = MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8))
+SPACE = BlockConfig(mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8))
 MODEL = replace(
     llama(),
-    stack=StackConfig(pattern=(SPACE, FeedForwardBlockConfig(mlp=llama().stack.pattern[0].mlp)), repeats=4),
+    stack=StackConfig(pattern=(SPACE, BlockConfig(mlp=llama().stack.pattern[0].mlp)), repeats=4),
 )
 LAYOUTS = {
     "1f1b, tensor, sequence": ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True),

@@ -8,16 +8,15 @@ from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiat
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
+    CrossAttentionConfig,
     DenseMLPConfig,
     GatedMLPConfig,
     IdentityNormConfig,
     LayerNormConfig,
     LoRAConfig,
-    PostNormBlockConfig,
     RelativeBiasConfig,
     RopeConfig,
     StackConfig,
@@ -28,7 +27,7 @@ from megajax.models.configs import BertConfig, DecoderConfig, PredictionConfig, 
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
 READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)
-WRITING = CrossBlockConfig(
+WRITING = BlockConfig(
     mixer=AttentionConfig(heads=4, bias=True),
     cross=CrossAttentionConfig(heads=4, bias=True),
     mlp=MLP,
@@ -82,7 +81,7 @@ def positioned(*, rope: bool) -> T5Config:
 def normalised_after() -> BertConfig:
     """BERT as first published."""
     parts = {"mixer": READING.mixer, "mlp": MLP, "norm": NORM}
-    stack = StackConfig(pattern=(PostNormBlockConfig(**parts),), repeats=2)
+    stack = StackConfig(pattern=(BlockConfig(norm_placement="post", **parts),), repeats=2)
     return replace(bert(), stack=stack, norm=IdentityNormConfig(), embedding_norm=NORM, head_norm=NORM)
 
 

@@ -1,4 +1,4 @@
-"""Facts of configs: equal to the declarations of modules, and sufficient for a layer of a user."""
+"""Facts of configs: enough for a layer that nothing else knows."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -6,67 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flax import nnx
-from test_presets_and_formulas import BIASED, EVERYTHING, MODELS
 
 from megajax.config.errors import Problem, UserError
-from megajax.layers.configs import (
-    BlockConfig,
-    DenseMLPConfig,
-    Mamba1Config,
-    Mamba2Config,
-    MixerBlockConfig,
-    RelativeBiasConfig,
-    StackConfig,
-)
-from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight, prefixed
-from megajax.layers.param import specs
+from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
 from megajax.models.configs import DecoderConfig
 from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.virtual_devices import GPUS
-
-SHARED = BlockConfig(
-    mixer=replace(BIASED, relative=RelativeBiasConfig(buckets=8, shared=True)), mlp=DenseMLPConfig(ffn=20)
-)
-STATE_SPACES = (
-    MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=8, state=6, groups=2, bias=True)),
-    BlockConfig(mixer=Mamba1Config(inner=24, rank=3, conv_bias=False, bias=True), mlp=DenseMLPConfig(ffn=20)),
-)
-MODELS_AND_SHARED = {
-    **MODELS,
-    "shared": replace(
-        EVERYTHING,
-        stack=replace(EVERYTHING.stack, pattern=(replace(EVERYTHING.stack.pattern[1], mixer=SHARED.mixer),) * 2),
-    ),
-    "state spaces": replace(EVERYTHING, stack=StackConfig(pattern=STATE_SPACES, repeats=2), prediction=None),
-}
-
-
-@pytest.mark.parametrize("cfg", MODELS_AND_SHARED.values(), ids=MODELS_AND_SHARED)
-def test_weights_equal_those_that_modules_declare(cfg: DecoderConfig) -> None:
-    """Names, shapes and logical axes, of blocks and of shared weights."""
-    layout = Layout(Plan.of(ParallelConfig()))
-    held = specs(nnx.eval_shape(lambda: cfg.build(layout)))
-    declared = {weight.name: weight for weight in prefixed("stack", cfg.stack.shared_weights())}
-    for place, block in enumerate(cfg.stack.pattern):
-        for weight in prefixed(f"stack.blocks.{place}", block.weights(cfg.hidden)):
-            stacked = Weight(weight.name, (cfg.stack.repeats, *weight.shape), ("layer", *weight.axes))
-            declared[stacked.name] = stacked
-    in_stack = {path: Weight(path, spec.shape, spec.axes) for path, spec in held.items() if path.startswith("stack.")}
-    assert declared == in_stack
-    assert cfg.parameter_count().layers == sum(spec.size for spec in in_stack.values()) + _outside(cfg, held)
-
-
-def _outside(cfg: DecoderConfig, declared: Mapping[str, Any]) -> int:
-    """Elements of the final norm and of the heads that predict further ahead."""
-    parts = [spec for path, spec in declared.items() if path.startswith(("norm.", "predictions."))]
-    return sum(Weight("", spec.shape, spec.axes).size for spec in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,7 @@ from megajax.config.tree import check
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
-    FeedForwardBlockConfig,
     GatedMLPConfig,
-    MixerBlockConfig,
     StackConfig,
 )
 from megajax.layers.stack.config import SegmentsConfig
@@ -20,9 +18,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
 
 BLOCKS = {
-    "M": MixerBlockConfig(mixer=AttentionConfig(heads=4, window=3)),
-    "*": MixerBlockConfig(mixer=AttentionConfig(heads=4)),
-    "-": FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=32)),
+    "M": BlockConfig(mixer=AttentionConfig(heads=4, window=3)),
+    "*": BlockConfig(mixer=AttentionConfig(heads=4)),
+    "-": BlockConfig(mlp=GatedMLPConfig(ffn=32)),
 }
 
 

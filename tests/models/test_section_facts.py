@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, build_program, gpt, llama
 
-from megajax.layers.block.cross_config import CrossAttentionConfig
-from megajax.layers.configs import DenseMLPConfig, StackConfig
+from megajax.layers.configs import CrossAttentionConfig, DenseMLPConfig, StackConfig
 from megajax.layers.facts import norm_weights
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
@@ -98,15 +97,6 @@ def products(jaxpr: Any, times: int = 1) -> Iterator[int]:
             (contracted, _), _ = equation.params["dimension_numbers"]
             sides = equation.invars[0].aval.shape
             yield 2 * times * equation.outvars[0].aval.size * prod(sides[axis] for axis in contracted)
-
-
-@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
-def test_operations_equal_those_of_the_forward_pass(cfg: DecoderConfig) -> None:
-    """A third of a step's, with all scores: each product of the traced model, and no other."""
-    ids = {"tokens": jnp.zeros((ROWS, LENGTH), jnp.int32)}
-    if "encoder_tokens" in cfg.schema():
-        ids["encoder_tokens"] = jnp.zeros((ROWS, READ), jnp.int32)
-    assert forward(cfg, **ids) == pytest.approx(ROWS * LENGTH * count_flops(cfg).full / 3, rel=1e-12)
 
 
 @pytest.mark.parametrize("cfg", IMAGES.values(), ids=IMAGES)

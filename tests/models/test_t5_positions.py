@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from tiny_runs import ONE
 
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
+    CrossAttentionConfig,
     GatedMLPConfig,
     RelativeBiasConfig,
     RMSNormConfig,
@@ -41,7 +41,7 @@ def config(*, rope: bool, read: int = 13, written: int = 7) -> T5Config:
         sequence_length=written,
         encoder_length=read,
         encoder=StackConfig(pattern=(BlockConfig(mixer=encoder_mixer, mlp=MLP, norm=NORM),), repeats=2),
-        stack=StackConfig(pattern=(CrossBlockConfig(mixer=writing, cross=cross, mlp=MLP, norm=NORM),), repeats=2),
+        stack=StackConfig(pattern=(BlockConfig(mixer=writing, cross=cross, mlp=MLP, norm=NORM),), repeats=2),
         norm=NORM,
         vocabulary_multiple=1,
     )

@@ -14,10 +14,10 @@ from tiny_runs import ONE, ROWS, build_program, differentiate
 from megajax.batch import Batch
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.block.cross_config import CrossAttentionConfig
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
+    CrossAttentionConfig,
     DenseMLPConfig,
     LayerNormConfig,
     LayerScaleConfig,

@@ -12,14 +12,12 @@ from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
-    FeedForwardBlockConfig,
     GatedMLPConfig,
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
     Llama3ScalingConfig,
     Mamba2Config,
-    MixerBlockConfig,
     MLPConfig,
     NormConfig,
     RMSNormConfig,
@@ -100,10 +98,10 @@ def hybrid_config(
     attention = attention_config(core, outer, norm, bias, length)
     mlp = mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias)
     blocks = {
-        "M": MixerBlockConfig(mixer=_mamba(core, hidden), norm=norm),
-        "*": MixerBlockConfig(mixer=attention, norm=norm),
-        "-": FeedForwardBlockConfig(mlp=mlp, norm=norm),
-        "E": FeedForwardBlockConfig(mlp=mixtures(core, mlp, 1)[0], norm=norm),
+        "M": BlockConfig(mixer=_mamba(core, hidden), norm=norm),
+        "*": BlockConfig(mixer=attention, norm=norm),
+        "-": BlockConfig(mlp=mlp, norm=norm),
+        "E": BlockConfig(mlp=mixtures(core, mlp, 1)[0], norm=norm),
     }
     if unknown := set(pattern) - set(blocks):
         unsupported(f"layers {sorted(unknown)} of a hybrid")

@@ -11,8 +11,13 @@ from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
-from megajax.layers.configs import BlockConfig, IdentityNormConfig, RelativeBiasConfig, StackConfig
+from megajax.layers.configs import (
+    BlockConfig,
+    CrossAttentionConfig,
+    IdentityNormConfig,
+    RelativeBiasConfig,
+    StackConfig,
+)
 from megajax.layers.param import bind
 from megajax.models.configs import T5Config
 
@@ -35,7 +40,7 @@ def t5_config(meta: dict[str, Any], rows: dict[str, np.ndarray]) -> T5Config:
     read = BlockConfig(mixer=replace(mixer, causal=False, relative=tables[0]), mlp=mlp, norm=norm)
     shared = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
     cross = CrossAttentionConfig(**{**shared, "causal": False, "rope": None})
-    write = CrossBlockConfig(mixer=replace(mixer, relative=tables[1]), cross=cross, mlp=mlp, norm=norm)
+    write = BlockConfig(mixer=replace(mixer, relative=tables[1]), cross=cross, mlp=mlp, norm=norm)
     layers = [len({name.split(".")[2] for name in shapes if name.startswith(f"{part}.layers.")}) for part in SECTIONS]
     assert core.take("num_layers") == layers[1] and core.take("hidden_size") == hidden
     for name in ("hidden_dropout", "attention_dropout"):

@@ -13,7 +13,7 @@ from tiny_runs import ONE, Program, build_program, llama, start
 
 from megajax.job.start import layer_order
 from megajax.job.start.layer_order import like_stored, reorder
-from megajax.layers.configs import FeedForwardBlockConfig, MixerBlockConfig
+from megajax.layers.configs import BlockConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig
@@ -133,7 +133,7 @@ def test_no_device_holds_a_whole_array():
 def test_rows_of_hybrids_move_to_their_places():
     """Weights that some of seven layers have, on one device and on two stages with two chunks each."""
     (block,) = llama().stack.pattern
-    mixer, mlp = MixerBlockConfig(mixer=block.mixer), FeedForwardBlockConfig(mlp=block.mlp)
+    mixer, mlp = BlockConfig(mixer=block.mixer), BlockConfig(mlp=block.mlp)
     letters = {"A": mixer, "B": replace(mixer, dropout=0.1), "-": mlp}
     model = replace(llama(), stack=SegmentsConfig.of([letters[letter] for letter in "A-B-A-A"]))
     one, cut = (

@@ -1,91 +1,257 @@
-"""Configs of a residual block; imports neither jax nor flax."""
+"""Config of a residual block; imports neither jax nor flax."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from megajax.layers.block.residual import MixerConfig, ResidualBlock
-from megajax.layers.facts import Layer, LayerBuilder, Mixer, Weight, prefixed
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.kernels.attention.capability import FUSED, Request
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.checks import below_one, missing_members
+from megajax.layers.facts import (
+    NO_ELEMENTS,
+    BlockFacts,
+    DrawsNumbers,
+    Elements,
+    HasExperts,
+    HasKernel,
+    Layer,
+    LayerBuilder,
+    Matmul,
+    Mixer,
+    MixerFacts,
+    MultiplyAdds,
+    Norm,
+    Side,
+    Weight,
+    prefixed,
+    total_size,
+    unsharded,
+)
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import FeedForwardConfig
 from megajax.layers.norm.config import LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.recompute import Part
+
+type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config
+"""Layers that mix tokens of a row."""
+type NormPlacement = Literal["pre", "post", "output", "sandwich"]
+
+KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
+"""Inputs and outputs of a kernel between matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockConfig(ResidualBlock):
-    """One residual block: x + mixer(norm(x)), then x + mlp(norm(x)).
+class BlockConfig(Builds):
+    """Residual block: x + mixer(norm(x)), x + cross(norm(x)), x + mlp(norm(x)), without those that are none.
 
     Example: `mj.BlockConfig(mixer=mj.AttentionConfig(heads=8), mlp=mj.GatedMLPConfig(ffn=1408))`
     """
 
     target: ClassVar[str] = "megajax.layers.block.module:Block"
-    sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mixer": Mixer, "mlp": Layer})
-    mixer: MixerConfig | LayerBuilder
-    """Layer that mixes tokens along the sequence."""
-    mlp: FeedForwardConfig | LayerBuilder
-    """Layer that transforms each token separately."""
+    mixer: MixerConfig | LayerBuilder | None = None
+    """Layer that mixes tokens along the sequence; none: the block has only an MLP, as in hybrids."""
+    cross: CrossAttentionConfig | None = None
+    """Cross-attention to the output of the preceding section, between mixer and MLP; none: no such sub-layer."""
+    mlp: FeedForwardConfig | LayerBuilder | None = None
+    """Layer that transforms each token separately; none: the block has only a mixer."""
     norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
-    """Normalisation before each sub-layer."""
+    """Normalisation of each sub-layer."""
+    norm_placement: NormPlacement = "pre"
+    """pre: x + f(norm(x)); post: norm(x + f(x)), as Vaswani et al. 2017; output: x + norm(f(x)), as OLMo 2;
+    sandwich: x + output_norm(f(norm(x))), as Gemma 2."""
     dropout: float = 0.0
     """Dropout rate of the output of each sub-layer."""
     layer_scale: LayerScaleConfig | None = None
     """Learned factors on the channels of each sub-layer's output; none: no scaling."""
 
+    def problems(self) -> list[Problem]:
+        problems = below_one(dropout=self.dropout)
+        if self.mixer is None and self.mlp is None:
+            problems.append(Problem("mixer", "is none, and mlp is none", "a block needs one of them"))
+        return problems
+
+    def parts(self) -> dict[str, Any]:
+        """Setting -> config of each sub-layer that reads only the block's own section."""
+        return {name: part for name, part in (("mixer", self.mixer), ("mlp", self.mlp)) if part is not None}
+
+    def mixers(self) -> dict[str, Any]:
+        """Setting -> config of each layer that mixes along a sequence."""
+        return {name: part for name, part in (("mixer", self.mixer), ("cross", self.cross)) if part is not None}
+
+    def own_mixers(self) -> dict[str, Any]:
+        """The `mixers` that read the sequence of the block itself."""
+        return {} if self.mixer is None else {"mixer": self.mixer}
+
+    def layers(self) -> dict[str, Any]:
+        """Setting -> config of each sub-layer, in the order of the forward pass."""
+        return {**self.mixers(), **self.parts()}
+
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms of the sub-layers."""
+        sandwiched = [f"{name}_output_norm" for name in self.layers()] * (self.norm_placement == "sandwich")
+        return (*(f"{name}_norm" for name in self.layers()), *sandwiched)
+
+    def with_kernels(self) -> dict[str, HasKernel]:
+        """Setting -> config of each layer with a kernel that depends on the device."""
+        return {name: layer for name, layer in self.layers().items() if isinstance(layer, HasKernel)}
+
+    def missing_facts(self) -> dict[str, list[str]]:
+        """Setting -> missing members of the protocol, for each layer that lacks any."""
+        protocols = {**{name: Mixer if name == "mixer" else Layer for name in self.parts()}, "norm": Norm}
+        missing = {name: missing_members(getattr(self, name), protocol) for name, protocol in protocols.items()}
+        return {name: lacking for name, lacking in missing.items() if lacking}
+
+    def summary(self, hidden: int) -> str:
+        """Text of the sizes of the sub-layers."""
+        return ", ".join(part.summary(hidden) for part in self.parts().values())
+
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        # A mixer without `dropout` may use it.
+        dropping = any(getattr(mixer, "dropout", 1.0) > 0 for mixer in self.mixers().values())
+        drawing = any(isinstance(part, DrawsNumbers) and part.draws_numbers() for part in self.parts().values())
+        return self.dropout > 0 or dropping or drawing
+
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
-        weights = ResidualBlock.weights(self, hidden)
-        if self.layer_scale is None:
-            return weights
-        factors = self.layer_scale.weights(hidden)
-        return weights + tuple(factor for name in self.sub_layers for factor in prefixed(f"{name}_scale", factors))
+        weights = [weight for name in self.norms() for weight in prefixed(name, self.norm_weights(hidden))]
+        for name, layer in self.layers().items():
+            weights += prefixed(name, layer.weights(hidden))
+            if self.layer_scale is not None:
+                weights += prefixed(f"{name}_scale", self.layer_scale.weights(hidden))
+        return tuple(weights)
+
+    def norm_weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Weights of one norm."""
+        norm: Any = self.norm
+        return norm.weights(hidden)
+
+    def matmuls(self, hidden: int, memory_ratio: float = 0.0) -> tuple[Matmul, ...]:
+        """The matmuls of the sub-layers. memory_ratio: tokens of the preceding section for each token of a row."""
+        matmuls: list[Matmul] = []
+        for name, layer in self.layers().items():
+            added = layer.matmuls_reading(hidden, memory_ratio) if name == "cross" else layer.matmuls(hidden)
+            if name not in self.saved_sums() and not self.normalises_outputs():
+                added = (replace(matmul, result=None) if matmul.result == "residual" else matmul for matmul in added)
+            matmuls += added
+        return tuple(matmuls)
+
+    def saved_sums(self) -> tuple[str, ...]:
+        """The sub-layers after which the residual stream may be saved: all but the last."""
+        return tuple(self.layers())[:-1]
+
+    def normalises_outputs(self) -> bool:
+        """Whether outputs of sub-layers are normalised before they are added to the residual stream."""
+        return self.norm_placement in ("output", "sandwich")
+
+    def multiply_adds(self, hidden: int, memory_ratio: float = 0.0) -> MultiplyAdds:
+        """Operations of the forward pass. memory_ratio: tokens of the preceding section for each token of a row."""
+        total = MultiplyAdds(0)
+        for part in self.parts().values():
+            total = total.plus(part.multiply_adds(hidden))
+        if self.cross is None:
+            return total
+        matmuls = self.cross.matmuls_reading(hidden, memory_ratio)
+        per_token = sum(matmul.size * matmul.per_token for matmul in matmuls)
+        return total.plus(MultiplyAdds(per_token, 0, memory_ratio * self.cross.per_pair(hidden)))
+
+    def tensors(self, hidden: int, memory_ratio: float = 0.0) -> Mapping[Part, Elements]:
+        """Tensors of the sub-layers that may be saved, added up by name. memory_ratio: as in `matmuls`."""
+        total: dict[Part, Elements] = {}
+        for name, layer in self.layers().items():
+            tensors = layer.tensors_reading(hidden, memory_ratio) if name == "cross" else layer.tensors(hidden)
+            for part, elements in tensors.items():
+                total[part] = total.get(part, NO_ELEMENTS).plus(elements)
+        return total
+
+    def megatron_matrices(self, hidden: int) -> int:
+        """Parameters that tensor parallelism shards, in Megatron-LM's memory report."""
+        gains = total_size(self.norm_weights(hidden)) // hidden
+        return sum(part.megatron_matrices(hidden, gains) for part in self.parts().values())
+
+    def with_experts(self) -> list[HasExperts]:
+        """The sub-layers with experts."""
+        return [part for part in self.parts().values() if isinstance(part, HasExperts)]
+
+    def megatron_experts(self, hidden: int) -> int:
+        """Parameters of experts, in the same report."""
+        return sum(part.megatron_experts(hidden) for part in self.with_experts())
+
+    def megatron_ffn(self, hidden: int) -> int:
+        """Width between the matrices of the feed-forward layer, in the same report."""
+        for part in self.with_experts():
+            return part.megatron_ffn()
+        return self.tensors(hidden).get("activation", NO_ELEMENTS).total
+
+    def megatron_replicated(self, hidden: int) -> int:
+        """Parameters that the report replicates on all devices: norms and routers."""
+        norms = len(self.norms()) * total_size(self.norm_weights(hidden))
+        return norms + sum(part.megatron_router(hidden) for part in self.with_experts())
+
+    def facts(self, *, hidden: int, length: int, dtype: str, memory_length: int = 0) -> BlockFacts:
+        """What the block costs on rows of `length` tokens in this compute dtype.
+
+        memory_length: tokens of the preceding section that each row reads. The tensors of two attention layers are
+        added up.
+        """
+        ratio, layers = memory_length / length if self.cross else 0.0, self.layers()
+        mixers = [
+            mixer_facts(part, part.tensors(hidden), hidden, length, dtype)
+            for part in self.parts().values()
+            if isinstance(part, Mixer)
+        ]
+        if self.cross is not None:
+            read = self.cross.tensors_reading(hidden, ratio)
+            mixers.append(mixer_facts(self.cross, read, hidden, length, dtype, ratio))
+        return BlockFacts(
+            hidden=hidden,
+            weights=total_size(self.weights(hidden)),
+            matmuls=self.matmuls(hidden, ratio),
+            tensors=self.tensors(hidden, ratio),
+            mixers=tuple(mixers),
+            parts=len(layers),
+            read_norms=len(layers) * (self.norm_placement in ("pre", "sandwich")),
+            normalised_outputs=len(layers) * self.normalises_outputs(),
+            normalised_sums=len(layers) * (self.norm_placement == "post"),
+            memory_ratio=ratio,
+            unsharded=unsharded(self.weights(hidden)),
+            experts=tuple(part.expert_facts(hidden) for part in self.with_experts()),
+        )
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Problems of the sub-layers on a mesh, as far as known. sizes: mesh axis -> number of devices."""
+        layers = {name: layer for name, layer in self.layers().items() if isinstance(layer, Layer)}
+        problems = [(name, problem) for name, layer in layers.items() for problem in layer.mesh_problems(sizes)]
+        if problems:
+            legal = set.intersection(*(set(layer.tensor_sizes()) for layer in layers.values()))
+            advice = f"parallel.tensor can be {', '.join(map(str, sorted(legal)))}"
+            for name, problem in problems:
+                hints = [problem.hint] * bool(problem.hint) + [advice] * (sizes["tensor"] not in legal)
+                yield Problem(f"{name}.{problem.setting}", problem.message, "; ".join(hints))
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """Sides of the matrices on one device, except the hidden size."""
+        for name, layer in self.layers().items():
+            for side in layer.matmul_sides(hidden, tensor):
+                yield side._replace(setting=f"{name}.{side.setting}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PostNormBlockConfig(BlockConfig):
-    """A block that normalises after each sum, as Vaswani et al. 2017: norm(x + mixer(x)), then norm(x + mlp(x)).
-
-    Example: `mj.PostNormBlockConfig(mixer=mj.AttentionConfig(heads=8), mlp=mj.DenseMLPConfig(ffn=2048))`
-    """
-
-    target: ClassVar[str] = "megajax.layers.block.module:PostNormBlock"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixerBlockConfig(ResidualBlock):
-    """A block with one sub-layer: x + mixer(norm(x)). Hybrids are made of it and of `FeedForwardBlockConfig`.
-
-    Example: `mj.MixerBlockConfig(mixer=mj.Mamba2Config(heads=8, head_dim=32))`
-    """
-
-    target: ClassVar[str] = "megajax.layers.block.module:MixerBlock"
-    sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mixer": Mixer})
-    mixer: MixerConfig | LayerBuilder
-    """Layer that mixes tokens along the sequence."""
-    norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
-    """Normalisation before it."""
-    dropout: float = 0.0
-    """Dropout rate of its output."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedForwardBlockConfig(ResidualBlock):
-    """A block with one sub-layer: x + mlp(norm(x)).
-
-    Example: `mj.FeedForwardBlockConfig(mlp=mj.DenseMLPConfig(ffn=512))`
-    """
-
-    target: ClassVar[str] = "megajax.layers.block.module:FeedForwardBlock"
-    sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mlp": Layer})
-    mlp: FeedForwardConfig | LayerBuilder
-    """Layer that transforms each token separately."""
-    norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
-    """Normalisation before it."""
-    dropout: float = 0.0
-    """Dropout rate of its output."""
-
-
-type AnyBlockConfig = BlockConfig | MixerBlockConfig | FeedForwardBlockConfig
+def mixer_facts(
+    mixer: Mixer, tensors: Mapping[Part, Elements], hidden: int, length: int, dtype: str, memory_ratio: float = 1.0
+) -> MixerFacts:
+    """A mixer with these tensors on rows of `length` tokens; memory_ratio: keys for each of them."""
+    request = Request(dtype=dtype, length=length, key_length=round(memory_ratio * length))
+    choice = mixer.kernel_choice(hidden, request, None)
+    return MixerFacts(
+        work=mixer.kernel_work(hidden, length * memory_ratio),
+        heads=mixer.heads,
+        fused=choice.kernel in FUSED,
+        tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),
+    )
 
 
 @runtime_checkable
@@ -99,7 +265,7 @@ class RelativelyBiased(Protocol):
     def relative(self) -> RelativeBiasConfig | None: ...
 
 
-def shared_bias(block: AnyBlockConfig) -> tuple[int, RelativeBiasConfig] | None:
+def shared_bias(block: BlockConfig) -> tuple[int, RelativeBiasConfig] | None:
     """Heads and settings of the table that a block shares with others of its stack."""
     for mixer in block.own_mixers().values():
         if isinstance(mixer, RelativelyBiased) and mixer.relative is not None and mixer.relative.shared:

@@ -1,6 +1,7 @@
 """Residual blocks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,10 +9,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config.errors import UserError
-from megajax.layers.block.cross_config import CrossBlockConfig
-from megajax.layers.block.residual import ResidualBlock
 from megajax.layers.cache_facts import below
-from megajax.layers.configs import BlockConfig, FeedForwardBlockConfig, MixerBlockConfig
+from megajax.layers.configs import BlockConfig
 from megajax.layers.context import Context, dropout
 from megajax.layers.decoding import Cache
 from megajax.layers.param import LayerSettings
@@ -19,16 +18,24 @@ from megajax.layers.param import LayerSettings
 type Apply = Callable[[str, Array], Array]
 """(name of a sub-layer, its input) -> its output."""
 
-MIXER_PLACE, MLP_PLACE, CROSS_PLACE = 2, 3, 4
-PLACES = {MIXER_PLACE: "mixer", MLP_PLACE: "mlp", CROSS_PLACE: "cross"}
-"""Number folded into the random keys of dropout -> the sub-layer."""
+PLACES = {"mixer": 2, "mlp": 3, "cross": 4}
+"""Sub-layer -> number folded into the random keys of its dropout."""
 
 
-class Residual(nnx.Module):
-    """Base of residual blocks, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
+class Block(nnx.Module):
+    """Residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
 
-    def __init__(self, cfg: ResidualBlock, settings: LayerSettings):
-        self.rate, self.layout = cfg.dropout, settings.layout
+    cross: Any
+
+    def __init__(self, cfg: BlockConfig, settings: LayerSettings):
+        self.rate, self.placement, self.layout = cfg.dropout, cfg.norm_placement, settings.layout
+        self.names, self.named_sums = tuple(cfg.layers()), cfg.saved_sums()
+        for name in cfg.norms():
+            setattr(self, name, cfg.norm.build(settings))
+        for name, layer in cfg.layers().items():
+            setattr(self, name, layer.build(settings))
+            if cfg.layer_scale is not None:
+                setattr(self, f"{name}_scale", cfg.layer_scale.build(settings))
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         return self.residual(x, ctx, lambda name, x: getattr(self, name)(x, ctx))
@@ -49,104 +56,51 @@ class Residual(nnx.Module):
 
     def remember(self, cache: Cache, ctx: Context) -> Cache:
         """The cache with the block's state from `ctx.memory`; unchanged without cross-attention."""
-        del ctx
-        return cache
-
-    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        """The residual additions of the block, for training and decoding."""
-        raise NotImplementedError
-
-    def gather_sequence(self, normed: Array) -> Array:
-        """Output of a norm, gathered along the sequence over `tensor`."""
-        return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
-
-    def layer_input(self, layer: nnx.Module, normed: Array) -> Array:
-        """Output of a norm as the layer takes it: gathered, or sharded along the sequence."""
-        takes_local = getattr(layer, "own_positions", False)
-        return checkpoint_name(normed, "norm") if takes_local else self.gather_sequence(normed)
-
-    def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
-        """Dropout of a sub-layer's output. Raises UserError if shape or dtype do not fit the residual stream x."""
-        if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
-            layer = type(getattr(self, PLACES[place])).__name__
-            raise UserError(
-                f"{layer} returns {y.dtype} {y.shape} for the residual stream, {x.dtype} {x.shape}\nlayout.dot "
-                "multiplies by a weight in the dtype of x; elsewhere, write weight[...].astype(x.dtype): weights of "
-                "layers may come in the wider dtype of gradients"
-            )
-        return dropout(y, self.rate, ctx, place, self.layout)
-
-
-class Block(Residual):
-    """Pre-normalised residual block."""
-
-    def __init__(self, cfg: BlockConfig, settings: LayerSettings):
-        super().__init__(cfg, settings)
-        self.mixer_norm = cfg.norm.build(settings)
-        self.mixer = cfg.mixer.build(settings)
-        self.mlp_norm = cfg.norm.build(settings)
-        self.mlp = cfg.mlp.build(settings)
-        scale = cfg.layer_scale
-        self.mixer_scale, self.mlp_scale = (None if scale is None else scale.build(settings) for _ in range(2))
-
-    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        mixed = apply("mixer", self.gather_sequence(self.mixer_norm(x)))
-        mixed = mixed if self.mixer_scale is None else self.mixer_scale(mixed)
-        x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        y = apply("mlp", self.layer_input(self.mlp, self.mlp_norm(x)))
-        return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
-
-
-class MixerBlock(Residual):
-    """Pre-normalised residual block of one mixer."""
-
-    def __init__(self, cfg: MixerBlockConfig, settings: LayerSettings):
-        super().__init__(cfg, settings)
-        self.mixer_norm = cfg.norm.build(settings)
-        self.mixer = cfg.mixer.build(settings)
-
-    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        return x + self.drop(apply("mixer", self.gather_sequence(self.mixer_norm(x))), x, ctx, MIXER_PLACE)
-
-
-class FeedForwardBlock(Residual):
-    """Pre-normalised residual block of one feed-forward."""
-
-    def __init__(self, cfg: FeedForwardBlockConfig, settings: LayerSettings):
-        super().__init__(cfg, settings)
-        self.mlp_norm = cfg.norm.build(settings)
-        self.mlp = cfg.mlp.build(settings)
-
-    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        return x + self.drop(apply("mlp", self.layer_input(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)
-
-
-class PostNormBlock(Block):
-    """Post-normalised residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
-
-    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        mixed = apply("mixer", self.layout.act(x, "batch", "seq", "embed"))
-        x = checkpoint_name(self.mixer_norm(x + self.drop(mixed, x, ctx, MIXER_PLACE)), "residual")
-        entering = x if getattr(self.mlp, "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
-        return self.mlp_norm(x + self.drop(apply("mlp", entering), x, ctx, MLP_PLACE))
-
-
-class CrossBlock(Block):
-    """Block with cross-attention to the preceding section, [B, S, D] -> [B, S, D]."""
-
-    def __init__(self, cfg: CrossBlockConfig, settings: LayerSettings):
-        super().__init__(cfg, settings)
-        self.cross_norm = cfg.norm.build(settings)
-        self.cross = cfg.cross.build(settings)
-
-    def remember(self, cache: Cache, ctx: Context) -> Cache:
-        """The cache with keys and values of `ctx.memory`."""
+        if "cross" not in self.names:
+            return cache
         layer_cache = self.cross.remember(below(cache, "cross"), ctx)
         return {**cache, **{f"cross.{name}": leaf for name, leaf in layer_cache.items()}}
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        mixed = apply("mixer", self.gather_sequence(self.mixer_norm(x)))
-        x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        crossed = apply("cross", self.gather_sequence(self.cross_norm(x)))
-        x = checkpoint_name(x + self.drop(crossed, x, ctx, CROSS_PLACE), "residual")
-        return x + self.drop(apply("mlp", self.layer_input(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)
+        """The residual additions of the block, for training and decoding."""
+
+        def branch(name: str, x: Array) -> Array:
+            return self.leave(name, apply(name, self.enter(name, x)), x, ctx)
+
+        if "mixer" in self.names:
+            x = self.summed("mixer", x + branch("mixer", x))
+        if "cross" in self.names:
+            x = self.summed("cross", x + branch("cross", x))
+        if "mlp" in self.names:
+            x = self.summed("mlp", x + branch("mlp", x))
+        return x
+
+    def enter(self, name: str, x: Array) -> Array:
+        """Input of a sub-layer: gathered along the sequence, or sharded for layers that take their own positions."""
+        if self.placement in ("pre", "sandwich"):
+            x = checkpoint_name(getattr(self, f"{name}_norm")(x), "norm")
+        return (
+            x if getattr(getattr(self, name), "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
+        )
+
+    def leave(self, name: str, y: Array, x: Array, ctx: Context) -> Array:
+        """Output of a sub-layer as it is added to x: normalised, scaled, with dropout.
+
+        Raises UserError if shape or dtype do not fit the residual stream x.
+        """
+        if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
+            raise UserError(
+                f"{type(getattr(self, name)).__name__} returns {y.dtype} {y.shape} for the residual stream, "
+                f"{x.dtype} {x.shape}\nlayout.dot multiplies by a weight in the dtype of x; elsewhere, write "
+                "weight[...].astype(x.dtype): weights of layers may come in the wider dtype of gradients"
+            )
+        if self.placement in ("output", "sandwich"):
+            norm = f"{name}_norm" if self.placement == "output" else f"{name}_output_norm"
+            y = getattr(self, norm)(checkpoint_name(y, "residual"))
+        y = getattr(self, f"{name}_scale")(y) if hasattr(self, f"{name}_scale") else y
+        return dropout(y, self.rate, ctx, PLACES[name], self.layout)
+
+    def summed(self, name: str, x: Array) -> Array:
+        """The residual stream after a sub-layer."""
+        x = getattr(self, f"{name}_norm")(x) if self.placement == "post" else x
+        return checkpoint_name(x, "residual") if name in self.named_sums else x

@@ -34,7 +34,7 @@ class FeedForward(LayerFacts):
         """The matmuls to ffn and back."""
         hidden_side, count = Elements(replicated=hidden), len(self.inner)
         up = Matmul(inputs=hidden_side, outputs=Elements(sharded=count * self.ffn), result="mlp", weights=count)
-        return up, Matmul(inputs=Elements(sharded=self.ffn), outputs=hidden_side)
+        return up, Matmul(inputs=Elements(sharded=self.ffn), outputs=hidden_side, result="residual")
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs of the activation function, and input of `down`."""

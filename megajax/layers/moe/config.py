@@ -264,10 +264,11 @@ class MoEConfig(Builds):
         every = [Matmul(inputs=hidden_side, outputs=Elements(replicated=self.experts))]
         if self.latent is not None:
             every.append(Matmul(inputs=hidden_side, outputs=Elements(replicated=self.latent)))
-        for matmul in self.expert.matmuls(self.width(hidden)):
-            every.append(replace(matmul, experts=self.experts, per_token=self.top_k))
+        up, down = self.expert.matmuls(self.width(hidden))
+        down = down if self.latent is None else replace(down, result=None)
+        every += [replace(matmul, experts=self.experts, per_token=self.top_k) for matmul in (up, down)]
         if self.latent is not None:
-            every.append(Matmul(inputs=Elements(replicated=self.latent), outputs=hidden_side))
+            every.append(Matmul(inputs=Elements(replicated=self.latent), outputs=hidden_side, result="residual"))
         if self.shared is not None:
             every += self.shared.mlp.matmuls(hidden)
             if self.shared.gate:

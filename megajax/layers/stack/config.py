@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.block.config import AnyBlockConfig, shared_bias
+from megajax.layers.block.config import BlockConfig, shared_bias
 from megajax.layers.checks import LARGEST
 from megajax.layers.facts import Weight
 from megajax.layers.position.config import RelativeBiasConfig
@@ -21,11 +21,11 @@ type Pattern = tuple[int, ...]
 class StackConfig(Builds):
     """`pattern` is unrolled in Python and scanned over `repeats`: (dense, moe) x 16 is 32 layers.
 
-    Example: `mj.StackConfig(pattern=(mj.MixerBlockConfig(mixer=mj.Mamba2Config(heads=24)),), repeats=24)`
+    Example: `mj.StackConfig(pattern=(mj.BlockConfig(mixer=mj.Mamba2Config(heads=24)),), repeats=24)`
     """
 
     target: ClassVar[str] = "megajax.layers.stack.stack:Stack"
-    pattern: tuple[AnyBlockConfig, ...]
+    pattern: tuple[BlockConfig, ...]
     """Blocks that are repeated together."""
     repeats: int
     """How many times the pattern is applied; layers = len(pattern) * repeats."""
@@ -42,12 +42,12 @@ class StackConfig(Builds):
         """The segments of the stack: itself."""
         return (self,)
 
-    def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "StackConfig":
+    def with_pattern(self, blocks: Sequence[BlockConfig]) -> "StackConfig":
         """A copy with these blocks as the pattern."""
         return replace(self, pattern=tuple(blocks))
 
     @classmethod
-    def of(cls, blocks: Sequence[AnyBlockConfig]) -> "StackConfig":
+    def of(cls, blocks: Sequence[BlockConfig]) -> "StackConfig":
         """A stack of these blocks with the shortest repeating pattern."""
         length = period([blocks.index(block) for block in blocks])
         return cls(pattern=tuple(blocks[:length]), repeats=len(blocks) // length)
@@ -56,12 +56,12 @@ class StackConfig(Builds):
         """Number of layers."""
         return len(self.pattern) * self.repeats
 
-    def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
+    def stored(self) -> tuple[tuple[BlockConfig, tuple[int, ...]], ...]:
         """Each block with stacked weights, and the numbers of its layers."""
         size = len(self.pattern)
         return tuple((block, tuple(range(place, self.layers(), size))) for place, block in enumerate(self.pattern))
 
-    def named_blocks(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, for each block of the config."""
         return {f"pattern.{place}": block for place, block in enumerate(self.pattern)}
 
@@ -71,9 +71,9 @@ class StackConfig(Builds):
 
     def sub_layers(self) -> int:
         """Number of sub-layers: outputs that are added to the residual stream."""
-        return self.repeats * sum(len(block.sub_layers) for block in self.pattern)
+        return self.repeats * sum(len(block.parts()) for block in self.pattern)
 
-    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
+    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
         """Each block of the config and how often it is applied."""
         return tuple((block, self.repeats) for block in self.pattern)
 
@@ -104,7 +104,7 @@ class SegmentsConfig(Builds):
     def parts(self) -> tuple[StackConfig, ...]:
         return self.segments
 
-    def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
+    def with_pattern(self, blocks: Sequence[BlockConfig]) -> "SegmentsConfig":
         """A copy with these blocks, one per layer. Equal blocks must be replaced by equal blocks."""
         starts = accumulate((part.layers() for part in self.segments), initial=0)
         parts = [
@@ -114,7 +114,7 @@ class SegmentsConfig(Builds):
         return replace(self, segments=tuple(parts))
 
     @property
-    def pattern(self) -> tuple[AnyBlockConfig, ...]:
+    def pattern(self) -> tuple[BlockConfig, ...]:
         """The blocks of all layers, as a pattern that occurs once."""
         return tuple(block for part in self.segments for block in part.pattern * part.repeats)
 
@@ -123,20 +123,20 @@ class SegmentsConfig(Builds):
         return 1
 
     @classmethod
-    def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
+    def of(cls, blocks: Sequence[BlockConfig]) -> "SegmentsConfig":
         """Segments of these blocks with the fewest blocks to compile: the smallest total length of patterns."""
         runs = split_patterns([blocks.index(block) for block in blocks])
         stacks = (StackConfig(pattern=tuple(blocks[n] for n in pattern), repeats=repeats) for pattern, repeats in runs)
         return cls(segments=tuple(stacks))
 
-    def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
+    def stored(self) -> tuple[tuple[BlockConfig, tuple[int, ...]], ...]:
         """Each block with stacked weights, and the numbers of its layers."""
-        layers: dict[AnyBlockConfig, list[int]] = {}
+        layers: dict[BlockConfig, list[int]] = {}
         for number, block in enumerate(self.pattern):
             layers.setdefault(block, []).append(number)
         return tuple((block, tuple(numbers)) for block, numbers in layers.items())
 
-    def named_blocks(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, for each block of the config."""
         parts = enumerate(self.segments)
         return {f"segments.{n}.{setting}": block for n, part in parts for setting, block in part.named_blocks().items()}
@@ -153,7 +153,7 @@ class SegmentsConfig(Builds):
         """Outputs that are added to the residual stream, from the first block to the last."""
         return sum(part.sub_layers() for part in self.segments)
 
-    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
+    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
         """Each block of the config and how often it is applied."""
         return tuple(pair for part in self.segments for pair in part.repeated_blocks())
 
@@ -162,29 +162,29 @@ class SegmentsConfig(Builds):
         return table_weights(self.pattern)
 
 
-def stack_of(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
+def stack_of(blocks: Sequence[BlockConfig]) -> StackConfig | SegmentsConfig:
     """A stack of these layers: one repeated pattern if possible, otherwise segments."""
     single = StackConfig.of(blocks)
     return single if single.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
 
 
-def blocks_of(stack: StackConfig | SegmentsConfig) -> tuple[AnyBlockConfig, ...]:
+def blocks_of(stack: StackConfig | SegmentsConfig) -> tuple[BlockConfig, ...]:
     """The block of each layer."""
     return tuple(block for part in stack.parts() for block in part.pattern * part.repeats)
 
 
-def shared_tables(blocks: Sequence[AnyBlockConfig]) -> set[tuple[int, RelativeBiasConfig]]:
+def shared_tables(blocks: Sequence[BlockConfig]) -> set[tuple[int, RelativeBiasConfig]]:
     """Heads and settings of the tables of relative biases that blocks of a stack share."""
     return {shared for block in blocks if (shared := shared_bias(block)) is not None}
 
 
-def table_problems(setting: str, blocks: Sequence[AnyBlockConfig]) -> list[Problem]:
+def table_problems(setting: str, blocks: Sequence[BlockConfig]) -> list[Problem]:
     """Problems of the tables that blocks of a stack share."""
     message = "blocks that share a table of relative biases differ in its settings or in heads"
     return [Problem(setting, message, "use the same settings")] if len(shared_tables(blocks)) > 1 else []
 
 
-def table_weights(blocks: Sequence[AnyBlockConfig]) -> tuple[Weight, ...]:
+def table_weights(blocks: Sequence[BlockConfig]) -> tuple[Weight, ...]:
     """The tables that blocks of a stack share."""
     return tuple(
         Weight("relative.table", (bias.buckets, heads), (None, "heads")) for heads, bias in shared_tables(blocks)

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
-from megajax.layers.configs import LayerNormConfig, NormConfig, PostNormBlockConfig
+from megajax.layers.configs import LayerNormConfig, NormConfig
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, dense, norm_weights
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import HeadFacts, SectionFacts
@@ -16,8 +16,8 @@ class BertConfig(DecoderConfig):
     """BERT (Devlin et al. 2019): an encoder with bidirectional attention.
 
     It predicts the masked tokens of a row and, with `next_sentence`, whether its second part follows the first.
-    The default is pre-norm, as in Megatron-LM. The original BERT has PostNormBlocks, `embedding_norm`, no norm after
-    the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
+    The default is pre-norm, as in Megatron-LM. The original BERT has norm_placement=post, `embedding_norm`, no norm
+    after the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
 
     Example: `mj.bert("base", sequence_length=512)`
     """
@@ -47,7 +47,7 @@ class BertConfig(DecoderConfig):
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
         for setting, block in self.named_blocks().items():
-            if isinstance(block, PostNormBlockConfig) and self.residual == "float32":
+            if block.norm_placement == "post" and self.residual == "float32":
                 message = "needs blocks that normalise their inputs"
                 problems.append(Problem("residual", f"float32 {message}, and {setting} does not", "set it to compute"))
         return problems

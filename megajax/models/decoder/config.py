@@ -12,7 +12,7 @@ from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf, paged_requests, stack_leaves
 from megajax.layers.configs import (
     LARGEST,
-    AnyBlockConfig,
+    BlockConfig,
     LoRAConfig,
     NormConfig,
     QuantizationConfig,
@@ -44,7 +44,7 @@ class PredictionConfig(Builds):
     that their sum is unchanged: over a row (the same on every layout) or over a microbatch (as in Megatron-LM)."""
     weight: float = 0.1
     """Weight of the sum of their losses, relative to the main loss. The reported loss is the main loss."""
-    block: AnyBlockConfig | None = None
+    block: BlockConfig | None = None
     """Block of each head; none: the last block of the stack's pattern."""
 
     def problems(self) -> list[Problem]:
@@ -197,13 +197,13 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         """Tokens, labels, positions, and the documents of the tokens."""
         return text_schema(self.sequence_length, self.vocabulary_size)
 
-    def named_blocks(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, for each block in the config."""
         blocks = TransformerConfig.named_blocks(self)
         block = None if self.prediction is None else self.prediction.block
         return blocks if block is None else {**blocks, "prediction.block": block}
 
-    def predicting_blocks(self) -> tuple[AnyBlockConfig, ...]:
+    def predicting_blocks(self) -> tuple[BlockConfig, ...]:
         """The blocks after the stack, one for each further token."""
         if self.prediction is None:
             return ()

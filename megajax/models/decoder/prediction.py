@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from megajax.batch import Rows
 from megajax.kernels.context.collectives import gather_rows
-from megajax.layers.configs import AnyBlockConfig, NormConfig
+from megajax.layers.configs import BlockConfig, NormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, Matrix, matrix
 from megajax.mesh.layout import Layout
@@ -32,7 +32,7 @@ class Prediction(nnx.Module):
     """
 
     def __init__(
-        self, cfg: PredictionConfig, settings: LayerSettings, *, block: AnyBlockConfig, norm: NormConfig, number: int
+        self, cfg: PredictionConfig, settings: LayerSettings, *, block: BlockConfig, norm: NormConfig, number: int
     ):
         del cfg
         self.layout, self.number = settings.layout, number

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import AnyBlockConfig, BlockConfig, FeedForwardBlockConfig, MixerBlockConfig, StackConfig
+from megajax.layers.configs import BlockConfig, StackConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.decoder.config import PredictionConfig
 
@@ -74,12 +74,12 @@ class HybridPattern(NamedTuple):
                 )
 
 
-def hybrid_stack(pattern: str, blocks: Mapping[str, AnyBlockConfig]) -> StackConfig | SegmentsConfig:
+def hybrid_stack(pattern: str, blocks: Mapping[str, BlockConfig]) -> StackConfig | SegmentsConfig:
     """The stack of a pattern: repeats of a shorter pattern if possible, otherwise segments.
 
     blocks: letter -> block, usually of one sub-layer. Raises UserError for an invalid pattern, see `HybridPattern`.
 
-    Example: `mj.hybrid_stack("MMM", {"M": mj.MixerBlockConfig(mixer=mj.Mamba2Config(heads=24))})`
+    Example: `mj.hybrid_stack("MMM", {"M": mj.BlockConfig(mixer=mj.Mamba2Config(heads=24))})`
     """
     parsed = HybridPattern.parse(pattern)
     parsed.demand_known(blocks)
@@ -112,7 +112,7 @@ def hybrid_pipeline(pattern: str, stack: StackConfig | SegmentsConfig, stages: i
     return settings if virtual == 1 else settings | {"schedule": "interleaved"}
 
 
-def hybrid_prediction(pattern: str, blocks: Mapping[str, AnyBlockConfig], **settings: Any) -> PredictionConfig | None:
+def hybrid_prediction(pattern: str, blocks: Mapping[str, BlockConfig], **settings: Any) -> PredictionConfig | None:
     """Heads that predict further tokens, from the layers after "/"; None for a pattern without "/".
 
     settings: of PredictionConfig. Raises UserError unless a head is a single block: one letter, or a mixer followed by
@@ -123,7 +123,7 @@ def hybrid_prediction(pattern: str, blocks: Mapping[str, AnyBlockConfig], **sett
     if not parsed.depth:
         return None
     block, *more = [blocks[letter] for letter in parsed.ahead]
-    if len(more) == 1 and isinstance(block, MixerBlockConfig) and isinstance(more[0], FeedForwardBlockConfig):
+    if len(more) == 1 and block.mlp is None and more[0].mixer is None:
         mlp = more[0]
         if replace(mlp, norm=block.norm, dropout=block.dropout) == mlp:
             block, more = BlockConfig(mixer=block.mixer, mlp=mlp.mlp, norm=block.norm, dropout=block.dropout), []

@@ -5,12 +5,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megajax.layers.configs import (
-    AnyBlockConfig,
     AttentionConfig,
+    BlockConfig,
     DenseMLPConfig,
-    FeedForwardBlockConfig,
     Mamba2Config,
-    MixerBlockConfig,
     RMSNormConfig,
 )
 from megajax.models.configs import DecoderConfig
@@ -62,21 +60,21 @@ def mamba2(size: str, *, sequence_length: int = 2048, vocabulary_size: int = 502
     """
     row = pick("mamba2", MAMBA2, size)
     mixer = Mamba2Config(heads=row.heads, head_dim=row.head_dim or 64)
-    block = MixerBlockConfig(mixer=mixer, norm=RMSNormConfig())
+    block = BlockConfig(mixer=mixer, norm=RMSNormConfig())
     more = {"tied": True, "residual": "float32"}
     return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, **more)
 
 
-def nemotron_blocks(row: Hybrid) -> Mapping[str, AnyBlockConfig]:
+def nemotron_blocks(row: Hybrid) -> Mapping[str, BlockConfig]:
     """Letter of the pattern -> layer with one sub-layer; no biases except in convolutions, no positions."""
     mamba = Mamba2Config(heads=row.mamba_heads, head_dim=row.mamba_head_dim, state=row.state, groups=row.groups)
     attention = AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim)
     mlp = DenseMLPConfig(ffn=row.ffn, activation="squared_relu", bias=False)
     return MappingProxyType(
         {
-            "M": MixerBlockConfig(mixer=mamba, norm=RMSNormConfig()),
-            "*": MixerBlockConfig(mixer=attention, norm=RMSNormConfig()),
-            "-": FeedForwardBlockConfig(mlp=mlp, norm=RMSNormConfig()),
+            "M": BlockConfig(mixer=mamba, norm=RMSNormConfig()),
+            "*": BlockConfig(mixer=attention, norm=RMSNormConfig()),
+            "-": BlockConfig(mlp=mlp, norm=RMSNormConfig()),
         }
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import AnyBlockConfig, StackConfig
+from megajax.layers.configs import BlockConfig, StackConfig
 from megajax.models.configs import DecoderConfig
 
 
@@ -30,9 +30,7 @@ def pick[Row](family: str, sizes: Mapping[str, Row], size: str) -> Row:
     return sizes[size]
 
 
-def decoder(
-    size: Size, *blocks: AnyBlockConfig, sequence_length: int, vocabulary_size: int, **more: Any
-) -> DecoderConfig:
+def decoder(size: Size, *blocks: BlockConfig, sequence_length: int, vocabulary_size: int, **more: Any) -> DecoderConfig:
     """A decoder that repeats these blocks; their norm is also the final norm. more: other settings of the model."""
     return DecoderConfig(
         hidden=size.hidden,

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
+    CrossAttentionConfig,
     DenseMLPConfig,
     GatedMLPConfig,
     LayerNormConfig,
@@ -88,7 +88,7 @@ def _t5(
     heads: dict[str, Any] = {"heads": row.heads, "head_dim": row.head_dim, "bias": mlp.bias, "dropout": dropout}
     parts: dict[str, Any] = {"mlp": mlp, "norm": norm, "dropout": dropout}
     reads = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)
-    writes = CrossBlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
+    writes = BlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
     return T5Config(
         hidden=row.hidden,
         encoder_length=encoder_length,

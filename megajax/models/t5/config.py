@@ -7,8 +7,7 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Request
-from megajax.layers.block.cross_config import CrossBlockConfig
-from megajax.layers.configs import AnyBlockConfig, LayerNormConfig, NormConfig, StackConfig
+from megajax.layers.configs import BlockConfig, LayerNormConfig, NormConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Weight
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -41,8 +40,8 @@ class T5Config(DecoderConfig):
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
         for setting, block in self.stack.named_blocks().items():
-            if not isinstance(block, CrossBlockConfig):
-                message = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
+            if block.cross is None:
+                message = "does not read the encoder: cross is none"
                 problems.append(Problem(f"stack.{setting}", message))
         for setting, mixer in self.own_mixers("encoder").items():
             if getattr(mixer, "causal", False):
@@ -63,7 +62,7 @@ class T5Config(DecoderConfig):
         """The encoder's blocks, and the decoder's."""
         return {"encoder": self.encoder, "": self.stack}
 
-    def named_blocks(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, BlockConfig]:
         """Blocks of the decoder and of the encoder, by setting."""
         encoder = {f"encoder.{setting}": block for setting, block in self.encoder.named_blocks().items()}
         return DecoderConfig.named_blocks(self) | encoder

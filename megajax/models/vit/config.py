@@ -7,9 +7,9 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.block.cross_config import CrossAttentionConfig
 from megajax.layers.configs import (
     LARGEST,
+    CrossAttentionConfig,
     DenseMLPConfig,
     LayerNormConfig,
     LoRAConfig,

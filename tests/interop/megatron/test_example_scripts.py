@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.layers.configs import MixerBlockConfig
+from megajax.layers.configs import BlockConfig
 from megajax.models.facts import demand_facts
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.planning.cost.description import describe
@@ -79,7 +79,7 @@ def test_a_script_that_reads_its_own_flags(output: Path, capsys: pytest.CaptureF
 def test_a_script_of_a_hybrid(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = translated("hybrid.sh", output)
     stack = config.model.stack
-    assert stack.layers() == 48 and any(isinstance(block, MixerBlockConfig) for block, _ in stack.stored())
+    assert stack.layers() == 48 and any(isinstance(block, BlockConfig) for block, _ in stack.stored())
     # As megatron-core 0.19.2 makes of these shares.
     assert "M-M-M--M-*M-M-M-M--*M-M-M-M-*M--M-M-M-*M-M--M-M-" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"--vocab-size: must be given: tokenizer.model can't be read"):

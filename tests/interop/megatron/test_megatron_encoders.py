@@ -7,10 +7,10 @@ from flag_lines import BERT, T5, config, convert_line, problem
 
 from megajax.config import load
 from megajax.data.configs import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
+    CrossAttentionConfig,
     DenseMLPConfig,
     IdentityNormConfig,
     LayerNormConfig,
@@ -62,7 +62,7 @@ def test_the_script_of_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     heads = {"heads": 12, "head_dim": 64, "bias": True, "dropout": 0.1}
     parts = {"mlp": DenseMLPConfig(ffn=3072, activation="gelu_tanh", bias=True), "norm": NORM, "dropout": 0.1}
     encoder_block = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)
-    decoder_block = CrossBlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
+    decoder_block = BlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
     assert cfg.model == T5Config(
         hidden=768,
         vocabulary_size=29098,

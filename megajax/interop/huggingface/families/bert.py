@@ -41,10 +41,11 @@ def _read(settings: Settings) -> BertConfig:
     activation: Any = settings.activation("hidden_act", "gelu")
     settings.only("position_embedding_type", "absolute")
     settings.only("is_decoder", False)
-    block = (layers.BlockConfig if before else layers.PostNormBlockConfig)(
+    block = layers.BlockConfig(
         mixer=layers.AttentionConfig(heads=settings.take("num_attention_heads", 12), bias=True, causal=False),
         mlp=layers.DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation),
         norm=norm,
+        norm_placement="pre" if before else "post",
     )
     return BertConfig(
         **settings.fields(MODEL),

@@ -10,10 +10,9 @@ from typing import Any
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.interop.huggingface.family import Family, Names, Settings, norm, to_settings, tokens
 from megajax.layers.configs import (
-    FeedForwardBlockConfig,
+    BlockConfig,
     Mamba1Config,
     Mamba2Config,
-    MixerBlockConfig,
     MixerConfig,
     RMSNormConfig,
     StackConfig,
@@ -70,7 +69,7 @@ def pattern(settings: Settings) -> str:
 
 def letter(block: Any) -> str:
     """The letter of a block in the pattern."""
-    if isinstance(block, FeedForwardBlockConfig):
+    if block.mixer is None:
         return "-"
     return "M" if isinstance(block.mixer, Mamba2Config) else "*"
 
@@ -151,7 +150,7 @@ def _decoder(settings: Settings, mixer: MixerConfig, epsilon: float) -> DecoderC
         hidden=settings.need("hidden_size"),
         vocabulary_size=settings.need("vocab_size"),
         sequence_length=settings.take("max_position_embeddings", LENGTH),
-        stack=StackConfig(pattern=(MixerBlockConfig(mixer=mixer, norm=norm),), repeats=settings.layers()),
+        stack=StackConfig(pattern=(BlockConfig(mixer=mixer, norm=norm),), repeats=settings.layers()),
         norm=norm,
         tied=settings.need("tie_word_embeddings"),
         residual="float32" if settings.take("residual_in_fp32", True) else "compute",

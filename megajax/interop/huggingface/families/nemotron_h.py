@@ -63,10 +63,10 @@ def _read(settings: Settings) -> DecoderConfig:
     activation: Any = settings.activation("mlp_hidden_act", "relu2")
     mlp = layers.DenseMLPConfig(**settings.fields(MLP), activation=activation)
     norm = layers.RMSNormConfig(epsilon=mamba.norm_epsilon)
-    blocks: dict[str, layers.AnyBlockConfig] = {
-        "M": layers.MixerBlockConfig(mixer=mamba, norm=norm),
-        "*": layers.MixerBlockConfig(mixer=attention, norm=norm),
-        "-": layers.FeedForwardBlockConfig(mlp=mlp, norm=norm),
+    blocks: dict[str, layers.BlockConfig] = {
+        "M": layers.BlockConfig(mixer=mamba, norm=norm),
+        "*": layers.BlockConfig(mixer=attention, norm=norm),
+        "-": layers.BlockConfig(mlp=mlp, norm=norm),
     }
     return DecoderConfig(
         hidden=settings.take("hidden_size", 4096),

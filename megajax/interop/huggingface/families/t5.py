@@ -17,7 +17,7 @@ from megajax.interop.huggingface.family import (
     tokens,
 )
 from megajax.layers import configs as layers
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.configs import BlockConfig, CrossAttentionConfig
 from megajax.models.configs import T5Config, WidthScalingConfig
 
 UNUSED = frozenset({"classifier_dropout", "dense_act_fn", "dropout_rate", "is_gated_act", "output_past"})
@@ -53,7 +53,7 @@ def _read(settings: Settings) -> T5Config:
     mixer = layers.AttentionConfig(**heads, relative=relative)
     around = replace(mixer, relative=replace(relative, both_ways=True), causal=False)
     reads = layers.BlockConfig(mixer=around, **parts)
-    writes = CrossBlockConfig(mixer=mixer, cross=CrossAttentionConfig(**heads), **parts)
+    writes = BlockConfig(mixer=mixer, cross=CrossAttentionConfig(**heads), **parts)
     count = settings.layers("num_layers", 6)
     encoder = layers.StackConfig(pattern=(reads,), repeats=count)
     stack = layers.StackConfig(pattern=(writes,), repeats=settings.layers("num_decoder_layers", count))

@@ -11,8 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.block.cross_config import CrossBlockConfig
-from megajax.layers.configs import AttentionConfig, GatedMLPConfig, LatentAttentionConfig, Mamba2Config, MoEConfig
+from megajax.layers.configs import (
+    AttentionConfig,
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    Mamba2Config,
+    MoEConfig,
+)
 from megajax.models.configs import BertConfig, DecoderConfig, T5Config
 
 DECODER, ENCODER = "decoder.layers.{layer}", "encoder.layers.{layer}"
@@ -211,7 +216,7 @@ def _bert(cfg: BertConfig) -> list[Row]:
 def _t5(cfg: T5Config) -> list[Row]:
     encoder, decoder = ([block for block, _ in stack.stored()] for stack in (cfg.encoder, cfg.stack))
     bias = "relative_pos_emb.relative_attention_bias.weight"
-    cross = next(block.cross for block in decoder if isinstance(block, CrossBlockConfig))
+    cross = next(block.cross for block in decoder if block.cross is not None)
     tensor, path = f"{DECODER}.cross_attention", "stack.*.cross"
     return [
         _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),

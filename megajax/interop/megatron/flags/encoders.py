@@ -23,10 +23,10 @@ from megajax.interop.megatron.flags.model import (
 from megajax.interop.megatron.flags.reading import Arguments, Settings
 from megajax.interop.megatron.flags.run import optimizer
 from megajax.interop.megatron.flags.tokenizer import IMAGE, tokenizer_with_images
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.configs import (
-    AnyBlockConfig,
     AttentionConfig,
+    BlockConfig,
+    CrossAttentionConfig,
     GatedMLPConfig,
     IdentityNormConfig,
     LatentAttentionConfig,
@@ -39,7 +39,7 @@ from megajax.models.configs import ProjectorConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 
 
-def attention(block: AnyBlockConfig) -> AttentionConfig:
+def attention(block: BlockConfig) -> AttentionConfig:
     """The block's attention; plain attention in place of other mixers, which are refused."""
     mixer = block.parts().get("mixer")
     if isinstance(mixer, AttentionConfig):
@@ -59,7 +59,7 @@ def refuse_decoder_features(args: Arguments) -> None:
         args.refuse("mtp-num-layers", "only causal text models have multi-token prediction")
 
 
-def bidirectional(block: AnyBlockConfig, **changes: Any) -> AnyBlockConfig:
+def bidirectional(block: BlockConfig, **changes: Any) -> BlockConfig:
     """The block with bidirectional attention."""
     return replace(block, mixer=replace(attention(block), causal=False, window=None, **changes))
 
@@ -102,7 +102,7 @@ def t5_stack(args: Arguments) -> Settings:
         kernel=mixer.kernel,
     )
     mlp = block.parts()["mlp"]
-    decoder_block = CrossBlockConfig(mixer=mixer, cross=cross, mlp=mlp, norm=block.norm, dropout=block.dropout)
+    decoder_block = BlockConfig(mixer=mixer, cross=cross, mlp=mlp, norm=block.norm, dropout=block.dropout)
     count = args["decoder-num-layers"] or layers(args)
     settings["model.encoder"] = StackConfig(pattern=(encoder_block,), repeats=min(max(layers(args), 1), MOST_LAYERS))
     settings["model.stack"] = StackConfig(pattern=(decoder_block,), repeats=min(max(count, 1), MOST_LAYERS))
@@ -194,7 +194,7 @@ def vlm_stack(args: Arguments) -> Settings:
     }
 
 
-def _decoder_block(block: AnyBlockConfig) -> AnyBlockConfig:
+def _decoder_block(block: BlockConfig) -> BlockConfig:
     """A block of the decoder: pretrain_vlm.py has no query and key norm, and RoPE's default base and factor."""
     mixer = attention(block)
     rope = mixer.rope
@@ -204,7 +204,7 @@ def _decoder_block(block: AnyBlockConfig) -> AnyBlockConfig:
     return replace(block, mixer=replace(mixer, window=None, qk_norm=None, rope=rope))
 
 
-def _tower(args: Arguments, block: AnyBlockConfig) -> VisionTowerConfig:
+def _tower(args: Arguments, block: BlockConfig) -> VisionTowerConfig:
     """CLIP's tower: a norm before the blocks and none after them, no bias of patches."""
     count, tensor = min(max(layers(args), 1), MOST_LAYERS), max(args["tensor-model-parallel-size"], 1)
     recompute_settings = {name.removeprefix("model."): value for name, value in recompute(args).items()}

@@ -18,11 +18,9 @@ from megajax.interop.megatron.flags.model import (
 from megajax.interop.megatron.flags.moe import mixture
 from megajax.interop.megatron.flags.reading import Arguments, Settings
 from megajax.layers.configs import (
-    AnyBlockConfig,
-    FeedForwardBlockConfig,
+    BlockConfig,
     FeedForwardConfig,
     Mamba2Config,
-    MixerBlockConfig,
     MixerConfig,
 )
 from megajax.models.presets.hybrid import HybridPattern, hybrid_pipeline, hybrid_prediction, hybrid_stack
@@ -67,20 +65,20 @@ def hybrid_layout(args: Arguments) -> Settings:
     return {f"parallel.{name}": value for name, value in settings.items()}
 
 
-def _blocks(args: Arguments, letters: set[str]) -> dict[str, AnyBlockConfig]:
+def _blocks(args: Arguments, letters: set[str]) -> dict[str, BlockConfig]:
     """Letter -> layer for the letters that occur. Flags of other layers are not required."""
     normal, dropout = norm(args), args["hidden-dropout"]
     if args["window-size"] is not None:
         args.refuse("window-size", "attention of hybrids sees all earlier tokens: set windows in model.stack")
     mixers: dict[str, Any] = {"M": _mamba, "*": lambda args: attention(args, normal), "+": _latent}
     forwards: dict[str, Any] = {"-": mlp, "E": _experts}
-    blocks: dict[str, AnyBlockConfig] = {}
+    blocks: dict[str, BlockConfig] = {}
     for letter in letters & {*mixers}:
         mixer: MixerConfig = mixers[letter](args)
-        blocks[letter] = MixerBlockConfig(mixer=mixer, norm=normal, dropout=dropout)
+        blocks[letter] = BlockConfig(mixer=mixer, norm=normal, dropout=dropout)
     for letter in letters & {*forwards}:
         layer: FeedForwardConfig = forwards[letter](args)
-        blocks[letter] = FeedForwardBlockConfig(mlp=layer, norm=normal, dropout=dropout)
+        blocks[letter] = BlockConfig(mlp=layer, norm=normal, dropout=dropout)
     return blocks
 
 

@@ -10,7 +10,6 @@ from megajax.interop.megatron.flags.moe import mixture
 from megajax.interop.megatron.flags.reading import Arguments, Settings
 from megajax.interop.megatron.flags.tokenizer import tokenizer_of
 from megajax.layers.configs import (
-    AnyBlockConfig,
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
@@ -117,7 +116,7 @@ def stack(args: Arguments, count: int | None = None, *, experts: bool = True) ->
     return {"model.stack": _repeated(blocks), "model.norm": normal}
 
 
-def _repeated(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
+def _repeated(blocks: Sequence[BlockConfig]) -> StackConfig | SegmentsConfig:
     """A repeated pattern, or a sequence of repeated patterns if that is less to compile."""
     single, segments = StackConfig.of(blocks), SegmentsConfig.of(blocks)
     return segments if sum(len(part.pattern) for part in segments.parts()) < len(single.pattern) else single
