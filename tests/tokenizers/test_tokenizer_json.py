@@ -12,7 +12,7 @@ from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
 from megajax.interop.tokenizers import tokenizer_json as module
 from megajax.interop.tokenizers.files import copy_files, files_of, tokenizer_config
-from megajax.interop.tokenizers.sentencepiece_model import parsed
+from megajax.interop.tokenizers.tokenizer_json import parsed
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

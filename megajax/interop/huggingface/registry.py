@@ -11,7 +11,7 @@ from megajax.config.nearest import either
 from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.huggingface.family import Family, Settings
 
-MODULES = "llama mixtral qwen_moe deepseek gpt_oss gemma phi3 gpt2 mamba nemotron_h bert t5 vit clip llava"
+MODULES = "llama qwen_moe deepseek gpt_oss gpt2 mamba nemotron_h bert t5 vit clip llava"
 """Modules of `families`. A model is written as the first family that loses no setting of it."""
 
 

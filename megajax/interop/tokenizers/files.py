@@ -9,8 +9,7 @@ from typing import Any
 from megajax.config import budget
 from megajax.config.budget import read_json
 from megajax.config.errors import UserError
-from megajax.interop.tokenizers.sentencepiece_model import parsed
-from megajax.interop.tokenizers.tokenizer_json import tokenizer_json
+from megajax.interop.tokenizers.tokenizer_json import parsed, tokenizer_json
 from megajax.storage.named_files import demand_inside
 from megajax.tokenizers.base import LIMITS, Tokenizer, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE

@@ -1,4 +1,9 @@
-"""Llama 2 and 3, Mistral, Qwen 2 and Qwen 3: one table, of pre-norm blocks with rotary positions and gated layers."""
+"""Llama 2 and 3 and their relatives: pre-norm blocks with rotary positions and gated layers.
+
+Mistral, Qwen 2, Qwen 3 and Gemma have the same table. Mixtral is Mistral with experts. Phi-3 has queries, keys and
+values in one tensor, and gate and up in another. Gemma has zero-centred norms, GeGLU, embeddings times sqrt(hidden
+size), and a tied head.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,10 +11,11 @@ from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import ATTENTION, LAYER, gated, outer_rows
+from megajax.interop.huggingface.decoders import ATTENTION, LAYER, NORMS, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.configs import RMSNormConfig
+from megajax.layers.configs import MoEConfig, RMSNormConfig
 from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import WidthScalingConfig
 
 COMMON: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -27,6 +33,31 @@ QWEN: Mapping[str, Any] = COMMON | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+MISTRAL: Mapping[str, Any] = COMMON | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+MIXTRAL: Mapping[str, Any] = MISTRAL | {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
+PHI3: Mapping[str, Any] = COMMON | {
+    "hidden_size": 3072,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32064,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+}
+GEMMA: Mapping[str, Any] = COMMON | {
+    "hidden_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "vocab_size": 256000,
+    "intermediate_size": 24576,
+    "max_position_embeddings": 8192,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -42,13 +73,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "llama": Kind("LlamaForCausalLM", COMMON | {"intermediate_size": 11008, "max_position_embeddings": 2048}, ()),
-    "mistral": Kind(
-        "MistralForCausalLM",
-        COMMON
-        | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-        | {"sliding_window": 4096},
-        ("sliding_window",),
-    ),
+    "mistral": Kind("MistralForCausalLM", MISTRAL | {"sliding_window": 4096}, ("sliding_window",)),
     "qwen2": Kind("Qwen2ForCausalLM", QWEN),
     "qwen3": Kind("Qwen3ForCausalLM", QWEN | {"head_dim": 128}),
 }
@@ -75,8 +100,60 @@ def _write(name: str, cfg: Any) -> dict[str, Any]:
 
 
 def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table, which Gemma and LLaVA have too."""
+    """The table, which LLaVA has too."""
     return [*outer_rows(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
+
+
+def _read_mixtral(settings: Settings) -> DecoderConfig:
+    settings.assume(MIXTRAL)
+    moe = MoEConfig(
+        experts=settings.need("num_local_experts"),
+        top_k=settings.need("num_experts_per_tok"),
+        expert=decoders.gated_mlp(settings),
+        router=decoders.router(settings),
+    )
+    return decoders.decoder(settings, decoders.attention(settings, base=1e6), lambda _: moe, slides=lambda _: True)
+
+
+def _write_mixtral(cfg: Any) -> dict[str, Any]:
+    moe = decoders.feed_forwards(cfg).moe
+    return {**decoders.write(cfg, "sliding_window", moe=moe), "num_local_experts": moe.experts}
+
+
+def _rows_mixtral(cfg: DecoderConfig) -> list[Row]:
+    return [*outer_rows(cfg), *ATTENTION, *experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))]
+
+
+def _read_phi3(settings: Settings) -> DecoderConfig:
+    settings.assume(PHI3)
+    mlp = decoders.gated_mlp(settings)
+    return decoders.decoder(settings, decoders.attention(settings, partial=True), lambda _: mlp, slides=lambda _: True)
+
+
+def _write_phi3(cfg: Any) -> dict[str, Any]:
+    return decoders.write(cfg, "sliding_window")
+
+
+def _rows_phi3(cfg: DecoderConfig) -> list[Row]:
+    inner = tuple(f"stack.*.mixer.{name}" for name in ("query", "key", "value"))
+    return [
+        *outer_rows(cfg),
+        Row(f"{LAYER}.self_attn.qkv_proj.weight", inner, "(n h) d -> d n h"),
+        Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
+        *NORMS,
+        Row(f"{LAYER}.mlp.gate_up_proj.weight", ("stack.*.mlp.gate", "stack.*.mlp.up"), "o i -> i o"),
+        Row(f"{LAYER}.mlp.down_proj.weight", "stack.*.mlp.down", "o i -> i o"),
+    ]
+
+
+def _read_gemma(settings: Settings) -> DecoderConfig:
+    settings.assume(GEMMA)
+    if settings.remaining["hidden_act"] == "gelu":  # of the first files, which mean the other
+        settings.remaining["hidden_act"] = "gelu_pytorch_tanh"
+    mixer = decoders.attention(settings, bias=settings.take("attention_bias", False))
+    mlp, hidden = decoders.gated_mlp(settings), settings.peek("hidden_size")
+    scaling = WidthScalingConfig(base_hidden=hidden, score_power=0.5, embedding=hidden**0.5)
+    return decoders.decoder(settings, mixer, lambda _: mlp, zero_centred=True, width_scaling=scaling)
 
 
 FAMILIES = [
@@ -89,4 +166,11 @@ FAMILIES = [
         unused=frozenset(() if kind.windows else WINDOWS),
     )
     for name, kind in KINDS.items()
+] + [
+    decoders.family(name, architecture, read=read, write=write, rows=rows, unused=frozenset({unused}))
+    for name, architecture, read, write, rows, unused in (
+        ("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _rows_mixtral, "router_jitter_noise"),
+        ("gemma", "GemmaForCausalLM", _read_gemma, decoders.write, rows, "hidden_activation"),
+        ("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, _rows_phi3, "original_max_position_embeddings"),
+    )
 ]

@@ -5,14 +5,13 @@ from math import lcm
 from typing import Any
 
 from megajax.data.configs import MaskedSentencesConfig, MaskedSpansConfig, MockCaptionsConfig
-from megajax.interop.megatron.flags.data import files, ordered
+from megajax.interop.megatron.flags.data import IMAGE, files, ordered, tokenizer_with_images
 from megajax.interop.megatron.flags.layout import recompute
 from megajax.interop.megatron.flags.model import (
     MOST_LAYERS,
     embedding,
     layers,
     mlp,
-    needed,
     norm,
     padded,
     positions,
@@ -20,9 +19,8 @@ from megajax.interop.megatron.flags.model import (
     sequence_length,
     stack,
 )
-from megajax.interop.megatron.flags.reading import Arguments, Settings
+from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.interop.megatron.flags.run import optimizer
-from megajax.interop.megatron.flags.tokenizer import IMAGE, tokenizer_with_images
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

@@ -10,13 +10,12 @@ from megajax.interop.megatron.flags.model import (
     latent_attention,
     layers,
     mlp,
-    needed,
     norm,
     prediction_settings,
     stack,
 )
 from megajax.interop.megatron.flags.moe import mixture
-from megajax.interop.megatron.flags.reading import Arguments, Settings
+from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.layers.configs import (
     BlockConfig,
     FeedForwardConfig,

@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
+from megajax.interop.megatron.flags.data import tokenizer_of
 from megajax.interop.megatron.flags.moe import mixture
-from megajax.interop.megatron.flags.reading import Arguments, Settings
-from megajax.interop.megatron.flags.tokenizer import tokenizer_of
+from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,
@@ -38,14 +38,6 @@ NORMS: dict[str, type[LayerNormConfig] | type[RMSNormConfig]] = {
     "LayerNorm": LayerNormConfig,
     "RMSNorm": RMSNormConfig,
 }
-
-
-def needed(args: Arguments, name: str, instead: str = "") -> int:
-    """The value of a required flag. A missing one is a problem; the result is then 1."""
-    if args[name] is None:
-        args.problem(name, "must be given" + (f", or --{instead}" if instead else ""))
-        return 1
-    return args[name]
 
 
 def layers(args: Arguments) -> int:

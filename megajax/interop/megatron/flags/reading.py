@@ -246,6 +246,14 @@ class Arguments:
         self.flags[row.name] = value
 
 
+def needed(args: Arguments, name: str, instead: str = "") -> int:
+    """The value of a required flag. A missing one is a problem; the result is then 1."""
+    if args[name] is None:
+        args.problem(name, "must be given" + (f", or --{instead}" if instead else ""))
+        return 1
+    return args[name]
+
+
 def _value(row: Flag, values: Sequence[Word]) -> Any:
     """The value of a flag. Raises ValueError for words that are not valid values of it."""
     texts = [word.text for word in values]

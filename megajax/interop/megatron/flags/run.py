@@ -6,8 +6,8 @@ from typing import Any
 
 from megajax.checkpoint.config import LocalConfig
 from megajax.interop.megatron.flags.layout import model_devices
-from megajax.interop.megatron.flags.model import needed, positions
-from megajax.interop.megatron.flags.reading import Arguments, Settings
+from megajax.interop.megatron.flags.model import positions
+from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.metrics.config import WandbConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DelayedScalingConfig, DynamicScaleConfig, Fp8Config
