@@ -115,11 +115,7 @@ class Session:
 
     def chat(self, read_line: Callable[[str], str], *, live: bool) -> None:
         """Run a conversation. read_line: prints a prompt and returns a line, or raises EOFError; live: interactive."""
-        conversation = demand_conversation(self._conversation, "--chat")
-        sampling = self.of_chat()
-        Chat(lambda prompt, show: self.answers(prompt, sampling, show)[0], conversation, self._screen, live).run(
-            read_line
-        )
+        Chat(self, demand_conversation(self._conversation, "--chat"), self._screen, live).run(read_line)
 
     def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Output], None]) -> list[Output]:
         """All answers to a prompt; Ctrl-C stops them. show: called with each output. Raises Refused."""
@@ -164,15 +160,9 @@ class Session:
 class Chat:
     """A conversation: reads lines, and prints answers while they are generated."""
 
-    def __init__(
-        self,
-        answer: Callable[[tuple[int, ...], Callable[[Output], None]], Output],
-        conversation: Conversation,
-        screen: Screen,
-        live: bool,
-    ):
-        """answer: (prompt, function called with each output) -> complete answer; live: whether a person types."""
-        self._answer, self._conversation, self._screen, self._live = answer, conversation, screen, live
+    def __init__(self, session: Session, conversation: Conversation, screen: Screen, live: bool):
+        """live: whether a person types."""
+        self._session, self._conversation, self._screen, self._live = session, conversation, screen, live
         self.messages: list[dict[str, str]] = []
 
     def run(self, read_line: Callable[[str], str]) -> None:
@@ -207,11 +197,12 @@ class Chat:
         return f"(there is no {name}: {HELP})\n"
 
     def _turn(self, line: str) -> None:
-        """Output a question, and add both to the conversation, unless the template or the engine rejects it."""
+        """Answer a question, and add both to the conversation, unless the template or the engine rejects it."""
         messages = [*self.messages, {"role": "user", "content": line}]
         try:
             prompt = tuple(self._conversation.encode(messages))
-            answer = self._answer(prompt, lambda output: self._screen.write(output.text))
+            sampling = self._session.of_chat()
+            (answer,) = self._session.answers(prompt, sampling, lambda output: self._screen.write(output.text))
         except (TemplateMisfit, OverBudget, Refused) as error:
             self._screen.write(f"({error})\n")
             return

@@ -19,27 +19,32 @@ from megajax.training.scoring import Figure, Figures, Scorer, demand_outputs
 type Metric = Callable[[np.ndarray, np.ndarray], Figure]
 
 
-def demand_data[C: BenchmarkConfig](config: BenchmarkTaskConfig, scorer: Scorer, kind: type[C]) -> C:
-    """The data config of the run. Raises UserError for another benchmark's data, or a model without outputs."""
-    demand_outputs(scorer.program, config.name)
-    data = scorer.program.cfg.data
-    if not isinstance(data, kind):
-        raise UserError(f"{config.name} evaluates runs on {kind.__name__}, but this run's is {type(data).__name__}.")
-    return data
+class BenchmarkTask[C: BenchmarkConfig]:
+    """A task on a split of a run's benchmark data."""
 
+    def __init__(self, config: BenchmarkTaskConfig, scorer: Scorer, kind: type[C]):
+        """kind: of the run's data. Raises UserError for another benchmark's data, or a model without outputs."""
+        demand_outputs(scorer.program, config.name)
+        data = scorer.program.cfg.data
+        if not isinstance(data, kind):
+            problem = f"{config.name} evaluates runs on {kind.__name__}, but this run's is {type(data).__name__}"
+            raise UserError(f"{problem}.")
+        self.scorer, self.split, self.data = scorer, config.split, data
 
-def scores_and_losses(scorer: Scorer, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The model's predictions for rows of the run's data: scores [rows, ...] and losses [rows]."""
-    outputs = scorer.outputs(rows)
-    return outputs["scores"], outputs["losses"]
+    def examples(self, read_split: Callable[..., Any]) -> Any:
+        """The examples of the split. Raises UserError for files in another format."""
+        return read_split(self.data, self.split, self.scorer.tokenizer, self.scorer.program.cfg.model.schema())
 
+    def scores_and_losses(self, examples: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The model's predictions: scores [examples, ...] and losses [examples]."""
+        outputs = self.scorer.outputs(examples)
+        return outputs["scores"], outputs["losses"]
 
-def write_predictions(scorer: Scorer, config: BenchmarkTaskConfig, name: str, text: str) -> None:
-    """Write a file of predictions on the first process, replacing an earlier evaluation's."""
-    if scorer.folder is None or jax.process_index():
-        return
-    folder = RunFolder.create(scorer.folder / "predictions" / config.split).path
-    write_atomically(folder / name, text)
+    def write_predictions(self, name: str, text: str) -> None:
+        """Write a file of predictions on the first process, replacing an earlier evaluation's."""
+        if self.scorer.folder is None or jax.process_index():
+            return
+        write_atomically(RunFolder.create(self.scorer.folder / "predictions" / self.split).path / name, text)
 
 
 def as_table(predictions: Sequence[Any]) -> str:
@@ -77,25 +82,23 @@ FILES = {
 """Names of the files of predictions."""
 
 
-class Glue:
+class Glue(BenchmarkTask[GlueConfig]):
     """Metrics of the files of a split; only predictions for `test`, whose labels are not public."""
 
     def __init__(self, config: GlueTaskConfig, scorer: Scorer):
         """Raises UserError for a run on other data, and for files in another format."""
-        self._config, self._scorer = config, scorer
-        self._data = demand_data(config, scorer, GlueConfig)
-        schema = scorer.program.cfg.model.schema()
-        self._files = glue.read_split(self._data, config.split, scorer.tokenizer, schema)
+        super().__init__(config, scorer, GlueConfig)
+        self._files = self.examples(glue.read_split)
 
     def __call__(self) -> Figures:
         figures: dict[str, Figure] = {}
         for suffix, examples in self._files.items():
-            scores, losses = scores_and_losses(self._scorer, examples)
-            values = scores.argmax(-1) if GLUE[self._data.task].classes else np.clip(scores, 0, glue.LARGEST_SCORE)
+            scores, losses = self.scores_and_losses(examples)
+            values = scores.argmax(-1) if GLUE[self.data.task].classes else np.clip(scores, 0, glue.LARGEST_SCORE)
             self._write(suffix, values)
-            if self._config.split == VALIDATION:
+            if self.split == VALIDATION:
                 labels = np.array([item.label for item in examples.items])
-                metrics = METRICS.get(self._data.task, ACCURACY)
+                metrics = METRICS.get(self.data.task, ACCURACY)
                 figures |= {f"{name}{suffix}": metric(values, labels) for name, metric in metrics.items()}
                 figures[f"loss{suffix}"] = mean(losses.tolist())
             else:
@@ -103,12 +106,12 @@ class Glue:
         return figures
 
     def _write(self, suffix: str, values: np.ndarray) -> None:
-        classes, name = GLUE[self._data.task].classes, FILES[f"{self._data.task}{suffix}"]
+        classes, name = GLUE[self.data.task].classes, FILES[f"{self.data.task}{suffix}"]
         texts = [classes[value] for value in values] if classes else [f"{value:.3f}" for value in values]
-        write_predictions(self._scorer, self._config, f"{name}.tsv", as_table(texts))
+        self.write_predictions(f"{name}.tsv", as_table(texts))
 
 
-class Race:
+class Race(BenchmarkTask[RaceConfig]):
     """`accuracy`, and `accuracy_middle` and `accuracy_high` if the folder has both.
 
     race.json has the predicted letters by article file.
@@ -116,16 +119,15 @@ class Race:
 
     def __init__(self, config: RaceTaskConfig, scorer: Scorer):
         """Raises UserError for a run on other data, and for files in another format."""
-        self._config, self._scorer = config, scorer
-        data, schema = demand_data(config, scorer, RaceConfig), scorer.program.cfg.model.schema()
-        self._examples = race.read_split(data, config.split, scorer.tokenizer, schema)
+        super().__init__(config, scorer, RaceConfig)
+        self._examples = self.examples(race.read_split)
 
     def __call__(self) -> Figures:
-        scores, losses = scores_and_losses(self._scorer, self._examples)
+        scores, losses = self.scores_and_losses(self._examples)
         correct, letters = defaultdict[str, list[float]](list), defaultdict[str, list[str]](list)
         for question, choice in zip(self._examples.items, scores.argmax(-1).tolist(), strict=True):
             letters[question.identifier].append(race.LETTERS[choice])
             for name in {"accuracy", f"accuracy_{question.group}".rstrip("_")}:
                 correct[name].append(choice == question.label)
-        write_predictions(self._scorer, self._config, "race.json", as_lines(letters))
+        self.write_predictions("race.json", as_lines(letters))
         return {name: mean(values) for name, values in sorted(correct.items())} | {"loss": mean(losses.tolist())}

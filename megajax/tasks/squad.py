@@ -12,7 +12,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import SquadConfig
 from megajax.data.benchmarks.squad import Question, Window, read_split
-from megajax.tasks.benchmarks import as_lines, demand_data, scores_and_losses, write_predictions
+from megajax.tasks.benchmarks import BenchmarkTask, as_lines
 from megajax.tasks.config import SquadTaskConfig
 from megajax.tasks.statistics import mean, scaled
 from megajax.training.scoring import Figure, Figures, Scorer
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     """Sum of the scores of its first and last token."""
 
 
-class Squad:
+class Squad(BenchmarkTask[SquadConfig]):
     """Exact match and F1 in percent; in version 2.0 also on questions with and without an answer.
 
     The official evaluation reads predictions.json and, in version 2.0, null_odds.json.
@@ -34,18 +34,15 @@ class Squad:
 
     def __init__(self, config: SquadTaskConfig, scorer: Scorer):
         """Raises UserError for a run on other data, and for a file in another format."""
-        self._config, self._scorer = config, scorer
-        self._data = demand_data(config, scorer, SquadConfig)
-        if config.threshold and self._data.version != "2.0":
-            problem = (
-                f"threshold={config.threshold:g} is for version 2.0, but the run's data is of {self._data.version}"
-            )
+        super().__init__(config, scorer, SquadConfig)
+        self._config = config
+        if config.threshold and self.data.version != "2.0":
+            problem = f"threshold={config.threshold:g} is for version 2.0, but the run's data is of {self.data.version}"
             raise UserError(f"{config.name}: {problem}: leave it out")
-        schema = scorer.program.cfg.model.schema()
-        self._examples = read_split(self._data, config.split, scorer.tokenizer, schema)
+        self._examples = self.examples(read_split)
 
     def __call__(self) -> Figures:
-        scores, losses = scores_and_losses(self._scorer, self._examples)
+        scores, losses = self.scores_and_losses(self._examples)
         answers, odds, nbest = dict[str, str](), dict[str, float](), dict[str, list[dict]]()
         places = groupby(range(len(scores)), key=lambda place: self._examples.items[place].question.identifier)
         for identifier, group in places:
@@ -53,15 +50,15 @@ class Squad:
             windows = [self._examples.items[place] for place in rows]
             best, none = best_answers(windows, scores[rows], self._config)
             odds[identifier] = none - (best[0].score if best else 0.0)
-            unanswered = not best or (self._data.version == "2.0" and odds[identifier] > self._config.threshold)
+            unanswered = not best or (self.data.version == "2.0" and odds[identifier] > self._config.threshold)
             answers[identifier] = "" if unanswered else best[0].text
-            nbest[identifier] = _with_probabilities(best + [Answer("", none)] * (self._data.version == "2.0"))
-        write_predictions(self._scorer, self._config, "predictions.json", as_lines(answers))
-        write_predictions(self._scorer, self._config, "nbest_predictions.json", as_lines(nbest))
-        if self._data.version == "2.0":
-            write_predictions(self._scorer, self._config, "null_odds.json", as_lines(odds))
+            nbest[identifier] = _with_probabilities(best + [Answer("", none)] * (self.data.version == "2.0"))
+        self.write_predictions("predictions.json", as_lines(answers))
+        self.write_predictions("nbest_predictions.json", as_lines(nbest))
+        if self.data.version == "2.0":
+            self.write_predictions("null_odds.json", as_lines(odds))
         questions = {window.question.identifier: window.question for window in self._examples.items}
-        return evaluation(questions, answers, odds, self._data.version) | {"loss": mean(losses.tolist())}
+        return evaluation(questions, answers, odds, self.data.version) | {"loss": mean(losses.tolist())}
 
 
 def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTaskConfig) -> tuple[list[Answer], float]:

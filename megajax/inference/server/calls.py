@@ -63,7 +63,7 @@ class Call:
             self._worker.cancel(self._running.pop())
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """Yield the new text of answers, at most a output of each, until all are finished.
+        """Yield the new text of answers, at most one of each, until all are finished.
 
         Raises RequestError: 500 if the engine failed, 503 if it was shut down.
         """
