@@ -38,6 +38,16 @@ def check(config: Any, devices: int | None = None) -> None:
     override(config, devices=devices, place=type(config).__name__)
 
 
+def demand_fit(config: Any, devices: int) -> None:
+    """Raises ConfigError for settings that don't fit this number of devices. `config` has passed `check` without it."""
+    try:
+        problems = _cross_checks(config, "", devices)
+    except Exception as error:
+        problems = [_failure(error, "")]
+    if problems:
+        raise ConfigError(problems, type(config).__name__)
+
+
 TRUST = "--trust-code"
 """The flag of verbs that read runs. Without it, the settings of a run import nothing but classes of MegaJAX."""
 

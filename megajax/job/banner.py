@@ -15,35 +15,35 @@ from megajax.job.device_memory import size
 from megajax.job.integrity.replicas import coverage
 from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
+from megajax.kernels.attention.capability import Choice
 from megajax.layers.facts import Share
 from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
+from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.processes.nccl import variables as nccl_variables
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
-from megajax.models.protocol import ids_below, position_unit
+from megajax.models.protocol import ModelConfig, ids_below, position_unit
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
-from megajax.training.program import demand_kernels, weight_size
+from megajax.training.program import weight_size
 from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]
 
 
-def banner(run: Run, resumed: str | None, layout_changes: Sequence[str] = ()) -> list[Section]:
-    """Sections for metrics.banner: model, layout, batch, training, run.
-
-    layout_changes: lines on how parallel.elastic changed the layout.
-    """
+def banner(run: Run, origin: str) -> list[Section]:
+    """Sections for metrics.banner: model, layout, batch, training, run. origin: of the initial state."""
+    plan = run.parts.resolved.replan
     return [
         ("model", _model(run)),
-        ("layout", [*_layout(run), *(("elastic", line) for line in layout_changes)]),
+        ("layout", [*_layout(run), *(("elastic", line) for line in ([] if plan is None else plan.lines()))]),
         ("batch", _batch(run)),
         ("training", _training(run)),
-        ("run", _run(run, resumed)),
+        ("run", _run(run, origin)),
     ]
 
 
@@ -206,26 +206,26 @@ def _training(run: Run) -> list[tuple[str, str]]:
     return [
         ("precision", dtypes),
         *_fp8(precision, mixtures=bool(_mixtures(run))),
-        *_kernels(run),
+        *_kernels(run.cfg.model, run.cfg.parallel, run.parts.resolved.kernels),
         *_recompute(run),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
         ("learning rate", f"{rates}, warm-up {warmup:g} steps, decay over {decay:g}"),
     ]
 
 
-def _kernels(run: Run) -> list[tuple[str, str]]:
+def _kernels(model: ModelConfig, parallel: ParallelConfig, kernels: Sequence[Choice[str]]) -> list[tuple[str, str]]:
     """Backends of each kind of layer; on a GPU, also why a faster one is not used."""
-    facts, choices = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
+    facts, choices = facts_of(model), list(dict.fromkeys(kernels))
     backends: dict[str, list[str]] = {}
     for choice in choices:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    split = ContextSharding.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).label()
+    split = ContextSharding.of(parallel, causal=model.ignores_later_positions()).label()
     over = {choice.place or "attention": f" {split}" for choice in choices if choice.layer == "attention" and split}
-    kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
+    texts = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:
-        kernels.append(f"cross-entropy in chunks of {facts.head_facts().chunk} tokens")
-    rows = [("kernels", ", ".join(kernels))] if kernels else []
+        texts.append(f"cross-entropy in chunks of {facts.head_facts().chunk} tokens")
+    rows = [("kernels", ", ".join(texts))] if texts else []
     gpu = local_device().capability is not None
     why = dict.fromkeys(
         (choice.layer, f"{choice.place} {choice.kernel}, because {'; '.join(choice.reasons)}".strip())
@@ -282,7 +282,7 @@ def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
     """Bytes that the layers of each section save per microbatch, summed over the devices of `context` and `tensor`."""
     cfg, program = run.cfg, run.program
     width, saved = jnp.dtype(cfg.precision.compute).itemsize, {}
-    kernel_facts = facts.with_kernels([choice.kernel for choice in demand_kernels(cfg)])
+    kernel_facts = facts.with_kernels([choice.kernel for choice in run.parts.resolved.kernels])
     for section in demand_facts(kernel_facts).section_facts():
         share = Share(
             tokens=cfg.batch.micro_size * section.positions,
@@ -371,7 +371,7 @@ def _balance(run: Run) -> list[tuple[str, str]]:
     return [*rows, ("balanced rows", text)]
 
 
-def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
+def _run(run: Run, origin: str) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
     parts = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
     rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in parts)
@@ -382,7 +382,7 @@ def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
         *([("rows skipped", skipped_rows(skipped))] if skipped else []),
         *_balance(run),
         ("folder", str(run.cfg.run_dir)),
-        ("start", resumed or "new run"),
+        ("start", origin),
         *coverage(run.cfg.resilience.replicas, run.program),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
         *_compiler(run),

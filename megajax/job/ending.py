@@ -21,9 +21,9 @@ from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
 from megajax.models.protocol import ids_below, position_unit
+from megajax.optim.config import ScheduleConfig
 from megajax.storage.write_errors import write_fault
 from megajax.training.loop import Corruption, NumericFault, StepInfo
-from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 
 type Sampler = Callable[[Run, Path], str | None]
@@ -40,7 +40,7 @@ class Ending:
     """The end of an attempt at a run: saves, evaluates, plots and summarizes."""
 
     def __init__(self, job: JobSetup, steps: Steps, sampler: Sampler | None, reporter: Reporter | None):
-        self.run, self.folder, self.console, self._event = job.run, job.folder, job.console, job.events.event
+        self.run, self.folder, self.console, self._event = job.run, job.attempt.folder, job.console, job.event
         self._job, self._steps, self._sampler, self._reporter = job, steps, sampler, reporter
         self._consumed = int(job.run.state.consumed_samples)
         """Rows consumed before this attempt."""
@@ -88,9 +88,10 @@ class Ending:
     def nothing_to_train(self) -> None:
         """The run has all its steps already."""
         cfg, first = self.run.cfg, self._job.first
+        decay = _same_decay(cfg.schedule, cfg.steps)
         self.console.say(
             f"nothing to train: --run_dir={cfg.run_dir} is at step {first} of --steps={cfg.steps}. "
-            f"Increase --steps to continue{_same_decay(cfg)}, set another --run_dir for a new run, or --skip-train to "
+            f"Increase --steps to continue{decay}, set another --run_dir for a new run, or --skip-train to "
             "evaluate this one"
         )
         # Process 0 writes the file and reads it for all, because `finish` evaluates.
@@ -112,7 +113,7 @@ class Ending:
                 f"{advice(fault)}"
             )
         self._event("numeric_fault", message=message, exit_code=code)
-        self._job.pulse.last_beat(beat, code)
+        self._job.attempt.pulse.last_beat(beat, code)
         self.console.say(line)
         self._steps.save.abandon()
         self.failed()
@@ -158,7 +159,7 @@ class Ending:
 
     def _totals(self, last: StepInfo | None, goodput: Goodput | None) -> list[Section]:
         """Totals of this attempt. goodput: over all attempts."""
-        step, first, seconds = self.run.step, self._job.first, time.monotonic() - self._job.started
+        step, first, seconds = self.run.step, self._job.first, time.monotonic() - self._job.attempt.started
         newest, rows = self._job.manager.newest(), int(self.run.state.consumed_samples) - self._consumed
         positions = rows * self.run.cfg.model.row_positions()
         work = [
@@ -201,9 +202,8 @@ class Ending:
         return goodput
 
 
-def _same_decay(cfg: RunConfig) -> str:
+def _same_decay(schedule: ScheduleConfig, steps: int) -> str:
     """The setting that keeps the learning rates when the run gets longer; "" if its decay does not end with the run."""
-    schedule = cfg.schedule
     if schedule.style == "constant" or schedule.decay_steps is not None or schedule.decay_samples is not None:
         return ""
-    return f" (with --schedule.decay_steps={cfg.steps} to keep the learning rates)"
+    return f" (with --schedule.decay_steps={steps} to keep the learning rates)"

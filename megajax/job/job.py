@@ -2,31 +2,31 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import jax
 
+from megajax.checkpoint.manager import CheckpointManager
 from megajax.command_line.parser import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
-from megajax.faults.activity import FINISH, SETUP, START, Activity, Stage
+from megajax.faults.activity import FINISH, SETUP, START, Stage
 from megajax.faults.signals import agree
 from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.faults.device_faults import device_fault
-from megajax.job.faults.failure import FailureLog, report_lost_lines
+from megajax.job.faults.failure import report_lost_lines
 from megajax.job.faults.hang import Pulse
 from megajax.job.hooks import Evaluate
 from megajax.job.saves.save import SavesFailed
-from megajax.job.setup import JobSetup, set_up_job
+from megajax.job.setup import Attempt, JobSetup, set_up_job
 from megajax.job.start.compile_cache import use_cache
 from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.peers import Peers
-from megajax.metrics.runfolder import RunFolder
+from megajax.mesh.xla import XlaConfig
 from megajax.metrics.writers import Writers, open_writers
 from megajax.training.loop import Corruption, NumericFault
+from megajax.training.resolved import Resolved, resolve
 from megajax.training.run_config import RunConfig
 
 
@@ -55,32 +55,28 @@ def train(
     started: monotonic time at which this process began; None: now.
     """
     started = time.monotonic() if started is None else started
-    failures, job, code = FailureLog(), None, 0
-    with report_lost_lines(lambda: code), ExitStack() as stack:
-        pulse = stack.enter_context(Pulse(cfg.run_dir, Activity(), cfg.resilience.watchdog))
-        if not skip_train:
-            pulse.events = RunFolder(Path(cfg.run_dir).expanduser()).events
+    attempt, code = (
+        Attempt(cfg.run_dir, cfg.resilience.watchdog, started, skip_train=skip_train, verify_data=verify_data),
+        0,
+    )
+    with report_lost_lines(lambda: code), attempt:
         try:
-            begin(cfg, pulse, connect, patience)
-            with pulse.activity.phase(SETUP):
-                job = set_up_job(
-                    cfg, stack, pulse, failures, started=started, skip_train=skip_train, verify_data=verify_data
-                )
-            if skip_train:
-                Evaluate(job.cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(
-                    job.run, job.first
-                )
-                return 0
-            code = run_job(job, sources or {}, sampler, reporter)
+            devices = connect_devices(attempt.pulse, connect, patience, cfg.xla)
+            with attempt.activity.phase(SETUP):
+                manager = attempt.open_folder(cfg.checkpoint)
+                resolved = resolve(cfg, devices)
+            code = run_attempt(resolved, attempt, manager, sources or {}, sampler, reporter)
         except BaseException as error:
-            _fail(error, cfg, pulse, failures, job)
-    if job.stop.abandoned:
-        job.stop.leave(code)
+            _fail(error, cfg, attempt)
+    if attempt.job is not None and attempt.job.stop.abandoned:
+        attempt.job.stop.leave(code)
     return code
 
 
-def begin(cfg: RunConfig, pulse: Pulse, connect: Callable[[], object] | None, patience: float) -> None:
-    """Connect the processes, then their devices, in stages with their own limits. See `train`."""
+def connect_devices(
+    pulse: Pulse, connect: Callable[[], object] | None, patience: float, xla: XlaConfig
+) -> list[jax.Device]:
+    """Connect the processes, then their devices, in stages with their own limits -> all devices. See `train`."""
     activity = pulse.activity
     with activity.phase(START):
         if connect is not None:
@@ -88,7 +84,7 @@ def begin(cfg: RunConfig, pulse: Pulse, connect: Callable[[], object] | None, pa
             connect()
         pulse.peers.join()
         activity.stage(Stage.DEVICES)
-        find_devices()
+        devices = find_devices()
         activity.stage(Stage.FIRST_COLLECTIVE)
         # gloo waits only 30 s for a process that is still finding its devices.
         Peers("devices").agree()
@@ -96,12 +92,30 @@ def begin(cfg: RunConfig, pulse: Pulse, connect: Callable[[], object] | None, pa
         agree(False)
         if connect is not None:
             activity.stage(Stage.COMPILE_CACHE)
-            use_cache(cfg.xla)
+            use_cache(xla)
+    return devices
+
+
+def run_attempt(
+    resolved: Resolved[RunConfig],
+    attempt: Attempt,
+    manager: CheckpointManager,
+    sources: Mapping[str, str],
+    sampler: Sampler | None,
+    reporter: Reporter | None,
+) -> int:
+    """Set up the job and train, or only evaluate with `attempt.skip_train` -> exit code."""
+    with attempt.activity.phase(SETUP):
+        attempt.job = job = set_up_job(resolved, attempt, manager)
+    if attempt.skip_train:
+        Evaluate(job.cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
+        return 0
+    return run_job(job, sources, sampler, reporter)
 
 
 def run_job(job: JobSetup, sources: Mapping[str, str], sampler: Sampler | None, reporter: Reporter | None) -> int:
     """Train to the end -> exit code."""
-    replan = job.run.parts.replan
+    replan = job.run.parts.resolved.replan
     yaml = to_yaml(job.cfg, {**sources, **dict.fromkeys(replan.changes if replan else (), "parallel.elastic")})
     with job.activity.phase(SETUP):
         job.activity.stage(Stage.LOGS)
@@ -137,12 +151,12 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
     """Open the files of the run folder and log the event `start`; from now on a stopped run saves."""
     primary = jax.process_index() == 0
     files = open_writers(
-        job.cfg.logging, job.folder, start_step=job.first, primary=primary, run_config=flatten(job.cfg)
+        job.cfg.logging, job.attempt.folder, start_step=job.first, primary=primary, run_config=flatten(job.cfg)
     )
-    log = Writers([job.stack.enter_context(files), job.console])
+    log = Writers([job.attempt.stack.enter_context(files), job.console])
     if primary:
-        job.folder.write_config(config_yaml, "\n".join(diff_from_defaults(job.cfg)) + "\n")
-        if job.files is not None and (line := job.files.write(job.folder.path)):
+        job.attempt.folder.write_config(config_yaml, "\n".join(diff_from_defaults(job.cfg)) + "\n")
+        if job.files is not None and (line := job.files.write(job.attempt.folder.path)):
             job.console.say(line)
     # First, because `start` begins an attempt in events.jsonl; earlier events follow, with their own times.
     log.event(
@@ -151,23 +165,23 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
         devices=job.run.mesh.size,
         device_kind=job.run.mesh.devices.flat[0].device_kind,
         processes=jax.process_count(),
-        setup_seconds=round(time.monotonic() - job.started, 3),
+        setup_seconds=round(time.monotonic() - job.attempt.started, 3),
     )
-    job.events.open(log.event)
+    job.attempt.events.open(log.event)
     job.signals.polled = True
     return log
 
 
-def _fail(error: BaseException, cfg: RunConfig, pulse: Pulse, failures: FailureLog, job: JobSetup | None) -> NoReturn:
+def _fail(error: BaseException, cfg: RunConfig, attempt: Attempt) -> NoReturn:
     """Save if possible, record the error for the launcher and the report, and raise it, with an explanation if known.
 
     With several processes, this one exits here.
     """
-    fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
+    fault, job = device_fault(error, cfg, attempt.folder.path), attempt.job
     if job is not None and fault is None:
         job.local.rescue(job.run, error)
-    fault = pulse.failed(fault or error) or fault
-    failures.crash(fault or error, error)
+    fault = attempt.pulse.failed(fault or error) or fault
+    attempt.failures.crash(fault or error, error)
     end_at_once(fault or error)
     if fault is not None:
         raise fault from error

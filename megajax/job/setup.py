@@ -1,18 +1,23 @@
 """Sets up a training job before its first step, in the order of the parts' dependencies."""
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
 from megajax.faults.activity import BACKGROUND_SAVE, Activity, Stage
 from megajax.faults.drills import with_process_faults
 from megajax.faults.signals import Signals
+from megajax.faults.watchdog import WatchdogConfig
 from megajax.interop.conversion.provenance import Provenance
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
@@ -26,26 +31,70 @@ from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.preflight import demand_health
 from megajax.job.start.resume import Resume
 from megajax.job.start.weights import InitialWeights, frozen_weights_warning
+from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
 from megajax.metrics.runfolder import RunFolder
 from megajax.models.protocol import position_unit
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run, begin
+
+
+class Attempt:
+    """An attempt at a run, from its first moment: the watched process and the run folder, before settings are resolved.
+
+    Attributes:
+        job: set once the job is set up.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        watchdog: WatchdogConfig | None,
+        started: float,
+        *,
+        skip_train: bool = False,
+        verify_data: bool = False,
+    ):
+        """started: monotonic time at which this attempt began; the others: see `train`."""
+        self.started, self.skip_train, self.verify_data = started, skip_train, verify_data
+        self.folder = RunFolder(Path(run_dir).expanduser())
+        self.activity, self.events, self.failures, self.stack = Activity(), EventLog(), FailureLog(), ExitStack()
+        self.pulse = Pulse(run_dir, self.activity, watchdog)
+        self.job: JobSetup | None = None
+
+    def __enter__(self) -> Self:
+        self.stack.enter_context(self.pulse)
+        if not self.skip_train:
+            self.pulse.events = self.folder.events
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    def open_folder(self, config: CheckpointConfig) -> CheckpointManager:
+        """The checkpoints of the run folder, which is created. From now on failures are recorded in it.
+
+        Raises UserError for a folder that can't be written or that another run writes.
+        """
+        self.activity.stage(Stage.RUN_FOLDER)
+        RunFolder.create(self.folder.path)
+        self.activity.stage(Stage.CHECKPOINTS)
+        background = partial(self.activity.phase, BACKGROUND_SAVE)
+        manager = config.build(self.folder.checkpoints, event=self.events.event, background=background)
+        self.stack.enter_context(manager)
+        if not self.skip_train:
+            self.failures.open(self.folder.events, self.activity, self.events, jax.process_index())
+        return manager
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSetup:
     """A job that is ready to write to its run folder and to train."""
 
-    stack: ExitStack
-    """Closes everything that the job opens."""
-    started: float
-    """Monotonic time at which this attempt began."""
-    folder: RunFolder
-    pulse: Pulse
-    events: EventLog
+    attempt: Attempt
     manager: CheckpointManager
     local: LocalSaves
     start: Start | None
@@ -68,7 +117,12 @@ class JobSetup:
 
     @property
     def activity(self) -> Activity:
-        return self.pulse.activity
+        return self.attempt.activity
+
+    @property
+    def event(self) -> Callable[..., None]:
+        """Logs an event with its fields."""
+        return self.attempt.events.event
 
     @property
     def first(self) -> int:
@@ -76,68 +130,52 @@ class JobSetup:
         return 0 if self.start is None else self.start[1]
 
 
-def set_up_job(
-    cfg: RunConfig,
-    stack: ExitStack,
-    pulse: Pulse,
-    failures: FailureLog,
-    *,
-    started: float,
-    skip_train: bool,
-    verify_data: bool,
-) -> JobSetup:
-    """Open the run folder and its checkpoints, set up the run, and print the banner.
+def set_up_job(resolved: Resolved[RunConfig], attempt: Attempt, manager: CheckpointManager) -> JobSetup:
+    """Choose the checkpoint to start from, begin the run, and print the banner.
 
-    Raises UserError for settings, data or checkpoints that don't fit together.
+    Raises UserError for data or checkpoints that don't fit the settings.
     """
-    activity, events = pulse.activity, EventLog()
-    activity.stage(Stage.RUN_FOLDER)
-    folder = RunFolder.create(cfg.run_dir)
-    activity.stage(Stage.CHECKPOINTS)
-    background = partial(activity.phase, BACKGROUND_SAVE)
-    manager: CheckpointManager = stack.enter_context(
-        cfg.checkpoint.build(folder.checkpoints, event=events.event, background=background)
-    )
-    if not skip_train:
-        failures.open(folder.events, activity, events, jax.process_index())
-    local = stack.enter_context(LocalSaves(cfg, manager, activity, events.event, skip_train=skip_train))
+    cfg, activity, event, stack = resolved.cfg, attempt.activity, attempt.events.event, attempt.stack
+    local = stack.enter_context(LocalSaves(resolved, manager, activity, event, skip_train=attempt.skip_train))
     activity.stage(Stage.CHECKPOINT)
     start = local.start()
-    if skip_train and start is None:
+    if attempt.skip_train and start is None:
         raise UserError(
             f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; set another --run_dir, or "
             "--checkpoint.load=RUN"
         )
-    console, signals = _open_console_and_signals(cfg, stack, pulse, failures)
-    stop = Stopping(cfg, pulse, signals, started=started)
-    compiles = stack.enter_context(CompileLog(console.say, events.event))
-    inputs = input_groups(cfg, fresh=start is None)
-    data = DataFiles(verify=verify_data, inputs=inputs, say=console.say, progress=activity.progress)
+    console, signals = _open_console_and_signals(attempt, cfg.logging, cfg.steps, position_unit(cfg.model))
+    stop = Stopping(cfg.resilience, cfg.steps, attempt.pulse, signals, started=attempt.started)
+    compiles = stack.enter_context(CompileLog(console.say, event))
+    sources = cfg.checkpoint.sources()
+    inputs = input_groups(cfg.tokenizer, sources if start is None else ())
+    data = DataFiles(verify=attempt.verify_data, inputs=inputs, say=console.say, progress=activity.progress)
     if cfg.resilience.health.before_run:
         activity.stage(Stage.HEALTH)
-        demand_health(folder.path, console.say, events.event)
+        demand_health(attempt.folder.path, console.say, event)
+    state: Resume | InitialWeights | None = None
+    if start is not None:
+        state = _resume(start, local, console, event, data)
+    elif sources:
+        state = InitialWeights(sources, console.say)
     with console.ticker("setting up data, model and state"):
-        state = _initial_state(cfg, start, local, console, events, data)
-        run = setup(cfg, start=state, activity=activity)
+        run = begin(resolved, state, activity)
         if isinstance(state, Resume):  # perhaps of another step: a restore may find the first one damaged
             start = state.reader, state.step
         stop.begin(0 if start is None else start[1])
         data.read_sums(run.parts.splits)
     run.batches = with_process_faults(run.batches, cfg.resilience.process_drills(), run.step)
     stack.callback(stop.close, run.close)
-    changes = _layout_changes(run, events)
+    if (plan := resolved.replan) is not None and plan.changes:
+        event("replan", **plan.event())
     if state is None and (line := frozen_weights_warning(run.program)):
         console.say(line)
-    console.show("MegaJAX", banner.banner(run, _origin(cfg, start), changes))
+    console.show("MegaJAX", banner.banner(run, _origin(start, sources)))
     ancestor, files = None if state is None else state.ancestor, None
     if not local.belongs_to_run(start):
         files = ModelFiles(run.cfg, run.parts.tokenizer, ancestor)
     return JobSetup(
-        stack=stack,
-        started=started,
-        folder=folder,
-        pulse=pulse,
-        events=events,
+        attempt=attempt,
         manager=manager,
         local=local,
         start=start,
@@ -153,55 +191,38 @@ def set_up_job(
 
 
 def _open_console_and_signals(
-    cfg: RunConfig, stack: ExitStack, pulse: Pulse, failures: FailureLog
+    attempt: Attempt, logging: LoggingConfig, steps: int, unit: str
 ) -> tuple[Console, Signals]:
     console = open_console(
-        cfg.logging,
-        total_steps=cfg.steps,
+        logging,
+        total_steps=steps,
         primary=jax.process_index() == 0,
-        terms=Terms(position_unit(cfg.model), flops=jax.local_devices()[0].platform != "cpu"),
+        terms=Terms(unit, flops=jax.local_devices()[0].platform != "cpu"),
     )
-    stack.enter_context(console)
-    pulse.before_exit = console.release
+    attempt.stack.enter_context(console)
+    attempt.pulse.before_exit = console.release
     signals = Signals(
         announce=console.stop_requested,
-        before_exit=pulse.exiting,
+        before_exit=attempt.pulse.exiting,
         polled=False,
-        dump=pulse.dump,
-        received=failures.signal,
+        dump=attempt.pulse.dump,
+        received=attempt.failures.signal,
     )
-    return console, stack.enter_context(signals)
+    return console, attempt.stack.enter_context(signals)
 
 
-def _initial_state(
-    cfg: RunConfig, start: Start | None, local: LocalSaves, console: Console, events: EventLog, data: DataFiles
-) -> Resume | InitialWeights | None:
-    """The source of the initial state; None for a new run."""
-
-    def following() -> tuple[Any, int, bool]:
+def _resume(start: Start, local: LocalSaves, console: Console, event: Callable[..., None], data: DataFiles) -> Resume:
+    def following() -> tuple[CheckpointReader | LocalReader, int, bool]:
         # Never None: that a folder has no intact step left is a UserError.
         next_start = cast(Start, local.start())
         return *next_start, local.belongs_to_run(next_start)
 
-    if start is not None:
-        same_run = local.belongs_to_run(start)
-        return Resume(*start, same_run, say=console.say, data=data, event=events.event, following=following)
-    sources = cfg.checkpoint.sources()
-    return InitialWeights(sources, console.say) if sources else None
+    return Resume(*start, local.belongs_to_run(start), say=console.say, data=data, event=event, following=following)
 
 
-def _origin(cfg: RunConfig, start: Start | None) -> str | None:
+def _origin(start: Start | None, sources: Sequence[WeightsConfig]) -> str:
     """The banner's line about the initial state."""
     if start is not None:
         return f"step {start[1]} of {Path(start[0].folder).parent}"
-    runs = ", ".join(str(source.run) for source in cfg.checkpoint.sources())
-    return f"new run, from weights of {runs}" if runs else None
-
-
-def _layout_changes(run: Run, events: EventLog) -> list[str]:
-    """Lines on how parallel.elastic changed the layout; also logged as the event `replan`."""
-    plan = run.parts.replan
-    if plan is None or not plan.changes:
-        return []
-    events.event("replan", **plan.event())
-    return [plan.text(), *plan.notes]
+    runs = ", ".join(str(source.run) for source in sources)
+    return f"new run, from weights of {runs}" if runs else "new run"

@@ -35,7 +35,7 @@ class Steps:
 
     def __init__(self, job: JobSetup, log: Writer, config_yaml: str):
         """config_yaml: the settings, for checkpoints."""
-        cfg, console, event = job.cfg, job.console, job.events.event
+        cfg, console, event = job.cfg, job.console, job.event
         self._job, self._log = job, log
         self._skipped_rows: dict[str, dict[str, int]] = {}
         self.log_skipped_rows()
@@ -43,8 +43,10 @@ class Steps:
         if job.start is not None and job.local.belongs_to_run(job.start):
             guard.spikes.restore(job.start[0].meta(job.first).get("spikes", {}))
         show = partial(console.show, f"profile of {cfg.profile.steps}")
-        self.profile = Profile(cfg.profile, job.folder.profile, job.first, lambda summary: show(summary.sections()))
-        job.stack.callback(self.profile.close)
+        self.profile = Profile(
+            cfg.profile, job.attempt.folder.profile, job.first, lambda summary: show(summary.sections())
+        )
+        job.attempt.stack.callback(self.profile.close)
         ticker = partial(console.ticker, total=False)
         self.evaluate = Evaluate(cfg, log, job.stop.requested_anywhere, ticker, job.stop.waiting)
         tasks = EvaluateTasks.of(job.run, log, job.stop.requested_anywhere, ticker)
@@ -62,7 +64,7 @@ class Steps:
         )
         job.local.meta = self.save.meta
         saves = (self.save, job.local)
-        self.integrity = Integrity(job.run, job.stack, event, console.say, job.folder.events, saves)
+        self.integrity = Integrity(job.run, job.attempt.stack, event, console.say, job.attempt.folder.events, saves)
         if warning := job.manager.space_warning(job.run.state):
             console.say(warning)
         # Evaluate before saving: a checkpoint of a step implies that all other hooks of that step have run.
@@ -91,9 +93,9 @@ class Steps:
         )
         if (first := first_step(job, infos)) is None:
             return
-        job.events.event("first_step", step=first.step, seconds=round(first.seconds, 3))
+        job.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(job.run.mesh.local_devices):
-            job.events.event("compiled", **asdict(memory))
+            job.event("compiled", **asdict(memory))
             job.console.say(f"{memory.description()}{banner.memory_formula(job.run)}")
         for info in chain([first], infos):
             record = step_record(job.run, info, rate, detailed=self._detailed(info.step))
@@ -107,7 +109,7 @@ class Steps:
         """Log the rows that the row sources have skipped so far, if the numbers have changed."""
         skipped = self._job.run.parts.skipped_rows()
         if skipped != self._skipped_rows:
-            self._job.events.event("rows_skipped", splits=skipped)
+            self._job.event("rows_skipped", splits=skipped)
             self._skipped_rows = skipped
 
     def _detailed(self, step: int) -> bool:

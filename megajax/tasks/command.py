@@ -22,10 +22,9 @@ from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.config.patch import patch_of, setting
-from megajax.config.tree import assemble, check
+from megajax.config.tree import assemble
 from megajax.display.text import duration
 from megajax.interop.formats import split_name
-from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.models.protocol import ids_below
@@ -33,7 +32,8 @@ from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
 from megajax.tasks.progress import Progress
 from megajax.training.config import BatchConfig
-from megajax.training.program import Program, demand_kernels
+from megajax.training.program import Program
+from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Figures, Scorer
 from megajax.training.session import build_tokenizer
@@ -137,21 +137,18 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
     """
     if rows is not None and rows < 1:
         raise ConfigError([Problem("--rows", f"must be at least 1, got {rows}")], "command line")
-    devices = find_devices()
-    check(cfg, len(devices))
-    mesh = build_mesh(cfg.parallel, devices)
+    resolved = resolve(cfg, may_replan=False)
     try:
         tokenizer = build_tokenizer(cfg.tokenizer, cfg.model, "give the tokenizer that the weights were trained with")
     except UserError as error:
         null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={ids_below(cfg.model)}"
         raise UserError(f"{error}\nperplexity:PREFIX reads tokens and needs no tokenizer: {null}") from error
-    demand_kernels(cfg)
     # The training batch may not fit these devices, so choose one that does.
-    micro_size, shape = rows or cfg.batch.micro_size, mesh.shape
+    micro_size, shape = rows or cfg.batch.micro_size, resolved.mesh.shape
     batch = BatchConfig(
         global_size=shape["data"] * shape["expert"] * shape["pipeline"] * micro_size, micro_size=micro_size
     )
-    return Program.of(cfg.but(batch=batch), mesh), tokenizer
+    return Program.of(cfg.but(batch=batch), resolved.mesh, resolved.options), tokenizer
 
 
 def cache_key(cfg: RunConfig, source: Path, origin: str, tokenizer: str) -> str:

@@ -25,7 +25,7 @@ from megajax.mesh.rules import Plan, demand_known
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import Value
 from megajax.models.facts import ChoosesKernels, facts_of
-from megajax.models.protocol import Model, demand_model
+from megajax.models.protocol import Model, ModelConfig, demand_model
 from megajax.models.reduction import LossReduction
 from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
@@ -35,9 +35,11 @@ from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
 from megajax.pipeline.staged import Staged
 from megajax.precision.amax import AmaxHistory
+from megajax.precision.config import PrecisionConfig
 from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.training.compiler_options import run_options
+from megajax.training.config import BatchConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.gradients.accumulate import accumulate
 from megajax.training.gradients.exchange import exchanging
@@ -127,10 +129,9 @@ class Program:
         options: compiler options; None: those of the config that the compiler accepts. Raises ConfigError for user
         options that it refuses.
         """
-        plan = Plan.of(cfg.parallel)
         demand_device(cfg.model, mesh.devices.flat[0])
-        layout = _layout(cfg, mesh, plan)
-        partition = _partition(cfg)
+        layout = _layout(cfg.parallel, cfg.precision, cfg.batch, cfg.model, mesh)
+        plan, partition = layout.plan, _partition(cfg.parallel, cfg.model)
         model = nnx.eval_shape(lambda: cfg.model.build(layout))
         demand_model(model)
         abstract = reordered(model, partition.order_of)
@@ -303,14 +304,15 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
                     )
 
 
-def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
-    precision, batch = cfg.precision, cfg.batch
-    tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * cfg.model.row_positions()
+def _layout(
+    parallel: ParallelConfig, precision: PrecisionConfig, batch: BatchConfig, model: ModelConfig, mesh: Mesh
+) -> Layout:
+    tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * model.row_positions()
     layout = Layout(
-        plan,
+        Plan.of(parallel),
         gathered=precision.compute,
         reduced=precision.reduced_in(),
-        rows=SequenceSharding.of(cfg.parallel, causal=cfg.model.ignores_later_positions()),
+        rows=SequenceSharding.of(parallel, causal=model.ignores_later_positions()),
         token_weight=1 / tokens,
     )
     if precision.fp8 is None:
@@ -319,15 +321,14 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
     fp8 = precision.fp8
     history = None if fp8.delayed is None else AmaxHistory(fp8.delayed, token_share=layout.token_weight)
     recipe = fp8.build(history)
-    return replace(layout, matmul=recipe, beside=recipe.beside, fp8_layers=fp8.layers(cfg.model.stack.layers()))
+    return replace(layout, matmul=recipe, beside=recipe.beside, fp8_layers=fp8.layers(model.stack.layers()))
 
 
-def _partition(cfg: RunConfig) -> Partition:
-    parallel, unit = cfg.parallel, cfg.model.stack.cut_unit()
+def _partition(parallel: ParallelConfig, model: ModelConfig) -> Partition:
+    unit = model.stack.cut_unit()
     if parallel.layers is not None and parallel.pipeline > 1:
         return Partition(parallel.pipeline, parallel.virtual_stages, parallel.layers, unit)
-    repeats = cfg.model.stack.layers() // unit
-    return Partition.even(repeats, parallel.pipeline, parallel.virtual_stages, unit)
+    return Partition.even(model.stack.layers() // unit, parallel.pipeline, parallel.virtual_stages, unit)
 
 
 def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule:

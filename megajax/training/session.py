@@ -13,24 +13,24 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.batch import Leaf, Params
-from megajax.config.errors import ConfigError, UserError, demand_members
+from megajax.config.errors import UserError, demand_members
 from megajax.config.schema import members
 from megajax.config.tree import check
+from megajax.data.configs import DataConfig, RowsConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.faults.activity import Activity, Stage
 from megajax.layers.param import bind
-from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
-from megajax.training.compiler_options import run_options
+from megajax.training.config import EvaluationConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
-from megajax.training.elastic.replan import Replan, elastic_hint, replanned
 from megajax.training.loop import StepInfo, run_steps
-from megajax.training.program import Program, demand_kernels
+from megajax.training.program import Program
+from megajax.training.resolved import Resolved, resolve
 from megajax.training.row_work import balancing
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, own_buffers
@@ -45,14 +45,16 @@ type Start = Callable[["Parts", TrainState], TrainState | None]
 class Parts:
     """The parts of a run that a config determines, without weights."""
 
-    cfg: RunConfig
+    resolved: Resolved[RunConfig]
     program: Program
     tokenizer: Tokenizer
     splits: Splits
     sets: Mapping[str, Any]
     """Additional validation sets: row sources by name."""
-    replan: Replan | None = None
-    """How parallel.elastic changed the layout; `cfg` is the result. None without parallel.elastic."""
+
+    @property
+    def cfg(self) -> RunConfig:
+        return self.resolved.cfg
 
     def __repr__(self) -> str:
         splits: Any = self.splits
@@ -253,23 +255,32 @@ def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     return rows.astype(leaf.dtype)
 
 
-def setup(
-    cfg: RunConfig,
-    *,
-    devices: list[jax.Device] | None = None,
-    start: Start | None = None,
-    activity: Activity | None = None,
-) -> Run:
-    """A run with fresh weights or the state of `start`; writes only data caches. activity: records the stages.
+def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
+    """A run with fresh weights or the state of `start`, on all devices or on those given; writes only data caches.
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
     can't be loaded.
     """
     if not isinstance(cfg, RunConfig):
         raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
+    check(cfg)
+    return begin(resolve(cfg, devices), start)
+
+
+def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
+    """The parts of a run without weights; see `setup`."""
+    check(cfg)
+    return parts_of(resolve(cfg, devices))
+
+
+def begin(resolved: Resolved[RunConfig], start: Start | None = None, activity: Activity | None = None) -> Run:
+    """`setup` of settings that are resolved. activity: records the stages.
+
+    Raises UserError for data or a tokenizer that can't be loaded.
+    """
     activity = activity or Activity()
     activity.stage(Stage.DATA)
-    parts = prepare(cfg, devices)
+    parts = parts_of(resolved)
     program = parts.program
     activity.stage(Stage.STATE)
     with jax.set_mesh(program.mesh):
@@ -278,43 +289,43 @@ def setup(
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
 
 
-def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
-    """Builds mesh, tokenizer, data and the abstract model; raises all errors of the config and its data."""
-    devices = find_devices() if devices is None else devices
-    replan = None
-    try:
-        check(cfg, len(devices))
-        if cfg.parallel.elastic:
-            replan = replanned(cfg, devices_per_process(devices))
-            cfg = replan.cfg
-        mesh = build_mesh(cfg.parallel, devices)
-    except ConfigError as error:
-        raise elastic_hint(error, cfg, devices_per_process(devices)) from None
+def parts_of(resolved: Resolved[RunConfig]) -> Parts:
+    """Builds tokenizer, data and the abstract model. Raises UserError for data or a tokenizer that can't be loaded."""
+    cfg = resolved.cfg
+    evaluation, schema = cfg.evaluation, cfg.model.schema()
     demand_files(cfg.data, cfg.tokenizer)
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model)
     _check_prompt(cfg.logging.prompt, tokenizer)
-    demand_kernels(cfg)
-    options = run_options(cfg, mesh)
-    shards = mesh.shape["data"] * mesh.shape["expert"]
-    rows_by_split = rows_to_read(cfg, cfg.batch_sizes(shards))
-    splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=rows_by_split, seed=cfg.seed)
-    demand_rows(splits, cfg.data)
-    splits = Splits(*(arranged(cfg, part, rows, shards) for part, rows in zip(splits, rows_by_split, strict=True)))
-    sets = validation_sets(cfg, tokenizer, rows_by_split.valid)
-    sets = {name: arranged(cfg, part, rows_by_split.valid, shards) for name, part in sets.items()}
-    parts = [*zip(splits._fields, splits, rows_by_split, strict=True)]
-    for name, part, rows in parts + [(name, part, rows_by_split.valid) for name, part in sets.items()]:
-        if part is not None and rows is not None and len(part) < rows:
+    rows = rows_to_read(evaluation, cfg.steps, cfg.batch_sizes(resolved.shards))
+
+    def built(data: DataConfig | RowsConfig, rows: Rows) -> Splits:
+        splits = data.build(tokenizer=tokenizer, schema=schema, rows=rows, seed=cfg.seed)
+        demand_rows(splits, data)
+        return splits
+
+    def arranged(source: Any, rows: int | None) -> Any:
+        """The rows in the order of data.loader; with rows=None, a single pass in the source's own order."""
+        cyclic, shards = cfg.data.loader.cyclic, resolved.shards
+        if cyclic is None or source is None or rows is None:
+            return source
+        return cyclic.build(source=source, rows=rows, shards=shards, micro_rows=shards * cfg.batch.micro_size)
+
+    splits = Splits(*map(arranged, built(cfg.data, rows), rows))
+    sets = validation_sets(evaluation, lambda data: built(data, Rows(0, rows.valid))) if rows.valid != 0 else {}
+    sets = {name: arranged(part, rows.valid) for name, part in sets.items()}
+    named = [*zip(splits._fields, splits, rows, strict=True), *((*item, rows.valid) for item in sets.items())]
+    for name, part, count in named:
+        if part is not None and count is not None and len(part) < count:
             raise UserError(
-                f"the {name} split has {len(part)} rows, the run reads {rows}. Several data.paths without weights are "
+                f"the {name} split has {len(part)} rows, the run reads {count}. Several data.paths without weights are "
                 "read once: add weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or evaluation.batches"
             )
-    if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches and not sets:
+    if evaluation.every is not None and splits.valid is None and evaluation.batches and not sets:
         raise UserError(
-            f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: set a share for it "
+            f"evaluation.every={evaluation.every}, but the data has no validation split: set a share for it "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
-    return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets, replan)
+    return Parts(resolved, Program.of(cfg, resolved.mesh, resolved.options), tokenizer, splits, sets)
 
 
 def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, model: ModelConfig, remedy: str = "") -> Tokenizer:
@@ -343,14 +354,6 @@ def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
         raise UserError(f"logging.prompt={prompt!r}: {error}") from error
 
 
-def arranged(cfg: RunConfig, source: Any, rows: int | None, shards: int) -> Any:
-    """A row source in the order of data.loader; with rows=None, a single pass in the source's own order."""
-    cyclic = cfg.data.loader.cyclic
-    if cyclic is None or source is None or rows is None:
-        return source
-    return cyclic.build(source=source, rows=rows, shards=shards, micro_rows=shards * cfg.batch.micro_size)
-
-
 def demand_rows(splits: Any, data: Any) -> None:
     """Raises UserError unless a data config has built `Splits` of row sources."""
     whose = f"{type(data).__name__}.build"
@@ -361,28 +364,19 @@ def demand_rows(splits: Any, data: Any) -> None:
             demand_members(part, ("__len__", "__getitem__"), f"the {name} split of {whose}, a {type(part).__name__},")
 
 
-def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:
-    """`rows` rows of the additional validation sets. Raises UserError for a set without a validation split."""
-    sets = {}
-    for name, data in cfg.evaluation.sets.items() if rows != 0 else ():
-        splits = data.build(
-            tokenizer=tokenizer,
-            schema=cfg.model.schema(),
-            rows=Rows(0, rows),
-            seed=cfg.seed,
+def validation_sets(evaluation: EvaluationConfig, build: Callable[[DataConfig | RowsConfig], Splits]) -> dict[str, Any]:
+    """The additional validation sets. Raises UserError for a set without a validation split."""
+    sets = {name: build(data).valid for name, data in evaluation.sets.items()}
+    if missing := [name for name, rows in sets.items() if rows is None]:
+        raise UserError(
+            f"evaluation.sets.{missing[0]} has no validation split: set its valid_paths, or a share in its split"
         )
-        demand_rows(splits, data)
-        if splits.valid is None:
-            raise UserError(
-                f"evaluation.sets.{name} has no validation split: set its valid_paths, or a share in its split"
-            )
-        sets[name] = splits.valid
     return sets
 
 
-def rows_to_read(cfg: RunConfig, sizes: BatchSizes) -> Any:
-    """Rows that the run reads of each split, as in Megatron-LM."""
-    every, size, steps = cfg.evaluation.every or cfg.steps + 1, sizes.sizes()[-1].rows, max(cfg.steps, 1)
-    evaluation = Evaluation(every, cfg.evaluation.batches, size) if cfg.evaluation.batches else None
-    rows = requested_rows(steps=steps, global_size=size, evaluation=evaluation, rows=sizes.samples(steps))
-    return Rows(rows.train, None, None) if cfg.evaluation.full and cfg.evaluation.batches else rows
+def rows_to_read(config: EvaluationConfig, steps: int, sizes: BatchSizes) -> Rows:
+    """Rows that a run of `steps` steps reads of each split, as in Megatron-LM."""
+    every, size, at_least = config.every or steps + 1, sizes.sizes()[-1].rows, max(steps, 1)
+    evaluation = Evaluation(every, config.batches, size) if config.batches else None
+    rows = requested_rows(steps=at_least, global_size=size, evaluation=evaluation, rows=sizes.samples(at_least))
+    return Rows(rows.train, None, None) if config.full and config.batches else rows

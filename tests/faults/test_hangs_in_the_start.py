@@ -16,7 +16,7 @@ from megajax.faults.activity import Activity
 from megajax.faults.beats import BEATS, Beat
 from megajax.job import job
 from megajax.job.faults.hang import Pulse
-from megajax.training.run_config import RunConfig
+from megajax.mesh.xla import XlaConfig
 
 TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))
 
@@ -87,7 +87,7 @@ def test_a_process_that_is_slow_to_find_its_devices(late, monkeypatch):
     def start(peers: ThreadPeers) -> None:
         local.peers = peers
         pulse = SimpleNamespace(activity=Activity(), peers=SimpleNamespace(join=lambda: None))
-        job.begin(cast(RunConfig, None), cast(Pulse, pulse), None, 0.0)
+        job.connect_devices(cast(Pulse, pulse), None, 0.0, XlaConfig())
 
     assert together(2, start) == [None, None]
     assert done == ["devices", "devices", "collective", "collective"]

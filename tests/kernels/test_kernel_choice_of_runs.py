@@ -69,6 +69,11 @@ def t5(
     return SimpleNamespace(model=model, data=data, precision=precision, parallel=ParallelConfig())
 
 
+def kernel_lines(cfg: Any) -> list[tuple[str, str]]:
+    """The banner's lines about kernels on the local device."""
+    return banner._kernels(cfg.model, cfg.parallel, demand_kernels(cfg))
+
+
 def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     biased = replace(DECODER_ATTENTION, relative=RelativeBiasConfig(shared=True))
     cfg = t5(decoder=biased)
@@ -80,7 +85,7 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
     ]
     monkeypatch.setattr("megajax.training.program.local_device", lambda: A100)
     monkeypatch.setattr(banner, "local_device", lambda: A100)
-    (_, kernels), (_, why) = banner._kernels(SimpleNamespace(cfg=cfg))
+    (_, kernels), (_, why) = kernel_lines(cfg)
     assert kernels.startswith(
         "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
     )
@@ -123,7 +128,7 @@ def test_an_unsupported_kernel_is_refused_in_every_section() -> None:
 def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.program.local_device", lambda: device)
     monkeypatch.setattr(banner, "local_device", lambda: device)
-    actual = banner._kernels(SimpleNamespace(cfg=config(*settings)))
+    actual = kernel_lines(config(*settings))
     assert len(actual) == len(lines)
     assert [name for name, _ in actual] == ["kernels", "attention"][: len(lines)]
     for (_, text), prefix in zip(actual, lines, strict=True):
@@ -156,7 +161,7 @@ def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this
 def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.program.local_device", lambda: A100)
     monkeypatch.setattr(banner, "local_device", lambda: A100)
-    (_, kernels), (name, why) = banner._kernels(SimpleNamespace(cfg=moe()))
+    (_, kernels), (name, why) = kernel_lines(moe())
     assert kernels.startswith("attention cudnn, experts triton, cross-entropy")
     assert name == "experts" and why.startswith("experts triton, because mosaic: runs")
 
@@ -180,7 +185,7 @@ def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch)
 def test_the_banner_names_the_strategy_of_sharded_rows(settings, line, why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.program.local_device", lambda: H100)
     monkeypatch.setattr(banner, "local_device", lambda: H100)
-    (_, kernels), *reasons = banner._kernels(SimpleNamespace(cfg=config("parallel.context=4", *settings)))
+    (_, kernels), *reasons = kernel_lines(config("parallel.context=4", *settings))
     assert kernels.startswith(line)
     assert [why in text for _, text in reasons] == [True] * bool(why)
 

@@ -11,8 +11,9 @@ from megajax.config.errors import UserError
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.plan import main
 from megajax.planning.program.hlo import Contents
-from megajax.planning.program.train_step import Memory, TrainPlan, report, with_kernels
+from megajax.planning.program.train_step import Memory, TrainPlan, kernel_device, report, with_kernels
 from megajax.planning.virtual_devices import GPUS, Cluster
+from megajax.training.program import demand_kernels
 from tests.docs.blocks import ROOT, blocks
 
 
@@ -74,7 +75,8 @@ def test_kernels_are_those_of_the_planned_GPU_for_layers_without_facts_and_in_se
         SegmentsConfig(segments=(cfg.model.stack, replace(cfg.model.stack, pattern=(block, block)))),
     ]
     for stack in stacks:
-        planned, kernels = with_kernels(cfg.but(model=replace(cfg.model, stack=stack)), GPUS["h100"])
-        blocks = [each for each in planned.model.stack.pattern if each.mixer is not mixer]
+        settings = cfg.but(model=replace(cfg.model, stack=stack))
+        planned, kernels = with_kernels(settings.model, demand_kernels(settings, kernel_device(GPUS["h100"])))
+        blocks = [each for each in planned.stack.pattern if each.mixer is not mixer]
         assert {each.mixer.kernel for each in blocks} == {"cudnn"} and len(kernels["attention"]) == len(blocks)
-        assert planned.model.stack.layers() == stack.layers()
+        assert planned.stack.layers() == stack.layers()

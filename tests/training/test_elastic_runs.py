@@ -19,7 +19,6 @@ from megajax.job.start.resume import facts
 from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
-from megajax.training import session
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import setup
@@ -75,7 +74,8 @@ def present(monkeypatch):
     """present(n): the run finds n of the eight devices."""
 
     def only(count: int) -> None:
-        monkeypatch.setattr(session, "find_devices", lambda: jax.devices()[:count])
+        for module in ("megajax.job.job", "megajax.training.resolved"):
+            monkeypatch.setattr(f"{module}.find_devices", lambda: jax.devices()[:count])
 
     return only
 
@@ -126,7 +126,7 @@ def test_a_notebook_uses_the_layout_that_fits(tmp_path):
     cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=1, rows=8)
     run = setup(cfg, devices=jax.devices()[:2])
     assert run.mesh.shape["data"] == 2 and run.cfg.parallel.data == 2
-    assert run.parts.replan is not None and run.parts.replan.text().endswith("data 8 -> 2, microbatches 1 -> 4")
+    assert (plan := run.parts.resolved.replan) is not None and plan.text().endswith("data 8 -> 2, microbatches 1 -> 4")
     run.close()
     fixed = cfg.but(parallel=ParallelConfig(data=8))
     with pytest.raises(ConfigError, match=r"--parallel\.elastic trains on 2 of 2 with the same rows per step"):

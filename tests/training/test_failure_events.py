@@ -59,7 +59,7 @@ def test_lines_lost_by_a_full_disk_do_not_change_the_exit_code(capsys: pytest.Ca
 
 
 def test_an_error_of_the_setup_comes_before_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.job.setup.setup", lambda *_, **__: [][1])
+    monkeypatch.setattr("megajax.job.setup.begin", lambda *_, **__: [][1])
     with pytest.raises(IndexError):
         train(run_config(tmp_path / "run"))
     (attempt,) = attempts(read_history(tmp_path / "run"))

@@ -18,10 +18,11 @@ from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.reader import DamagedStep
 from megajax.faults.activity import Activity
 from megajax.job.job import train
-from megajax.job.saves.local_saves import LocalSaves, intact_step, mesh_sizes
+from megajax.job.saves.local_saves import LocalSaves, intact_step
 from megajax.mesh.config import ParallelConfig
 from megajax.storage import disk
 from megajax.training.config import BatchConfig
+from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 
 ONE = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
@@ -49,7 +50,7 @@ def attempt(folder: Path, cfg: RunConfig, shared: tuple[int, ...] = (), local: t
 
     with (
         cfg.checkpoint.build(folder / "run" / "checkpoints") as manager,
-        LocalSaves(cfg, manager, Activity(), event) as saves,
+        LocalSaves(resolve(cfg), manager, Activity(), event) as saves,
     ):
         kind, step, value = None, None, None
         while value is None and (start := saves.start()) is not None:
@@ -135,13 +136,13 @@ def test_another_mesh_starts_from_the_shared_folder_and_reports_it(tmp_path, cap
     assert [event["from_step"] for event in second.events if event["event"] == "checkpoint_fallback"] == [4]
 
 
-def test_a_layout_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
+def test_a_layout_fitted_to_the_devices_is_compared_as_fitted(tmp_path, capfd):
     attempt(tmp_path, config(tmp_path), (3,), (4,))
     batch = BatchConfig(global_size=16, micro_size=1)
-    cfg = config(tmp_path, parallel=ParallelConfig(data=16), batch=batch)
-    assert mesh_sizes(cfg) is None and attempt(tmp_path, cfg)[:2] == ("shared", 3)
-    elastic_mesh = mesh_sizes(replace(cfg, parallel=replace(cfg.parallel, elastic=True)))
-    assert elastic_mesh is not None and elastic_mesh == ONE | {"data": 8}
+    cfg = config(tmp_path, parallel=ParallelConfig(data=16, elastic=True), batch=batch)
+    assert dict(resolve(cfg).mesh.shape) == ONE | {"data": 8}
+    assert attempt(tmp_path, cfg)[:2] == ("shared", 3)
+    assert "this run has data 8" in capfd.readouterr().err
 
 
 def test_a_step_given_by_number_is_the_shared_one(tmp_path):
@@ -155,7 +156,7 @@ def test_an_attempt_without_local_checkpoints_deletes_those_before_it(tmp_path):
     attempt(tmp_path, cfg, (3,), (6,))
     without = replace(cfg, checkpoint=replace(cfg.checkpoint, local=None))
     with cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager:
-        with LocalSaves(without, manager, Activity(), print) as saves:
+        with LocalSaves(resolve(without), manager, Activity(), print) as saves:
             start = saves.start()
             assert start is not None and start[1] == 3
             saves.begin(cast(Any, None), 3)
@@ -176,7 +177,7 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
     with config(tmp_path).checkpoint.build(tmp_path / "run" / "checkpoints") as manager:
         events: list[dict[str, Any]] = []
         with LocalSaves(
-            config(tmp_path), manager, Activity(), lambda name, **more: events.append({"event": name} | more)
+            resolve(config(tmp_path)), manager, Activity(), lambda name, **more: events.append({"event": name} | more)
         ) as saves:
             saves.start()
             assert saves.local is not None
@@ -206,7 +207,7 @@ def test_the_state_saved_when_another_process_is_lost(tmp_path, capfd):
     cfg, error, activity = config(tmp_path), jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), Activity()
     with (
         cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager,
-        LocalSaves(cfg, manager, activity, lambda name, **fields: None) as saves,
+        LocalSaves(resolve(cfg), manager, activity, lambda name, **fields: None) as saves,
     ):
         assert saves.local is not None
         run: Any = SimpleNamespace(state=State(jnp.asarray(4), jnp.ones((4, 4))))

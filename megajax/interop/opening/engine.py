@@ -10,7 +10,6 @@ from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
-from megajax.config.tree import check
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
@@ -23,13 +22,13 @@ from megajax.interop.opening.origin import Origin, folder_stop_tokens, tokenizer
 from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
-from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
 from megajax.training.compiler_options import inference_options
+from megajax.training.resolved import fitting_mesh
 from megajax.training.session import build_tokenizer
 
 
@@ -52,13 +51,11 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
 
     Raises UserError if the settings do not fit the devices, or if the weights or the tokenizer do not fit the model.
     """
-    devices = find_devices()
-    check(config, len(devices))
+    parallel = config.parallel.layout()
+    mesh = fitting_mesh(config, parallel)
     if config.model.memory_length():
         name = type(config.model).__name__
         raise UserError(f"{name} is an encoder-decoder model, which generate and serve do not support")
-    parallel = config.parallel.layout()
-    mesh = build_mesh(parallel, devices)
     remedy = "set the tokenizer that the weights were trained with"
     tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
     template = config.inference.template

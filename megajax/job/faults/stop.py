@@ -13,11 +13,11 @@ from collections.abc import Callable, Generator
 
 from megajax.config.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.faults.activity import BACKGROUND_SAVE, COMPILE, STEP
+from megajax.faults.config import ResilienceConfig
 from megajax.faults.output import to_stderr
 from megajax.faults.signals import Signals, StopRequest, StopWaiting, agree
 from megajax.job.faults.hang import Pulse
 from megajax.metrics.event_log import append_event
-from megajax.training.run_config import RunConfig
 from megajax.training.timing import DATA_WAIT, EVALUATION
 
 DATA_SECONDS = 5.0
@@ -44,9 +44,9 @@ class Stopping:
         signalled: whether a signal stopped the run, the same on all processes; known after `agree_on_signal`.
     """
 
-    def __init__(self, cfg: RunConfig, pulse: Pulse, signals: Signals, *, started: float):
-        """started: monotonic time at which this attempt began."""
-        self._cfg, self._pulse, self._signals, self._steps = cfg.resilience, pulse, signals, cfg.steps
+    def __init__(self, cfg: ResilienceConfig, steps: int, pulse: Pulse, signals: Signals, *, started: float):
+        """steps: of the run. started: monotonic time at which this attempt began."""
+        self._cfg, self._pulse, self._signals, self._steps = cfg, pulse, signals, steps
         self._activity, self._peers, self._started = pulse.activity, pulse.peers, started
         self._shared = False
         self.abandoned = self.signalled = False

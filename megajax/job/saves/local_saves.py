@@ -13,13 +13,12 @@ from megajax.checkpoint.local.reader import LocalReader, SkippedStep
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.checkpoint.saves import CheckpointError, SaveReport
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import UserError
 from megajax.faults.activity import BACKGROUND_SAVE, Activity
 from megajax.job.faults.lost_peer import runtime_error_of
 from megajax.job.saves.save import note_committed
-from megajax.mesh.mesh import build_mesh, devices_per_process
 from megajax.metrics.event_log import append_event
-from megajax.training.elastic.replan import replanned
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 from megajax.training.timing import SAVE
@@ -38,7 +37,7 @@ class LocalSaves:
 
     def __init__(
         self,
-        cfg: RunConfig,
+        resolved: Resolved[RunConfig],
         manager: CheckpointManager,
         activity: Activity,
         event: Callable[..., None],
@@ -46,17 +45,16 @@ class LocalSaves:
         skip_train: bool = False,
     ):
         """skip_train: write nothing. Raises UserError for a folder that can't be used."""
-        self.cfg, self.manager, self.activity, self.event = cfg, manager, activity, event
+        self.cfg, self._mesh = resolved.cfg, dict(resolved.mesh.shape)
+        self.manager, self.activity, self.event = manager, activity, event
         self.local: LocalCheckpoints | None = None
         self.reader: LocalReader | None = None
         self.meta: Callable[[], dict[str, Any]] = dict
         """Metadata for a checkpoint; set before the first step."""
         self.saved: int | None = None
         """Step of the last save that was started."""
-        if cfg.checkpoint.local is not None and not skip_train:
-            self.local = cfg.checkpoint.local.build(
-                manager.folder, during=lambda step: activity.phase(BACKGROUND_SAVE, step)
-            )
+        if (config := self.cfg.checkpoint.local) is not None and not skip_train:
+            self.local = config.build(manager.folder, during=lambda step: activity.phase(BACKGROUND_SAVE, step))
             self.reader = LocalReader(self.local)
 
     def start(self) -> Start | None:
@@ -92,9 +90,9 @@ class LocalSaves:
             self._report_skipped(self.reader.skipped, step)
         if step is None:
             return None
-        saved, mesh = self.reader.meta(step)["mesh"], mesh_sizes(self.cfg)
-        if saved != mesh:
-            why = f"it is of the mesh {_mesh(saved)}, this run has {'another' if mesh is None else _mesh(mesh)}"
+        saved = self.reader.meta(step)["mesh"]
+        if saved != self._mesh:
+            why = f"it is of the mesh {_mesh(saved)}, this run has {_mesh(self._mesh)}"
             self._say_once(f"the local checkpoint of step {step} is not used: {why}; trying the shared folder's")
             self.event("checkpoint_fallback", from_step=step, to_step=self.manager.newest(), kind="local", why=why)
             return None
@@ -216,16 +214,6 @@ class LocalSaves:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def mesh_sizes(cfg: RunConfig) -> dict[str, int] | None:
-    """Sizes of the mesh of a run; None if its layout does not fit the devices, which setup reports."""
-    try:
-        devices = jax.devices()
-        parallel = replanned(cfg, devices_per_process(devices)).cfg.parallel if cfg.parallel.elastic else cfg.parallel
-        return dict(build_mesh(parallel, devices).shape)
-    except ConfigError:
-        return None
 
 
 def intact_step(state: Any, seconds: float) -> int | None:

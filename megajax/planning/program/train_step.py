@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-from megajax.config.tree import check
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, duration
+from megajax.kernels.attention.capability import Choice
 from megajax.kernels.attention.capability import Device as KernelDevice
 from megajax.mesh.context_sharding import ContextSharding
-from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
 from megajax.models.facts import ChoosesKernels, facts_of
+from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning import virtual_devices as devices
@@ -26,7 +26,8 @@ from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import layout, memory_rows, placement, times, traffic_by_class
 from megajax.planning.virtual_devices import GIB, GPU, Cluster
-from megajax.training.program import Program, demand_kernels
+from megajax.training.program import Program
+from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 
 
@@ -104,11 +105,12 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
 
     Raises ConfigError for a layout that doesn't match the devices, UserError for a kernel they don't support.
     """
-    check(cfg, cluster.devices)
-    cfg, kernels = with_kernels(cfg, cluster.gpu)
-    mesh = build_mesh(cfg.parallel, devices.virtual_devices(cluster))
     # Without a device the compiler finds no deterministic kernels: see xla.DETERMINISTIC.
-    program = Program.of(cfg.but(xla=replace(cfg.xla, deterministic=False)), mesh)
+    settings = cfg.but(xla=replace(cfg.xla, deterministic=False))
+    resolved = resolve(settings, devices.virtual_devices(cluster), device=kernel_device(cluster.gpu), may_replan=False)
+    model, kernels = with_kernels(cfg.model, resolved.kernels)
+    cfg, mesh = cfg.but(model=model), resolved.mesh
+    program = Program.of(settings.but(model=model), mesh, resolved.options)
     state, batch = program.state_like(), program.batch_like()
     step: Any = program.train_step  # a jitted function, whose type lacks `lower`
     arguments = bytes_per_device((state.params, state.optimizer))
@@ -156,13 +158,13 @@ def scheduler_memory(cfg: RunConfig, gpu: GPU, arguments: int) -> Option:
     return Option("xla_gpu_memory_limit_slop_factor", factor, "as much memory as the process would have on the GPU")
 
 
-def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, dict[str, list[str]]]:
-    """The config with `auto` kernels resolved for this GPU, and a description of each choice.
+def kernel_device(gpu: GPU) -> KernelDevice:
+    """The virtual device that kernels are chosen for."""
+    return KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=devices.CUDNN)
 
-    Raises UserError for a kernel that is named in the config and not supported there.
-    """
-    choices = demand_kernels(cfg, KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=devices.CUDNN))
-    model = cfg.model
+
+def with_kernels(model: ModelConfig, choices: Sequence[Choice[str]]) -> tuple[ModelConfig, dict[str, list[str]]]:
+    """The model with these kernels instead of `auto`, and a description of each choice."""
     if isinstance(model, ChoosesKernels):
         model = model.with_kernels([choice.kernel for choice in choices])
     described: dict[str, list[str]] = {}
@@ -170,7 +172,7 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, dict[str, list[st
         reasons = f" ({'; '.join(choice.reasons)})" if choice.reasons else ""
         label = f"{choice.place} {choice.kernel}{reasons}".removeprefix(choice.layer).strip()
         described.setdefault(choice.layer, []).append(label)
-    return cfg.but(model=model), described
+    return model, described
 
 
 def bytes_per_device(tree: Any) -> int:

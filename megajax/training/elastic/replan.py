@@ -37,6 +37,10 @@ class Replan:
         idle = f", {self.present - self.used} idle" if self.used < self.present else ""
         return f"{wanted}{self.present} present{idle}: {self.described()}"
 
+    def lines(self) -> list[str]:
+        """Lines for the start banner; none if the layout did not change."""
+        return [self.text(), *self.notes] if self.changes else []
+
     def described(self) -> str:
         """data 8 -> 6, micro_size 2 -> 1."""
         return ", ".join(
