@@ -1,4 +1,4 @@
-"""The library's source as the architecture tests see it: modules, what they import, what they name in strings."""
+"""The library's modules, their imports, and the names in their strings, for the architecture tests."""
 
 import ast
 import re

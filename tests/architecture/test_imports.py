@@ -1,4 +1,4 @@
-"""Imports point one way, other libraries stay inside their borders, layouts and collectives where they belong."""
+"""Imports follow the ranks, and other libraries, layouts and collectives are used only in their own packages."""
 
 import ast
 import importlib

@@ -1,7 +1,7 @@
 """docs/joint_decisions.md lists every condition before which processes wait for each other, with its reason.
 
-A process that skips what the others wait for makes them wait for ever. So whoever writes such a condition has to say
-why no process decides it alone.
+A process that skips a joint call makes the others wait forever, so each such condition needs the reason why it is the
+same on all processes.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Durations and limits come from the monotonic clock: the wall clock, which may be set, only tells people the time."""
+"""Durations and limits use the monotonic clock; the wall clock, which may be changed, is only for display."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Walls that keep the code small: sizes, names, state, docstrings, annotations, and a command line that cannot grow."""
+"""Limits on the code: sizes, names, global state, docstrings, annotations, and command-line flags."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The processes agree on a step without waiting for each other: threads stand for them."""
+"""Processes, here threads, agree on a step without waiting for each other."""
 
 import random
 import threading
@@ -13,7 +13,7 @@ PATIENCE = 60.0
 
 
 class Gang:
-    """Threads whose steps depend on each other as those of processes: step n needs that all have sent theirs."""
+    """Threads whose steps depend on each other like those of processes: step n needs step n - 1 of all threads."""
 
     def __init__(self, count: int):
         self.sent = [0] * count

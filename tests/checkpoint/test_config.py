@@ -1,4 +1,4 @@
-"""CheckpointConfig: what it refuses, and that it stays light."""
+"""CheckpointConfig: invalid settings, and imports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""kill -9 at any moment never leaves a step that is taken for good but is not."""
+"""kill -9 at any moment never leaves a damaged step that looks committed."""
 
 import json
 import subprocess
@@ -33,13 +33,8 @@ def test_five_kills(tmp_path, mode):
 
 
 @pytest.mark.slow
-def test_thirty_kills_while_an_old_step_is_deleted(tmp_path):
-    results = run_trials(tmp_path / "checkpoints", 30, "retention", 3)
+@pytest.mark.parametrize("mode", ["synchronous", "failing", "retention"])
+def test_thirty_kills(tmp_path, mode):
+    results = run_trials(tmp_path / "checkpoints", 30, mode, 3)
     half_deleted = [names for result in results if (names := result["in_the_middle"]) and names[0].endswith("deleting")]
-    assert len(half_deleted) >= 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "failing"])
-def test_a_hundred_kills(tmp_path, mode):
-    run_trials(tmp_path / "checkpoints", 100, mode, 1)
+    assert len(half_deleted) >= (10 if mode == "retention" else 0)

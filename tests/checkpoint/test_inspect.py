@@ -1,4 +1,4 @@
-"""The inspector shows what the manager wrote, names every kind of damage, and changes nothing in the folder."""
+"""`inspect` shows what the manager wrote, reports every kind of damage, and does not change the folder."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ META = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Steps 1 and 2 of a run, the array `params.stack.w` cut over eight devices."""
+    """Steps 1 and 2 of a run; the array `params.stack.w` is sharded over eight devices."""
     run = tmp_path_factory.mktemp("a run, 100%")
     mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.device_put(VALUES, NamedSharding(mesh, PartitionSpec(None, "all")))

@@ -1,4 +1,4 @@
-"""Damage of any kind is found before anything is loaded; the newest whole step is used; nothing starts silently."""
+"""Damage is found before a step is loaded, and the newest intact step is used; no run starts silently from nothing."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Local checkpoints of one process on eight devices: what comes back, what is refused, what a full disk does."""
+"""Local checkpoints of one process on eight devices: restores, errors, and full disks."""
 
 import contextlib
 import resource
@@ -41,7 +41,7 @@ def saved(folder: Path, *steps: int, first: int = 0, **settings: Any) -> None:
 
 
 def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
-    """What a start finds: its step, the steps it passed over, and a value of the state."""
+    """The result of a start: its step, the skipped steps, and a value of the state."""
     with opened(folder) as local:
         reader, passed_over = LocalReader(local), list[int]()
         while True:
@@ -190,7 +190,7 @@ def test_only_what_the_present_line_of_attempts_saved_counts():
 
 
 def test_a_set_that_missed_the_restart_does_not_come_back(tmp_path):
-    """A machine is away with step 4 while the run goes on from step 2, and joins it again."""
+    """A machine with step 4 is lost while the run continues from step 2, and returns later."""
     saved(tmp_path, 2, 4)
     shutil.copytree(sets(tmp_path)[-1], tmp_path / "away")
     saved(tmp_path, first=2)

@@ -1,4 +1,4 @@
-"""Local checkpoints of two processes, of which one finds damage: both use another copy, or both the step before."""
+"""One of two processes finds damage in its local checkpoint: both use another copy, or both use the step before."""
 
 import threading
 from collections import Counter
@@ -40,7 +40,7 @@ def values(step: int) -> np.ndarray:
 
 
 def write(folder: Path, step: int, process: int, *, replica: bool) -> LocalSet:
-    """The set of a process: its rows, and those of the other one as a replica."""
+    """The set of a process: its rows, and a replica of the other process's rows."""
     writer, parts = SetWriter(folder / f"{step:08d}.saving"), [process, 1 - process][: 1 + replica]
     for part in parts:
         box = ROWS[part], slice(0, 4)
@@ -169,7 +169,7 @@ def test_without_an_intact_copy_both_use_the_step_before(restored, damaged, repl
 
 
 def test_what_no_process_needs_is_verified_too(restored, capfd):
-    """A set that process 0 took over, with shards that it has in its own."""
+    """A set that process 0 adopted, with shards that are also in its own set."""
 
     def take_over(local: LocalCheckpoints) -> None:
         if local.peers.process == 0:

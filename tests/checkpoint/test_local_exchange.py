@@ -1,4 +1,4 @@
-"""Sets read over TCP: only by processes with the secret, only what is offered, and what arrives is verified."""
+"""Sets are read over TCP only by processes with the secret, only if they are offered, and are verified on arrival."""
 
 import hmac
 import json

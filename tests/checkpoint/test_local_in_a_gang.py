@@ -1,4 +1,4 @@
-"""Two processes that keep each other's shards: both killed, one disk lost, and the run goes on bit for bit."""
+"""Two processes keep replicas of each other: both are killed, one disk is lost, and the run continues exactly."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
 
 @pytest.mark.slow
 def test_a_damaged_copy_gives_way_to_its_replica_and_damaged_replicas_to_the_step_before(tmp_path):
-    """Only process 1 finds the damage, and process 0 must not wait for it for ever."""
+    """Only process 1 finds the damage; process 0 must not wait for it forever."""
     run, node = tmp_path / "run", tmp_path / "node"
     settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, *SETTINGS)
     local = ("--checkpoint.local.every=2", f"--checkpoint.local.folder={node}", "--checkpoint.local.replicas=1")
@@ -140,7 +140,7 @@ def test_a_damaged_copy_gives_way_to_its_replica_and_damaged_replicas_to_the_ste
 
 
 def lose_process_1(gang: gangs.Started) -> str:
-    """Kills process 1 and returns what the gang said until its end."""
+    """Kills process 1 and returns the output of the gang."""
     os.kill(gang.children()[1], 9)
     assert gang.wait() != 0
     return gang.text
@@ -148,7 +148,7 @@ def lose_process_1(gang: gangs.Started) -> str:
 
 @pytest.mark.slow
 def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_path):
-    """Plain data parallel: each process has everything, but during a step only the next state, which never comes."""
+    """With pure data parallelism each process has the whole state, except during a step, which never finishes here."""
     node = f"--checkpoint.local.folder={tmp_path / 'node'}"
     settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, "--logging.every=1", node)
     settings = (*settings, "--parallel.data_sharding=replicate")

@@ -1,4 +1,4 @@
-"""The folders that local checkpoints are written to and deleted from: a run's own, whatever local.json says."""
+"""Local checkpoints are written and deleted only in folders of the run, whatever local.json says."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from megajax.storage.atomic_folders import LOCK, SUFFIX, new_folder
 
 
 def victim_in(folder: Path) -> Path:
-    """A folder that nothing may delete."""
+    """A folder that must not be deleted."""
     (folder / "victim" / "process_0").mkdir(parents=True)
     (folder / "victim" / "process_0" / "thesis").write_text("years")
     return folder / "victim" / "process_0" / "thesis"

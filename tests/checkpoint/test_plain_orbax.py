@@ -12,7 +12,7 @@ from tests.docs.blocks import ROOT, blocks
 
 
 def test_the_program_of_the_page_gives_layers_in_natural_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers 0, 2 on one stage and 1 on the other, with a row that is no layer."""
+    """Layers 0 and 2 on one stage, 1 on the other, and a padding row."""
     (program,) = (block.text for block in blocks(ROOT / "docs/checkpoints.md") if "def weight(path)" in block.text)
     assert "megajax" not in program
     layers, values = [0, 2, 1, -1], np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -1,4 +1,4 @@
-"""Several processes save and restore one checkpoint: two real ones over gloo."""
+"""Two processes, connected by gloo, save and restore one checkpoint."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""What is restored is what was saved, bit for bit, on the layout that was asked for."""
+"""Restores are bit-exact, on the requested layout."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ def mesh_of(data: int, tensor: int):
 
 
 def random_bits(shape, dtype, seed):
-    """Every bit pattern, NaN payloads and denormals included."""
+    """Random bit patterns, including NaN payloads and denormals."""
     dtype = np.dtype(dtype)
     raw = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
     return raw.view(dtype).reshape(shape)

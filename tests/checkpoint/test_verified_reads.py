@@ -1,4 +1,4 @@
-"""Large files are verified while they are read: the bytes that a restore uses are the bytes that were hashed, once."""
+"""Large files are verified while they are read: a restore uses the bytes that were hashed, and reads them once."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def largest(step: Path) -> str:
-    """The file of the values, of several blocks."""
+    """The largest file, which has several blocks."""
     entries = integrity.read_manifest(step)
     return max((name for name in entries if "block" in entries[name]), key=lambda name: entries[name]["bytes"])
 
@@ -93,7 +93,7 @@ def test_all_layouts_are_bit_equal(folder: Path, axes: dict[str, Any]) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found_and_the_step_before_is_used(folder: Path, capfd) -> None:
-    """In every part of every file: values, gaps, and the nodes of the database."""
+    """A bit in every part of every file: values, gaps, and nodes of the database."""
     newest, pristine = folder / "00000002", folder.parent / "pristine"
     shutil.copytree(newest, pristine)
     draw, found = np.random.default_rng(0), 0
@@ -146,7 +146,7 @@ def test_a_file_that_changes_after_the_choice_is_found(folder: Path) -> None:
 
 
 def test_what_is_not_read_does_not_matter_and_what_is_read_does(folder: Path) -> None:
-    """Weights alone need no moments."""
+    """Damaged optimizer moments do not matter when only weights are restored."""
     step = folder / "00000002"
     name = largest(step)
     stored = StoredArrays(step)

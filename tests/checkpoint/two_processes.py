@@ -1,4 +1,4 @@
-"""Run by test_processes.py, once per process: saves and restores with two real processes of two fake devices each."""
+"""Run by test_processes.py in each of two processes with two fake devices: saves and restores."""
 
 import resource
 import sys

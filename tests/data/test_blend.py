@@ -1,4 +1,4 @@
-"""Blends: the order against its definition, sizes, splits, and requests that cannot be met."""
+"""Blends: order, sizes, splits, and impossible requests."""
 
 import math
 from pathlib import Path
@@ -33,7 +33,7 @@ def by_definition(weights: list[float], rows: int, limits: list[int] | None = No
 
 @pytest.mark.parametrize("weights", [[1.0], [0.3, 0.7], [1, 1, 1], [1, 2, 3, 4], [0.1] * 10, [5, 1e-3, 2, 2]])
 def test_weighted_order(weights: list[float]) -> None:
-    """Ties included, and over a border of the blocks that are computed at a time."""
+    """Includes ties and a boundary between blocks of rows."""
     index = weighted_index(weights, 5000)
     assert index.datasets.dtype == np.int16 and index.samples.dtype == np.int64
     expected = by_definition(normalize_weights(weights).tolist(), 5000)
@@ -51,7 +51,7 @@ def test_exhaustive_order(lengths: list[int]) -> None:
 @pytest.mark.parametrize("equal", [True, False], ids=["equal weights", "random weights"])
 @pytest.mark.parametrize("size", [4, 7])
 def test_rows_come_from_the_datasets_that_are_due(monkeypatch: pytest.MonkeyPatch, size: int, equal: bool) -> None:
-    """With many datasets, a few may get a row of a block; ties, borders and exhausted datasets included."""
+    """With many datasets, only candidates are compared; includes ties, block boundaries and exhausted datasets."""
     monkeypatch.setattr(blend_module, "MANY", size)
     monkeypatch.setattr(blend_module, "BLOCK", size)
     draw = np.random.default_rng(size)
@@ -195,7 +195,7 @@ def test_impossible_requests(tmp_path: Path) -> None:
 
 
 def test_the_order_of_rows_has_an_identifier(tmp_path: Path, pair: list[str]) -> None:
-    """A run may be made longer as long as that only adds rows at the end."""
+    """A longer run only adds rows at the end."""
 
     def order(rows: int, **settings: object) -> str:
         return build(tmp_path, Rows(rows), split="100,0,0", **settings).train.order()

@@ -301,7 +301,7 @@ def scores_of(lengths: np.ndarray, rows: list[list[int]]) -> np.ndarray:
 
 
 def test_balanced_fit() -> None:
-    """About as full, and no row has far less to do than the others."""
+    """Rows are about as full, and their attention work is more even."""
     draw = np.random.default_rng(1)
     for median, sigma in ((300, 0.8), (1000, 1.0), (40, 1.5)):
         lengths = draw.lognormal(np.log(median), sigma, 4000).clip(1, 4096).astype(int)
@@ -345,7 +345,7 @@ def test_documents_of_a_row_are_known(tmp_path: Path, packing: str, multiple: in
 
 
 def test_padding_costs_little_attention(tmp_path: Path) -> None:
-    """It is documents of one block of queries, without loss; nothing else of a row changes."""
+    """Padding is divided into documents of one block of queries, without loss; the rest of the row does not change."""
     path = write(tmp_path / "c", [chat("a" * 50, "b" * 50)])
     apart, joined = (splits(path, 4096, isolate_padding=isolate).train for isolate in (True, False))
     for name, values in joined[0].items():

@@ -1,4 +1,4 @@
-"""Rows in another random order in each pass; the expected ones are PyTorch's and Megatron-LM's sampler's."""
+"""A different random order in each pass, compared with the samplers of PyTorch and Megatron-LM."""
 
 from types import MappingProxyType
 

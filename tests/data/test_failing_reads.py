@@ -1,4 +1,4 @@
-"""Reads that fail: a file truncated during a run is named, errors of disks are retried, then named."""
+"""Failing reads: truncated files are reported; disk errors are retried, then reported."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds slept before further tries."""
+    """Seconds slept before each retry."""
     seconds: list[float] = []
     monkeypatch.setattr(reading.time, "sleep", seconds.append)
     return seconds
@@ -113,7 +113,7 @@ def test_a_stale_handle_is_opened_again(source: Any, tmp_path: Path, waits: list
 
 
 def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number would otherwise be given to another file, whose bytes such a read would return."""
+    """The descriptor's number could otherwise be reused for another file, whose bytes the read would return."""
     path = tmp_path / "text"
     path.write_bytes(b"content")
     file, original = ReadFile(path), os.pread

@@ -1,4 +1,4 @@
-"""Rows with the middle of documents at their end."""
+"""Fill-in-the-middle rows."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -51,7 +51,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def reading_order(document: list[int]) -> list[int]:
-    """A document before it was reordered."""
+    """A document before the reordering."""
     if PREFIX not in document:
         return document
     middle = document.index(MIDDLE)
@@ -110,7 +110,7 @@ def test_rates_of_zero_and_one(prefix: Path) -> None:
 
 
 def test_padding_has_no_loss(tmp_path: Path) -> None:
-    """Empty documents disappear with their end, which leaves room at the end of the row."""
+    """Empty documents and their end tokens are dropped, which leaves room at the end of the row."""
     row = build(fill(write(tmp_path / "c", [[1, 2, EOD, EOD, EOD, 3, 4]]), rate=0.0), 6, None)[0]
     assert row["tokens"].tolist() == [1, 2, EOD, 3, 4, 0]
     assert row["loss_mask"].tolist() == [1, 1, 1, 1, 0, 0]

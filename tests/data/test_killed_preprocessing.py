@@ -1,4 +1,4 @@
-"""Preprocessing that is killed, one worker or all of it: one message, no hang, and partial files are deleted."""
+"""Killed workers and killed preprocessing: one message, no hang, and no partial files."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Heat maps: colours, and pictures that are read back."""
+"""Heat maps: colours, and PNG files."""
 
 import re
 import struct

@@ -1,4 +1,4 @@
-"""What the pages expect a user to have: texts, token files, runs, a vocabulary, a Megatron-LM script."""
+"""Files that the pages assume: texts, token files, runs, a vocabulary, a Megatron-LM script."""
 
 import json
 import shutil

@@ -62,7 +62,7 @@ def reason_to_leave_out(arguments: list[str]) -> str | None:
 
 
 def shorten(arguments: list[str]) -> list[str]:
-    """The command with fewer steps, where it has steps and does not say how many."""
+    """The command, with fewer steps if it trains for a default number of steps."""
     if any(word.startswith(("--help", "--print-config")) for word in arguments):
         return arguments
     added = next((extra for name, extra in SHORTER.items() if name in arguments), ())
@@ -72,7 +72,7 @@ def shorten(arguments: list[str]) -> list[str]:
 
 
 def run(arguments: list[str], folder: Path) -> None:
-    """Runs a command as a user in `folder` would and prints what it printed, shortened."""
+    """Runs a command in `folder` as a user would, and prints its output, shortened."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         arguments, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=900, check=False

@@ -1,4 +1,4 @@
-"""The pages can be followed one after the other in one folder: no two write different things to one place."""
+"""The pages can be followed in one folder: no two commands write different files to the same path."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ FOLLOWED = (
 
 
 def writes(arguments: list[str]) -> list[str]:
-    """The files, prefixes and run folders that a command writes, as far as its words say."""
+    """The files, prefixes and run folders that a command writes, according to its arguments."""
     words = [*arguments]
     values = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
     values |= {word: after for word, after in pairwise(words) if word.startswith("--")}
@@ -45,7 +45,7 @@ def same(arguments: list[str]) -> str:
 
 
 def test_no_two_pages_write_to_one_place() -> None:
-    """Unless they have the same command, as those that begin with the quickstart."""
+    """Except for identical commands, such as the quickstart at the start of several pages."""
     written: dict[str, dict[str, str]] = defaultdict(dict)
     for page in PAGES:
         for block in blocks(page):

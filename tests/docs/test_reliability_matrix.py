@@ -1,4 +1,4 @@
-"""docs/reliability.md: every fault of the matrix is there once, with a verdict and existing tests."""
+"""The fault matrix of docs/reliability.md: each fault appears once, with a verdict and existing tests."""
 
 import re
 from pathlib import Path

@@ -247,7 +247,7 @@ def test_dtype_for_vocabulary(size: str) -> None:
 def check_random_order(expected: list[list[int]], sizes: list[int], sharded: str) -> None:
     """The microbatches of a shard to the end of a pass.
 
-    Without buckets a shard may have one more there than the others; their batches would be of different passes.
+    Without buckets one shard may have an extra microbatch at the end of a pass.
     """
     total, consumed, micro, shards, shard = sizes
     group = micro * shards

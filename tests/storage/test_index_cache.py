@@ -1,4 +1,4 @@
-"""Index files: reused if intact and of the same content, else rebuilt, by one process while others wait."""
+"""Index files are reused if intact and of the same key; otherwise one process rebuilds them and others wait."""
 
 import errno
 import fcntl

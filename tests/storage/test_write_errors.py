@@ -1,4 +1,4 @@
-"""The names of errors of writing, and what each says to change."""
+"""Messages of write errors, and their remedies."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Attention work of rows: scores counted one by one, and rows of a step balanced over data groups."""
+"""Attention work of rows, counted score by score, and the balancing of a step's rows over data groups."""
 
 from itertools import permutations
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_each_row_has_one_place(groups: int, microbatches: int, group_rows: int,
 
 
 def test_rows_of_a_microbatch_are_assigned_nearly_optimally() -> None:
-    """Longest first is at most 4/3 of the best (Graham 1969)."""
+    """Longest processing time first is at most 4/3 of the optimum (Graham 1969)."""
     draw = np.random.default_rng(3)
     for _ in range(10):
         work = draw.lognormal(0, 1.5, 6)
@@ -110,7 +110,7 @@ def test_ties_go_to_the_first() -> None:
 
 
 class Unread:
-    """A source that must not be read."""
+    """A source whose rows must not be read."""
 
     def __init__(self, source: Any):
         self.document_lengths = source.document_lengths

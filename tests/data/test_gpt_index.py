@@ -1,4 +1,4 @@
-"""The row index against a walk through the stream, one document after the other."""
+"""The row index, compared with a token-by-token walk through the stream of documents."""
 
 import tracemalloc
 from pathlib import Path
