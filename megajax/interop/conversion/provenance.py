@@ -38,7 +38,8 @@ class Provenance:
     @classmethod
     def of(cls, format_name: str, foreign: ForeignModel, table: Sequence[Mapped]) -> Self:
         """Of a folder in another library's format. table: its tensors."""
-        dtypes = tensor_dtypes(foreign.tensors, table)
+        entries = foreign.tensors.entries()
+        dtypes = {tensor.name: entries[tensor.name].dtype.name for tensor in table if tensor.name in entries}
         usual = max(Counter(dtypes.values()).items(), key=lambda item: item[1], default=("", 0))[0]
         return cls(
             format=format_name,
@@ -86,9 +87,3 @@ class Ancestor(NamedTuple):
         """A checkpoint of a run, by its metadata. Raises UserError for a damaged record."""
         run = checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
         return cls(Provenance.of_meta(meta, run), run / FILES, vocabulary)
-
-
-def tensor_dtypes(tensors: Tensors, table: Sequence[Mapped]) -> dict[str, str]:
-    """Tensor name -> dtype name."""
-    entries = tensors.entries()
-    return {tensor.name: entries[tensor.name].dtype.name for tensor in table if tensor.name in entries}

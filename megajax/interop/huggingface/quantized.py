@@ -4,6 +4,7 @@ MXFP4 is defined by the OCP Microscaling Formats specification 1.0: blocks of 32
 with the first in the low half, share a power of two.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ BIAS = 127
 """Bias of the exponents of the scales."""
 
 
-class Dequantized:
+class Dequantized(ABC):
     """Dequantized tensors of a source: `megajax.checkpoint.weights.foreign.Tensors`. Each format is a subclass."""
 
     suffixes: ClassVar[tuple[str, str]]
@@ -63,21 +64,21 @@ class Dequantized:
         numbers, scales = (self._tensors.read(name + suffix) for suffix in self.suffixes)
         return self.values(numbers, scales)
 
+    @abstractmethod
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor. numbers: the shape of its stored numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mismatch(self, numbers: Entry, scales: Entry) -> str:
         """Why numbers and scales do not belong together; "" if they do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lacks_scale(self, name: str, entry: Entry) -> bool:
         """Whether a tensor without scales needs some."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self, numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """The tensor in bfloat16."""
-        raise NotImplementedError
 
 
 class Fp8Blocks(Dequantized):

@@ -13,7 +13,7 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
-from megajax.interop.megatron.checkpoints.format import model_config, open_model, read_model, write_model
+from megajax.interop.megatron.checkpoints.format import model_config, open_model, write_model
 from megajax.interop.megatron.checkpoints.tables import table
 
 SHARED: dict[str, Any] = {
@@ -253,7 +253,7 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     weights = random_tensors("llama")
     write_sharded(tmp_path, weights, args, Shares(tensor=2))
-    read = read_model(tmp_path)
+    read = open_model(tmp_path).foreign
     entries = read.tensors.entries()
     assert entries["decoder.layers.3.mlp.linear_fc1.weight"].shape == (48, 16)
     name = "decoder.layers.3.input_layernorm.weight"

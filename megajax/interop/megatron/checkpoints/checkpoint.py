@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,31 +58,6 @@ DROPPED = {
 """Parts of a checkpoint that are not converted."""
 
 
-class Contents(Protocol):
-    """The interface of both formats. table: name -> tensor of the model."""
-
-    @property
-    def common(self) -> Mapping[str, Any]:
-        """The checkpoint's dict without its weights."""
-        ...
-
-    def names(self) -> set[str]:
-        """Names of the weights, as in tables."""
-        ...
-
-    def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
-        """The weights by name; of a run in 16 bits, the float32 copies if the checkpoint has them."""
-        ...
-
-    def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
-        """Kind -> name -> moment. Raises UnmappedError."""
-        ...
-
-    def view(self, place: TensorPlace) -> np.ndarray:
-        """A tensor in `common`."""
-        ...
-
-
 class MegatronModel(NamedTuple):
     """A checkpoint whose tensors match its model."""
 
@@ -118,7 +93,8 @@ class MegatronCheckpoint:
         """
         self.folder = iteration_folder(folder, step)
         self.where = str(self.folder)
-        self.contents: Contents = _Sharded(self.folder) if (self.folder / METADATA).is_file() else _Ranks(self.folder)
+        is_sharded = (self.folder / METADATA).is_file()
+        self.contents = _Sharded(self.folder) if is_sharded else _Ranks(self.folder)
         args = self.contents.common.get("args")
         if not isinstance(args, Record):
             raise UserError(f"{self.where} has no args, which describe its model")
@@ -136,20 +112,13 @@ class MegatronCheckpoint:
         """Number of steps so far; 0 for a released model."""
         return _int(self.contents.common.get("iteration"))
 
-    def read(self, model: Any) -> ForeignModel:
-        """The checkpoint as a MegaJAX model. model: its config."""
-        return self._read(model, resolved(table(model), declared_by(model)))
-
-    def _read(self, model: Any, tensors: Sequence[Mapped]) -> ForeignModel:
-        by_name = {tensor.name: tensor for tensor in tensors}
-        parts = _padless(self.where, self.contents.weights(by_name), by_name)
-        return ForeignModel(model=model, tensors=parts, rows=table(model), ignored=ignored(model))
-
     def open(self, model: Any) -> MegatronModel:
         """The model with its optimizer. Raises UserError with everything that does not match the model."""
         declared = declared_by(model)
         tensors = resolved(table(model), declared)
-        foreign = self._read(model, tensors)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        parts = _padless(self.where, self.contents.weights(by_name), by_name)
+        foreign = ForeignModel(model=model, tensors=parts, rows=table(model), ignored=ignored(model))
         demand_fit(foreign.tensors, tensors, foreign.ignored)
         moments, dropped = dict[str, ForeignWeights](), [text for key, text in DROPPED.items() if self._has(key)]
         try:
@@ -239,7 +208,7 @@ def _rank_folders(folder: Path) -> Iterator[Path]:
 
 
 class _Ranks:
-    """The `torch` format."""
+    """The `torch` format. common: the checkpoint's dict without its weights. table: name -> tensor of the model."""
 
     def __init__(self, folder: Path):
         self._files = rank_files(folder)
@@ -248,12 +217,15 @@ class _Ranks:
         self._tensors = RankTensors(self._files, {file.rank: file.chunks() for file in self._files})
 
     def view(self, place: TensorPlace) -> np.ndarray:
+        """A tensor in `common`."""
         return self._files[0].archive.view(place)
 
     def names(self) -> set[str]:
+        """Names of the weights, as in tables."""
         return set(self._tensors.pieces)
 
     def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+        """The weights by name; of a run in 16 bits, the float32 copies if the checkpoint has them."""
         weights = self._tensors.merged(table)
         try:
             return weights | self._states(table).get(MASTER, {})
@@ -261,6 +233,7 @@ class _Ranks:
             return weights
 
     def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+        """Kind -> name -> moment. Raises UnmappedError."""
         return {kind: parts for kind, parts in self._states(table).items() if kind in MOMENTS}
 
     def _states(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
@@ -273,7 +246,7 @@ class _Ranks:
 
 
 class _Sharded:
-    """The `torch_dist` format."""
+    """The `torch_dist` format, with the methods of `_Ranks`."""
 
     def __init__(self, folder: Path):
         self._folder, self._states = ShardedFolder(folder), dict[str, dict[str, LazyTensor]]()

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.stored_arrays import OBSERVED
-from megajax.checkpoint.weights.foreign import Entry, ForeignModel, WeightSource, declared_by, export_tensor
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import patch_of
@@ -104,18 +104,13 @@ NULL_TOKENIZERS = ("NullTokenizer",)
 """Tokenizers with one token more than --vocab-size, the end of a document."""
 
 
-def read_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> ForeignModel:
-    """The model of a folder with a checkpoint, without reading or comparing its tensors.
+def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> MegatronModel:
+    """The model with the state of its optimizer; tensors are compared, not read.
 
     vocabulary: number of tokens, if the arguments hold only the padded number; step: the iteration.
-    Raises UserError for unsupported features, and for files that are damaged or refused.
+    Raises UserError for unsupported features, for files that are damaged or refused, and with everything that does not
+    fit.
     """
-    checkpoint = MegatronCheckpoint(folder, step)
-    return checkpoint.read(model_of(checkpoint, vocabulary))
-
-
-def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> MegatronModel:
-    """The model with the state of its optimizer. Raises UserError with everything that does not fit."""
     checkpoint = MegatronCheckpoint(folder, step)
     return checkpoint.open(model_of(checkpoint, vocabulary))
 
@@ -179,9 +174,11 @@ def write_model(
     dtype: np.dtype | None = None,
     advance: Callable[[int], None] = lambda elements: None,
 ) -> list[Mapped]:
-    """Writes a checkpoint of Megatron-LM into an existing folder: see `megajax.interop.megatron.checkpoints.format`.
+    """Writes release/mp_rank_00/model_optim_rng.pt and the tracker file into an existing folder -> the table.
 
-    Raises UserError for a model that Megatron-LM's arguments can't express.
+    engine: whether names are those of Transformer Engine's layers, else of plain torch layers; dtype: of the weights;
+    None: float32. Raises UserError for a model that Megatron-LM's arguments can't express, OSError if the folder can't
+    be written.
     """
     impl = "transformer_engine" if engine else "local"
     args = {**arguments(model), **EXPORTED, "transformer_impl": impl}
@@ -193,7 +190,26 @@ def write_model(
     if unexpressed:
         lines = "\n".join(f"  {line}" for line in unexpressed)
         raise UserError(f"Megatron-LM's arguments can't express the model. These settings would differ:\n{lines}")
-    return _write_files(folder, model, weights, args, engine=engine, dtype=dtype, advance=advance)
+    declared, kind = declared_by(model), dtype or np.dtype(np.float32)
+    tensors = resolved(table(model), declared)
+    names = {tensor.name: tensor.name for tensor in tensors}
+    if engine:
+        names = {name: _engine_name(name, names) for name in names}
+    seconds, content = second_names(model), dict[str, Any]()
+    for tensor in tensors:
+        read = partial(_read, tensor, weights, kind, advance)
+        content[names[tensor.name]] = LazyTensor(tensor.shape(), kind, read)
+        if second := seconds.get(tensor.name):
+            content[second] = LazyTensor(tensor.shape(), kind, partial(export_tensor, tensor, weights, kind))
+        if match := LINEAR.match(names[tensor.name]):
+            content[f"{match[1]}._extra_state"] = None
+    rank = folder / "release" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    record = Record(NAMESPACE, (), dict(args))
+    checkpoint = {"args": record, "checkpoint_version": VERSION, "iteration": 0, "model": content}
+    write_archive(rank / FILE, checkpoint)
+    (folder / TRACKER).write_text("release", encoding="utf-8")
+    return tensors
 
 
 def model_of(checkpoint: MegatronCheckpoint, vocabulary: int | None = None) -> Any:
@@ -275,43 +291,6 @@ def _vocabulary(args: Mapping[str, Any], vocabulary: int | None, source: str) ->
 
 VERSION = 3.0
 LINEAR = re.compile(r"^(.*\blinear_\w+|output_layer)\.weight$")
-
-
-def _write_files(
-    folder: Path,
-    model: Any,
-    weights: WeightSource,
-    args: Mapping[str, Any],
-    *,
-    engine: bool = True,
-    dtype: np.dtype | None = None,
-    advance: Callable[[int], None] = lambda elements: None,
-) -> list[Mapped]:
-    """Writes release/mp_rank_00/model_optim_rng.pt and the tracker file into an existing folder -> the table.
-
-    args: the namespace of a run with this model; engine: whether names are those of Transformer Engine's layers, else
-    of plain torch layers; dtype: of the weights; None: float32. Raises OSError if it can't be written.
-    """
-    declared, kind = declared_by(model), dtype or np.dtype(np.float32)
-    tensors = resolved(table(model), declared)
-    names = {tensor.name: tensor.name for tensor in tensors}
-    if engine:
-        names = {name: _engine_name(name, names) for name in names}
-    seconds, content = second_names(model), dict[str, Any]()
-    for tensor in tensors:
-        read = partial(_read, tensor, weights, kind, advance)
-        content[names[tensor.name]] = LazyTensor(tensor.shape(), kind, read)
-        if second := seconds.get(tensor.name):
-            content[second] = LazyTensor(tensor.shape(), kind, partial(export_tensor, tensor, weights, kind))
-        if match := LINEAR.match(names[tensor.name]):
-            content[f"{match[1]}._extra_state"] = None
-    rank = folder / "release" / "mp_rank_00"
-    rank.mkdir(parents=True)
-    record = Record(NAMESPACE, (), dict(args))
-    checkpoint = {"args": record, "checkpoint_version": VERSION, "iteration": 0, "model": content}
-    write_archive(rank / FILE, checkpoint)
-    (folder / TRACKER).write_text("release", encoding="utf-8")
-    return tensors
 
 
 def _engine_name(name: str, names: Mapping[str, str]) -> str:
