@@ -97,7 +97,7 @@ def connect_devices(
 
 
 def run_attempt(
-    resolved: Resolved[RunConfig],
+    resolved: Resolved,
     attempt: Attempt,
     manager: CheckpointManager,
     sources: Mapping[str, str],

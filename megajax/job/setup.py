@@ -130,7 +130,7 @@ class JobSetup:
         return 0 if self.start is None else self.start[1]
 
 
-def set_up_job(resolved: Resolved[RunConfig], attempt: Attempt, manager: CheckpointManager) -> JobSetup:
+def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager) -> JobSetup:
     """Choose the checkpoint to start from, begin the run, and print the banner.
 
     Raises UserError for data or checkpoints that don't fit the settings.

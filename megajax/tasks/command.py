@@ -101,7 +101,8 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
     scorer = Scorer(program, tokenizer, weights, progress=progress, folder=evaluation.output)
     tasks = {task.name: task.build(scorer) for task in evaluation.tasks}
     results: dict[str, Figures] = {}
-    with open_cache(cfg, evaluation, origin, tokenizer.identity) as scorer.cache:
+    key = cache_key(flatten(cfg), evaluation.source, origin, tokenizer.identity) if evaluation.cache else None
+    with open_cache(evaluation.output / "evaluation_cache", key) as scorer.cache:
         for name, task in tasks.items():
             progress.start(name)
             results[name] = task()
@@ -110,7 +111,7 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
         return 0
     show(results, f"{origin}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
     path = RunFolder.create(evaluation.output).path / "results.json"
-    content = description(cfg, evaluation, origin, program)
+    content = description(flatten(cfg), evaluation, origin, program)
     content["results"] = {name: as_json(figures) for name, figures in results.items()}
     write_atomically(path, to_json(content))
     print(f"results: {path}")
@@ -118,13 +119,12 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
 
 
 @contextmanager
-def open_cache(cfg: RunConfig, evaluation: Evaluation, origin: str, tokenizer: str) -> Generator[RequestCache | None]:
-    """The cache with answers of earlier attempts, next to the results; None without a cache."""
-    if not evaluation.cache:
+def open_cache(folder: Path, key: str | None) -> Generator[RequestCache | None]:
+    """The cache with answers of earlier attempts; None without a key."""
+    if key is None:
         yield None
         return
-    key = cache_key(cfg, evaluation.source, origin, tokenizer)
-    with RequestCache(evaluation.output / "evaluation_cache", key) as cache:
+    with RequestCache(folder, key) as cache:
         if cache.loaded and jax.process_index() == 0:
             print(f"{cache.loaded:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
         yield cache
@@ -151,7 +151,7 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
     return Program.of(cfg.but(batch=batch), resolved.mesh, resolved.options), tokenizer
 
 
-def cache_key(cfg: RunConfig, source: Path, origin: str, tokenizer: str) -> str:
+def cache_key(settings: Mapping[str, Any], source: Path, origin: str, tokenizer: str) -> str:
     """A text of everything that answers depend on: the weights, the model, the dtypes and the tokenizer."""
     format_name, folder = split_name(source)
     if format_name:
@@ -161,8 +161,8 @@ def cache_key(cfg: RunConfig, source: Path, origin: str, tokenizer: str) -> str:
         folder, step = locate(source)
         step = max(steps_in(folder), default=0) if step is None else step
         content = (folder / step_name(step) / MANIFEST).read_text(encoding="utf-8")
-    settings = {name: value for name, value in flatten(cfg).items() if name.startswith(("model.", "precision."))}
-    return repr((origin, content, settings, tokenizer))
+    numbers = {name: value for name, value in settings.items() if name.startswith(("model.", "precision."))}
+    return repr((origin, content, numbers, tokenizer))
 
 
 def show(results: Mapping[str, Figures], title: str) -> None:
@@ -178,13 +178,13 @@ def show(results: Mapping[str, Figures], title: str) -> None:
     Console().print(table)
 
 
-def description(cfg: RunConfig, evaluation: Evaluation, origin: str, program: Program) -> dict[str, Any]:
+def description(settings: Mapping[str, Any], evaluation: Evaluation, origin: str, program: Program) -> dict[str, Any]:
     """The content of results.json except the results."""
     packages = ("jax", "jaxlib", "numpy", *["lm-eval"] * any(isinstance(t, HarnessConfig) for t in evaluation.tasks))
     return {
         "weights": origin,
         "tasks": {task.name: {"type": type(task).__name__, **flatten(task)} for task in evaluation.tasks},
-        "config": flatten(cfg),
+        "config": settings,
         "mesh": dict(program.mesh.shape),
         "devices": program.mesh.size,
         "versions": {name: version(name) for name in packages},

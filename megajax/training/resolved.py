@@ -20,10 +20,10 @@ from megajax.training.run_config import RunConfig
 
 
 @dataclass(frozen=True)
-class Resolved[Config]:
+class Resolved:
     """Settings that fit their devices, and what follows from both. What is built from it checks no settings again."""
 
-    cfg: Config
+    cfg: RunConfig
     mesh: Mesh
     options: Mapping[str, Value]
     """Compiler options of every program."""
@@ -44,7 +44,7 @@ def resolve(
     *,
     device: Device | None = None,
     may_replan: bool = True,
-) -> Resolved[RunConfig]:
+) -> Resolved:
     """The settings on these devices (default: all), with another layout if parallel.elastic needs one.
 
     `cfg` has passed the checks that need no devices. device: the one that kernels are chosen for; None: the first local

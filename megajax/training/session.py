@@ -45,7 +45,7 @@ type Start = Callable[["Parts", TrainState], TrainState | None]
 class Parts:
     """The parts of a run that a config determines, without weights."""
 
-    resolved: Resolved[RunConfig]
+    resolved: Resolved
     program: Program
     tokenizer: Tokenizer
     splits: Splits
@@ -273,7 +273,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     return parts_of(resolve(cfg, devices))
 
 
-def begin(resolved: Resolved[RunConfig], start: Start | None = None, activity: Activity | None = None) -> Run:
+def begin(resolved: Resolved, start: Start | None = None, activity: Activity | None = None) -> Run:
     """`setup` of settings that are resolved. activity: records the stages.
 
     Raises UserError for data or a tokenizer that can't be loaded.
@@ -289,7 +289,7 @@ def begin(resolved: Resolved[RunConfig], start: Start | None = None, activity: A
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
 
 
-def parts_of(resolved: Resolved[RunConfig]) -> Parts:
+def parts_of(resolved: Resolved) -> Parts:
     """Builds tokenizer, data and the abstract model. Raises UserError for data or a tokenizer that can't be loaded."""
     cfg = resolved.cfg
     evaluation, schema = cfg.evaluation, cfg.model.schema()

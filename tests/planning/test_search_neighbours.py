@@ -169,7 +169,7 @@ def test_saved_norms_are_not_sharded_along_the_sequence() -> None:
 def test_the_scheduler_has_the_memory_of_a_GPU() -> None:
     cfg: Any = load("llama3.py:llama3_70b")
     argument_bytes = 12 * GIB
-    name, factor, _ = scheduler_memory(cfg, GPUS["h100"], argument_bytes)
+    name, factor, _ = scheduler_memory(cfg.xla.memory_fraction, GPUS["h100"], argument_bytes)
     assert name == "xla_gpu_memory_limit_slop_factor" and isinstance(factor, int)
     assert (0.8 * 80 * GIB - argument_bytes) * factor / 100 == pytest.approx(
         (GPUS["h100"].usable_gib(0.92) * GIB - argument_bytes) * 0.95, rel=0.01

@@ -14,7 +14,7 @@ import jax
 from megajax.config.errors import UserError
 from megajax.config.tree import override
 from megajax.job.device_memory import compiled_memory, size
-from megajax.mesh.config import MESH_AXES
+from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.installation import find_installation
 from megajax.mesh.xla import memory_fraction
@@ -126,7 +126,7 @@ def cheapest(cfg: RunConfig, devices: int, state: int | None, *, mostly_state: b
 
     state: bytes of weights and optimizer on a device. Changes of the layout must reduce them.
     """
-    of_state, of_activations = [*_state_changes(cfg)], [*_activation_changes(cfg)]
+    of_state, of_activations = [*_state_changes(cfg.parallel)], [*_activation_changes(cfg)]
     changes: list[Change] = []
     for change in of_state + of_activations if mostly_state else of_activations + of_state:
         try:
@@ -167,8 +167,7 @@ def _activation_changes(cfg: RunConfig) -> Iterator[Change]:
         yield Change(f"parallel.context={2 * parallel.context}", effect)
 
 
-def _state_changes(cfg: RunConfig) -> Iterator[Change]:
-    parallel = cfg.parallel
+def _state_changes(parallel: ParallelConfig) -> Iterator[Change]:
     if parallel.data_sharding == "replicate":
         yield Change("parallel.data_sharding=zero1", "shards optimizer and master weights over data")
     if parallel.data_sharding != "fsdp":

@@ -19,7 +19,6 @@ from megajax.job.faults.lost_peer import runtime_error_of
 from megajax.job.saves.save import note_committed
 from megajax.metrics.event_log import append_event
 from megajax.training.resolved import Resolved
-from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 from megajax.training.timing import SAVE
 
@@ -37,7 +36,7 @@ class LocalSaves:
 
     def __init__(
         self,
-        resolved: Resolved[RunConfig],
+        resolved: Resolved,
         manager: CheckpointManager,
         activity: Activity,
         event: Callable[..., None],

@@ -20,7 +20,6 @@ from megajax.models.facts import facts_of
 from megajax.models.protocol import ids_below
 from megajax.optim.schedule import DECAY
 from megajax.pipeline.partition import row_order
-from megajax.training.run_config import RunConfig
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
@@ -40,7 +39,7 @@ RATES = re.compile(r"schedule[.:]|optimizer\.(weight_decay|embedding_lr|embeddin
 def facts(parts: Parts) -> dict[str, Any]:
     """The settings and derived facts that the numbers of training depend on, as stored in a checkpoint."""
     cfg = parts.cfg
-    values = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
+    values = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg.batch.loss_average)}
     if (model := facts_of(cfg.model)) is not None and ids_below(cfg.model) is not None:
         values["model: rows of the vocabulary, padding included"] = model.head_facts().columns
     if cfg.batch.decrease:
@@ -56,9 +55,9 @@ def facts(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _matters(name: str, cfg: RunConfig) -> bool:
+def _matters(name: str, loss_average: str) -> bool:
     if name == "batch.micro_size":
-        return cfg.batch.loss_average == "microbatches"
+        return loss_average == "microbatches"
     return FREE.match(name) is None
 
 

@@ -116,7 +116,7 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     arguments = bytes_per_device((state.params, state.optimizer))
     started = time.monotonic()
     with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
-        limit = scheduler_memory(cfg, cluster.gpu, arguments)
+        limit = scheduler_memory(cfg.xla.memory_fraction, cluster.gpu, arguments)
         options = compiler_options(*DEVICELESS, *[limit] * (limit.name not in cfg.xla.options))
         compiled = step.lower(state, batch).compile(compiler_options=options)
     seconds = time.monotonic() - started
@@ -145,14 +145,14 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     )
 
 
-def scheduler_memory(cfg: RunConfig, gpu: GPU, arguments: int) -> Option:
+def scheduler_memory(memory_fraction: float, gpu: GPU, arguments: int) -> Option:
     """The option that gives the scheduler as much memory to hide collectives as it would have on the real GPU.
 
     The scheduler may fill (base - arguments) x factor, and hides fewer collectives if that is not enough. Its base is
     the process's share of the GPU's memory; without a device, 0.8 of the memory (xla/service/gpu/gpu_hlo_schedule.cc).
     arguments: bytes of the step's arguments.
     """
-    bases = gpu.usable_gib(cfg.xla.memory_fraction), 0.8 * gpu.memory_gib
+    bases = gpu.usable_gib(memory_fraction), 0.8 * gpu.memory_gib
     real, deviceless = (base * GIB - arguments for base in bases)
     factor = round(95 * real / deviceless) if 0 < deviceless < real else 95
     return Option("xla_gpu_memory_limit_slop_factor", factor, "as much memory as the process would have on the GPU")
