@@ -8,6 +8,7 @@ from megajax.layers.attention.latent_config import LatentAttentionConfig, SelfAt
 from megajax.layers.block.config import (
     BlockConfig,
     MixerConfig,
+    NormPlacement,
     shared_bias,
 )
 from megajax.layers.checks import LARGEST, above_zero, below_one
@@ -57,6 +58,7 @@ __all__ = [
     "MixerConfig",
     "MoEConfig",
     "NormConfig",
+    "NormPlacement",
     "QuantizationConfig",
     "RMSNormConfig",
     "RelativeBiasConfig",

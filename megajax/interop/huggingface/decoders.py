@@ -19,6 +19,7 @@ from megajax.layers.configs import (
     Llama3ScalingConfig,
     MixerConfig,
     MoEConfig,
+    NormPlacement,
     RMSNormConfig,
     RopeConfig,
     RouterConfig,
@@ -61,19 +62,24 @@ def decoder(
     *,
     slides: Callable[[int], bool] | None = None,
     zero_centred: bool = False,
+    norm_placement: NormPlacement = "pre",
     **changes: Any,
 ) -> DecoderConfig:
     """A decoder of these layers.
 
     mlp: number of a layer -> its feed-forward config. slides: number of a layer -> whether it has a sliding window,
-    used if there is no layer_types; None if the family has no windows. zero_centred: setting of the norms.
+    used if there is no layer_types; None if the family has no windows. zero_centred: setting of the norms;
+    norm_placement: of the blocks.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
     norm = RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
     mixers: list[Any] = [mixer] * layers
     if slides is not None:
         mixers = [replace(mixers[0], window=size) for size in windows(settings, layers, length, slides)]
-    blocks = [BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm) for layer, mixer in enumerate(mixers)]
+    blocks = [
+        BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, norm_placement=norm_placement)
+        for layer, mixer in enumerate(mixers)
+    ]
     return DecoderConfig(
         hidden=settings.need("hidden_size"),
         vocabulary_size=settings.need("vocab_size"),
@@ -166,12 +172,13 @@ NORMS = [
     *norm(f"{LAYER}.input_layernorm", "stack.*.mixer_norm"),
     *norm(f"{LAYER}.post_attention_layernorm", "stack.*.mlp_norm"),
 ]
-ATTENTION = [
+MIXER = [
     *attention_rows(f"{LAYER}.self_attn", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj")),
     *norm(f"{LAYER}.self_attn.q_norm", "stack.*.mixer.query_norm"),
     *norm(f"{LAYER}.self_attn.k_norm", "stack.*.mixer.key_norm"),
-    *NORMS,
 ]
+"""Attention, with its norms of queries and keys."""
+ATTENTION = [*MIXER, *NORMS]
 """Attention and the norms of a block."""
 
 

@@ -4,21 +4,21 @@ import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.nearest import either
 from megajax.interop.conversion.model_differences import describe_differences, differences
+from megajax.interop.huggingface import families as folder
 from megajax.interop.huggingface.family import Family, Settings
-
-MODULES = "llama qwen_moe deepseek gpt_oss gpt2 mamba nemotron_h bert t5 vit clip llava"
-"""Modules of `families`. A model is written as the first family that loses no setting of it."""
 
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Families by name."""
-    modules = (import_module(f"megajax.interop.huggingface.families.{name}") for name in MODULES.split())
+    """Families by name, of all modules of the folder. A model is written as the first that loses no setting of it."""
+    names = sorted(module.name for module in iter_modules(folder.__path__))
+    modules = (import_module(f"{folder.__name__}.{name}") for name in names)
     return {family.name: family for module in modules for family in module.FAMILIES}
 
 
@@ -59,7 +59,7 @@ KINDS = (
         ("llama",),
     ),
     Kin("gemma2 gemma3_text gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
-    Kin("olmo olmo2 olmo3 exaone4", "a decoder with other norms", ("llama", "qwen3")),
+    Kin("olmo olmo3 exaone4", "a decoder with other norms", ("llama", "olmo2")),
     Kin("qwen glm glm4 chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2",)),
     Kin(
         "granite minicpm internlm internlm2 internlm3 baichuan smollm3 seed_oss arcee apertus ernie4_5 helium "

@@ -209,9 +209,6 @@ class AttentionConfig(MultiHeadConfig):
                     f"kv_heads can be {', '.join(map(str, legal))}",
                 )
             )
-        if self.qk_norm_over == "heads" and groups != self.heads:
-            message = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
-            problems.append(Problem("qk_norm_over", message, "use head"))
         if not self.causal and self.window is not None:
             problems.append(Problem("window", "is for causal attention, and causal=false", "set it to none"))
         if not self.causal and self.relative is not None and not self.relative.both_ways:
@@ -252,6 +249,28 @@ class AttentionConfig(MultiHeadConfig):
         """Whether queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
+    def qk_norm_sides(self, hidden: int) -> tuple[tuple[int, str], tuple[int, str]]:
+        """Size and logical axis of the norm of queries, and of that of keys."""
+        size = self.size(hidden)
+        if self.qk_norm_over == "head":
+            return (size, "head_dim"), (size, "head_dim")
+        grouped = self.groups() != self.heads
+        return (self.heads * size, "heads"), (self.groups() * size, "kv_heads" if grouped else "heads")
+
+    def tensor_sizes(self) -> list[int]:
+        """Legal sizes of `tensor`: with a norm over all key heads, no device holds a copy of one."""
+        sizes = MultiHeadConfig.tensor_sizes(self)
+        whole = self.qk_norm is not None and self.qk_norm_over == "heads"
+        return [size for size in sizes if size <= self.groups()] if whole else sizes
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Those of the heads; a norm over all key heads needs as many of them as devices."""
+        yield from MultiHeadConfig.mesh_problems(self, sizes)
+        tensor = sizes["tensor"]
+        if tensor in MultiHeadConfig.tensor_sizes(self) and tensor not in self.tensor_sizes():
+            message = f"heads: parallel.tensor={tensor} is more than kv_heads={self.groups()}, which would be copied"
+            yield Problem("qk_norm_over", message)
+
     def request(self, request: Request) -> Request:
         """The request to an attention backend, with the settings of this layer."""
         size = self.head_dim if request.key_dim is None else request.key_dim
@@ -279,9 +298,8 @@ class AttentionConfig(MultiHeadConfig):
         if self.bias:
             weights.append(Weight("output_bias", (hidden,), ("embed",)))
         if self.qk_norm is not None:
-            over = (heads * size, "heads") if self.qk_norm_over == "heads" else (size, "head_dim")
-            gains = self.qk_norm.weights(*over)
-            weights += [*prefixed("query_norm", gains), *prefixed("key_norm", gains)]
+            for name, side in zip(("query_norm", "key_norm"), self.qk_norm_sides(hidden), strict=True):
+                weights += prefixed(name, self.qk_norm.weights(*side))
         if self.relative is not None and not self.relative.shared:
             weights.append(Weight("core.relative.table", (self.relative.buckets, heads), (None, "heads")))
         return (*weights, *self.kernel_weights())

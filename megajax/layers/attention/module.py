@@ -39,8 +39,9 @@ class Attention(nnx.Module):
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
         if cfg.qk_norm is not None:
             # Heads are sharded here: the compiler reduces the gradients of the gains layer by layer.
-            over = (heads * size, "heads") if cfg.qk_norm_over == "heads" else (size, "head_dim")
-            self.query_norm, self.key_norm = (cfg.qk_norm.build(settings, size=over[0], axis=over[1]) for _ in range(2))
+            self.query_norm, self.key_norm = (
+                cfg.qk_norm.build(settings, size=over, axis=axis) for over, axis in cfg.qk_norm_sides(hidden)
+            )
         self.rope = None if cfg.rope is None else cfg.rope.build(size)
         self.core = CoreAttention(cfg, settings, scale=settings.score_scale(size) if cfg.scale is None else cfg.scale)
 
