@@ -10,7 +10,7 @@
 #   COMMIT=1a2b3c4 benchmarks/gpu_check.sh        commit in the results, for a copy of the tree without history
 #   TINY=1 benchmarks/gpu_check.sh                every part at tiny sizes on CPU; the default without a GPU
 #
-# Each part has a time limit (benchmarks/gpu_parts.py). Results are written after each part, so they survive a kill:
+# Each part has a time limit (benchmarks/gpu/steps.py). Results are written after each part, so they survive a kill:
 # gpu_check.json with every part's figures, exit code and seconds, gpu_check.log, and a profiler trace. The folder is
 # $OUT, by default benchmarks/results (tiny sizes: the folder for temporary files). At the end, measured figures are
 # printed with the planner's predictions (benchmarks/predictions.json). The exit code is 1 if a part failed. Lists
@@ -28,8 +28,8 @@ fi
 export OUT
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if [ "${LIST:-0}" = 1 ]; then
-    exec "${PYTHON:-python3}" benchmarks/gpu_check.py
+    exec "${PYTHON:-python3}" -m benchmarks gpu_check
 fi
 mkdir -p "$OUT"
 [ "${PARTS:-first}${ONLY:-}" = first ] && rm -f "$OUT/gpu_check.log"
-"${PYTHON:-python3}" benchmarks/gpu_check.py 2>&1 | tee -a "$OUT/gpu_check.log"
+"${PYTHON:-python3}" -m benchmarks gpu_check 2>&1 | tee -a "$OUT/gpu_check.log"

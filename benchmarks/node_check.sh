@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A node from its first line to its last: ten layouts in one process and in one process per device, against one device.
+# Checks a node with whole training runs: ten layouts in one process and in one process per device, against one device.
 #
 #   benchmarks/node_check.sh                          all checks; on the GPUs of this machine, or 8 virtual CPU devices
 #   benchmarks/node_check.sh --only=pipeline          layouts whose names contain it, and what follows
@@ -7,11 +7,11 @@
 #   PYTHON=.venv/bin/python OUT=/tmp/out benchmarks/node_check.sh      default: python3, a folder for temporary files
 #
 # Prints a line for each check and writes $OUT/node_check.json and node_check.log. Runs are kept below $OUT/runs.
-# benchmarks/node_check.py describes the checks. The exit code is 1 if one failed.
+# benchmarks/gpu/node_check.py describes the checks. The exit code is 1 if one failed.
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 cd "$root"
 export OUT="${OUT:-${TMPDIR:-/tmp}/megajax_node_check}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
-"${PYTHON:-python3}" benchmarks/node_check.py "$@" 2>&1 | tee "$OUT/node_check.log"
+"${PYTHON:-python3}" -m benchmarks node_check "--json=$OUT/node_check.json" "$@" 2>&1 | tee "$OUT/node_check.log"

@@ -1,4 +1,4 @@
-"""Writes benchmark figures to benchmarks/results/NAME.json, with command, versions and machine."""
+"""Files of figures: benchmarks/results/NAME.json, each with its command, versions and machine."""
 
 import importlib.metadata
 import json
@@ -13,46 +13,35 @@ from typing import Any
 
 from megajax.config.errors import UserError
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
     *("flax", "orbax-checkpoint", "grain", "numpy", "tiktoken", "tokenizers"),
 )
 
 
-def write(name: str, figures: dict[str, Any]) -> None:
-    """Print the figures and write them down."""
-    text = json.dumps(described(figures), indent=1)
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
-
-
-def write_to(path: Path, figures: dict[str, Any], *, announce: bool = True) -> None:
-    """Write them into a file of the user's choice. Raises UserError where it can't be written."""
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Write figures to a file. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(described(figures), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
-    if announce:
-        print(f"written: {path}", flush=True)
 
 
-def file_for(benchmark: str, path: bool | Path, argv: list[str]) -> Path:
-    """Where --json asks figures to go: the file named, or one in results/ named after the benchmark and its config."""
-    if path is not True:
-        return Path(path)
-    place = next(at for at, word in enumerate(argv) if word.partition("=")[0] == "--config")
-    source = argv[place].partition("=")[2] or argv[place + 1]
-    file, _, function = Path(source).name.partition(":")
-    return RESULTS / f"{'_'.join(part for part in (benchmark, file.removesuffix('.py'), function) if part)}.json"
+def file_for(name: str, place: bool | Path, source: str | None) -> Path:
+    """The file that --json names; without a name, results/NAME.json, or NAME_CONFIG.json for a part with a config."""
+    if place is not True:
+        return Path(place)
+    file, _, function = Path(source or "").name.partition(":")
+    return RESULTS / f"{'_'.join(part for part in (name, file.removesuffix('.py'), function) if part)}.json"
 
 
 def described(figures: dict[str, Any]) -> dict[str, Any]:
     """The figures with command, commit, machine, and versions of those PACKAGES that are installed."""
     return {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_without_folder, sys.argv[1:])]),
+        "command": " ".join(["python", "-m", "benchmarks", *map(_without_folder, sys.argv[1:])]),
         "date": date.today().isoformat(),
         "commit": _commit(),
         "machine": f"{os.cpu_count()} cores, {_processor()}, load {os.getloadavg()[0]:.1f} at the end",
@@ -63,18 +52,27 @@ def described(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def label(name: str, sizes: dict[str, int]) -> str:
-    """What a row of a kernel at some size is called in tables."""
+    """The name of a kernel at some sizes, in tables and predictions."""
     return " ".join([name, *(f"{axis}={size}" for axis, size in sizes.items())])
 
 
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Figures with floats rounded to so many significant digits, also in lists and dictionaries."""
+    if isinstance(value, dict):
+        return {name: rounded(part, digits) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part, digits) for part in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 def _commit() -> str:
-    """Of the tree; where it is a copy without history what COMMIT says, or ""."""
+    """The commit of the tree. For a copy without history: the variable COMMIT, or ""."""
     if commit := os.environ.get("COMMIT"):
         return commit
     if shutil.which("git") is None:
         return ""
     command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _version(package: str) -> str | None:

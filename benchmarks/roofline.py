@@ -13,21 +13,21 @@ _TWICE_IN_FP8 = re.compile(r"\b(GB[23]00|B[23]00|GH200|H200|H[18]00)\b")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roof:
-    """Peaks of one device; None where none is known, and then no share of it is told."""
+    """Peaks of one device. A peak that is not known is None, and no share of it is reported."""
 
     device: str
-    """As jax calls it."""
+    """`device_kind` of jax."""
     bf16: float | None = None
     """Dense bfloat16 FLOP/s with float32 accumulation."""
     fp8: float | None = None
     """Dense 8-bit FLOP/s."""
     bandwidth: float | None = None
-    """Bytes per second of its memory."""
+    """Bytes per second of device memory."""
     source: str = "data sheet"
-    """Where the numbers are from."""
+    """Origin of the numbers."""
 
     def floor_seconds(self, *, flops: float, moved: float, fp8: bool = False) -> float | None:
-        """The least time for that many operations and bytes moved; None where either peak is unknown."""
+        """The minimum time for so many operations and bytes; None if either peak is unknown."""
         peak = self.fp8 if fp8 else self.bf16
         if peak is None or self.bandwidth is None:
             return None
@@ -35,10 +35,10 @@ class Roof:
 
 
 def roof_of(kind: str, platform: str, *, peak_tflops: float | None = None) -> Roof:
-    """Of a device by `device_kind` and `platform` as jax gives them; a CPU has none.
+    """The peaks of a device, by `device_kind` and `platform` of jax. A CPU has none.
 
-    peak_tflops: the user's own number for bfloat16, in place of the table's. Raises UserError for any other device
-    without a known peak: a share of a guessed one would look like a measurement.
+    peak_tflops: the user's bfloat16 peak in place of the table's. Raises UserError for any other device without a known
+    peak, because a share of a guessed peak would look like a measurement.
     """
     if peak_tflops is not None and not peak_tflops > 0:
         raise UserError(f"--peak-tflops must be above 0, got {peak_tflops:g}")

@@ -1,44 +1,39 @@
-"""Times repeated work on a device, with its spread; for jax and torch, so it imports neither.
+"""Times repeated work on a device, with its spread. Imports neither jax nor torch, since it serves both.
 
-Also runs on Python 3.11, which the Python with torch may be.
+Must run on Python 3.11, which the Python with torch may be.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 WARM_UP = 5
-"""Steps of a train step that are not timed; their losses are told, so that trainers can be compared by them."""
+"""Train steps before the timed ones. Their losses are reported, so that trainers can be compared by them."""
 LEAST = 0.5
-"""Seconds of a group of timed train steps, where there are enough of them."""
+"""Minimum seconds of a group of timed train steps, if there are enough steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What is told of several readings of one thing."""
+    """Median and quantiles of several readings of one quantity."""
 
     median: float
     p10: float
-    """A tenth of the readings is below."""
     p90: float
-    """A tenth of the readings is above."""
     readings: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """At least one value; shares between two readings are interpolated."""
+        """At least one value; quantiles between two readings are interpolated."""
         p10, median, p90 = (float(value) for value in np.quantile(values, (0.1, 0.5, 0.9)))
         return cls(median, p10, p90, len(values))
 
-    def times(self, factor: float) -> "Spread":
-        """Of the readings times a factor above 0."""
-        return Spread(self.median * factor, self.p10 * factor, self.p90 * factor, self.readings)
-
     def into(self, amount: float) -> "Spread":
-        """amount / reading: seconds into rates; what was slow is low."""
+        """amount / reading, which turns seconds into rates: the slowest reading becomes the lowest rate."""
         return Spread(amount / self.median, amount / self.p90, amount / self.p10, self.readings)
 
     def to_dict(self) -> dict[str, float]:
@@ -46,10 +41,10 @@ class Spread:
 
 
 def group_sizes(count: int, seconds: float, least: float) -> list[int]:
-    """How `count` calls of about `seconds` each are timed: in groups of at least `least` seconds, ten groups at least.
+    """Split `count` calls of about `seconds` each into at least ten groups, of at least `least` seconds if possible.
 
-    A group ends with a wait for the device, which leaves it idle for a moment; the longer the group, the less of that
-    is in the reading. Fewer than ten calls are timed one by one.
+    The device is idle for a moment at the end of a group, while the host waits for it; long groups make this
+    negligible. Fewer than ten calls are timed one by one.
     """
     calls = max(1, -int(-least // max(seconds, 1e-9)))
     size = max(1, min(calls, count // 10))
@@ -58,11 +53,11 @@ def group_sizes(count: int, seconds: float, least: float) -> list[int]:
 
 
 Wait = Callable[[Any], Any]
-"""Waits until what a call returned is there: `jax.block_until_ready`."""
+"""Waits until the result of a call is ready: `jax.block_until_ready`."""
 
 
 def timed(call: Callable[[], Any], size: int, wait: Wait) -> float:
-    """Seconds of one of `size` calls that are dispatched one after another and then waited for."""
+    """Seconds per call of `size` calls that are dispatched one after another and then waited for."""
     start = time.perf_counter()
     for _ in range(size):
         out = call()
@@ -71,13 +66,51 @@ def timed(call: Callable[[], Any], size: int, wait: Wait) -> float:
 
 
 def readings(call: Callable[[], Any], count: int, wait: Wait, *, least: float) -> Spread:
-    """Of `count` calls, after one that tells about how long they take; groups of `least` seconds where that can be."""
+    """The spread of `count` calls in groups of `least` seconds, after one call that estimates the duration."""
     estimate = timed(call, 1, wait)
     return Spread.of([timed(call, size, wait) for size in group_sizes(count, estimate, least)])
 
 
 def readings_in(call: Callable[[], Any], wait: Wait, *, seconds: float, groups: int = 10) -> Spread:
-    """Of as many calls as take about `seconds` in all, in `groups` groups; one call before them does not count."""
+    """The spread of `groups` groups of calls that take about `seconds` in all, after one untimed call."""
     estimate = timed(call, 1, wait)
     size = max(1, round(seconds / groups / max(estimate, 1e-9)))
     return Spread.of([timed(call, size, wait) for _ in range(groups)])
+
+
+def alternate(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds that each call returns, by name. The calls take turns, so that other load affects all of them.
+
+    The first round warms up and is dropped.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            reading = call()
+            if number:
+                seconds[name].append(reading)
+    return seconds
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> dict[str, float]:
+    """Time of one call of `alternate` relative to another, by the medians and by the fastest rounds."""
+    of, over = seconds[name], seconds[base]
+    return {
+        "ratio_of_medians": round(statistics.median(of) / statistics.median(over), 4),
+        "ratio_of_fastest": round(min(of) / min(over), 4),
+    }
+
+
+def milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """The readings of `alternate` for a file of figures."""
+    return {f"{name}_ms": [round(1e3 * value, 2) for value in values] for name, values in seconds.items()}
+
+
+def best(function: Callable[[], Any], repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The shortest time of a few calls, in seconds of `clock`."""
+    times = []
+    for _ in range(repeats):
+        start = clock()
+        function()
+        times.append(clock() - start)
+    return min(times)

@@ -1,0 +1,1 @@
+"""Measurements of speed and memory, and checks of results: `python -m benchmarks` lists them."""

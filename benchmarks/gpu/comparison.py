@@ -1,0 +1,125 @@
+"""Figures of gpu_check by name, with the planner's predictions.
+
+Does not import jax, so that the steps can use the whole GPU.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.outcome import ROOT, label
+
+PREDICTIONS = ROOT / "benchmarks/predictions.json"
+GIB = 2**30
+CONSTANTS = ("matmul", "matmul_half", "matmul_fp8", "stream", "attention_forward", "attention_backward")
+"""Fields of the cost model's Device that one GPU can measure."""
+
+type Figures = dict[str, float | None]
+
+
+def measured_figures(kind: str, figures: Any) -> Figures:
+    """The figures of a step that are compared; empty if there are none."""
+    return READERS[kind](figures) if figures else {}
+
+
+def _train_step(figures: Any) -> Figures:
+    memory, mfu = figures["memory"], figures["mfu"]
+    peak = memory["peak_in_use"] or memory["planned_peak"]
+    return {
+        "step s": figures["step_seconds"]["median"],
+        "tokens/s": figures["tokens_per_second_per_device"]["median"],
+        "MFU causal": mfu["causal"],
+        "MFU full": mfu["full"],
+        "peak GiB": None if peak is None else peak / GIB,
+    }
+
+
+def _peers(figures: Any) -> Figures:
+    ratios = figures["ours_over_torch"]
+    return _train_step(figures["ours"]) | {
+        "tokens/s over torch's": ratios["tokens_per_second"],
+        "peak memory over torch's": ratios["peak_memory"],
+    }
+
+
+def _kernels(figures: Any) -> Figures:
+    by_name: Figures = {}
+    for row in (row for rows in figures["parts"].values() for row in rows):
+        name = label(row["name"], row["sizes"])
+        if "fault" in row:
+            by_name[name] = None
+        elif "both" in row:
+            by_name |= {f"{name}: {work} ms": 1e3 * row[work]["seconds"]["median"] for work in ("forward", "both")}
+        else:
+            by_name[f"{name}: both ms"] = 1e3 * row["seconds"]["median"]
+    return by_name
+
+
+READERS: Mapping[str, Callable[[Any], Figures]] = {
+    "device": lambda figures: {},
+    "mfu": _train_step,
+    "trace": lambda figures: {
+        "busy ms a step": figures["busy"],
+        "idle ms a step": figures["idle"],
+        "exposed ms": figures["exposed"],
+    },
+    "peers": _peers,
+    "tests": lambda figures: {name: figures[name] for name in ("failed", "passed", "skipped")},
+    "kernels": _kernels,
+    "calibrate": lambda figures: {name: value for name, value in figures["constants"].items() if name in CONSTANTS},
+    "experts": lambda figures: {"wrong": figures["wrong"]},
+}
+
+
+def tests_of(file: Path) -> dict[str, Any]:
+    """Numbers of tests, and names of failed ones, from pytest's XML. Raises ElementTree.ParseError if it is cut off."""
+    cases = list(ElementTree.parse(file).getroot().iter("testcase"))
+    failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    passed = len(cases) - len(failed) - skipped
+    return {"failed": len(failed), "passed": passed, "skipped": skipped, "which_failed": failed}
+
+
+def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
+    """Step -> its predicted figures; those of an H200 for a device without its own.
+
+    device: `device_kind` of jax. The predictions for tiny sizes are a GPU's: their ratios only show that this works.
+    """
+    predictions = json.loads(file.read_text())
+    name = next((name for name, kind in predictions["kinds"].items() if kind == device), "h200")
+    return predictions["tiny" if tiny else name]
+
+
+def rows(predicted: Mapping[str, Figures], kind: str, part: str, figures: Any) -> list[dict[str, Any]]:
+    """One row for each figure of a step that was predicted or measured."""
+    before, after = predicted.get(part, {}), measured_figures(kind, figures)
+    table = []
+    for name in dict.fromkeys([*before, *after]):
+        expected, actual = before.get(name), after.get(name)
+        ratio = None if actual is None or not expected else actual / expected
+        row = {"part": part, "figure": name, "predicted": expected, "measured": actual}
+        table.append(row | {"measured_over_predicted": ratio})
+    return table
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The rows as text."""
+    width = max((max(len(row["figure"]), len(row["part"])) for row in records), default=0)
+    lines, part = [], None
+    for row in records:
+        if row["part"] != part:
+            part = row["part"]
+            lines.append(f"{part:<{width + 2}} {'predicted':>12} {'measured':>12} {'ratio':>8}")
+        numbers = [_number(row[name]) for name in ("predicted", "measured")]
+        ratio = row["measured_over_predicted"]
+        ratio_text = "-" if ratio is None else f"{ratio:.3f}"
+        lines.append(f"  {row['figure']:<{width}} {numbers[0]:>12} {numbers[1]:>12} {ratio_text:>8}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

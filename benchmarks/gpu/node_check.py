@@ -1,0 +1,253 @@
+"""Checks all devices of a node with whole runs of `megajax.train`.
+
+Without a GPU the devices are virtual CPU devices. Does not import jax, so that the runs can use the whole GPUs.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VIRTUAL_DEVICES = 8
+STEPS = 5
+TOLERANCE = 1e-4
+"""Largest relative difference of losses and gradient norms over a short run."""
+PATIENCE = 900.0
+"""Maximum seconds of a run."""
+MICROBATCH_ROWS = 8
+SAVED_STEPS = 3
+"""Steps before the run is stopped."""
+ENDLESS = 100_000
+"""Steps of the run that is stopped."""
+
+TINY = (
+    *("--model.stack.pattern.0.mixer.heads=8", "--model.stack.pattern.0.mixer.kv_heads=4", "--batch.global_size=16"),
+    *("--precision.compute=float32", "--evaluation.every=none", "--evaluation.at_end=false", "--checkpoint.every=none"),
+    *("--logging.every=1", "--logging.sample=false", "--logging.plot=false", "--logging.report=false"),
+    *("--schedule.decay_steps=100", "--schedule.warmup_fraction=none", "--schedule.warmup_steps=1"),
+    "--checkpoint.at_end=false",
+)
+DENSE, EXPERTS = "llama3.py:debug", "mixtral.py:debug"
+
+
+class Layout(NamedTuple):
+    """A layout. The remaining devices are data-parallel."""
+
+    name: str
+    sizes: Mapping[str, int]
+    """Mesh axis -> size."""
+    settings: tuple[str, ...] = ()
+    config: str = DENSE
+
+    def fits(self, devices: int) -> bool:
+        return devices % prod(self.sizes.values()) == 0
+
+    def arguments(self, devices: int) -> list[str]:
+        """Microbatches have the same rows on every layout: balancing losses of experts are sums over microbatches."""
+        groups = devices // prod(size for axis, size in self.sizes.items() if axis != "expert")
+        parallel = [f"--parallel.{axis}={size}" for axis, size in self.sizes.items()]
+        return [*parallel, *self.settings, f"--batch.micro_size={MICROBATCH_ROWS // groups}"]
+
+    @property
+    def reference(self) -> "Layout":
+        """The same model on one device."""
+        return Layout(f"one-{self.config.partition('.')[0]}", {}, (), self.config)
+
+
+FSDP, SEQUENCE = "--parallel.data_sharding=fsdp", "--parallel.sequence=true"
+INTERLEAVED = ("--parallel.schedule=interleaved", "--parallel.virtual_stages=2")
+LAYOUTS = (
+    Layout("data", {}),
+    Layout("fsdp", {}, (FSDP,)),
+    Layout("tensor2-sequence", {"tensor": 2}, (SEQUENCE,)),
+    Layout("tensor4-fsdp", {"tensor": 4}, (FSDP,)),
+    Layout("pipeline2-1f1b", {"pipeline": 2}, ("--parallel.schedule=1f1b",)),
+    Layout("pipeline2-tensor2-interleaved", {"pipeline": 2, "tensor": 2}, INTERLEAVED),
+    Layout("context2-ring", {"context": 2}, ("--parallel.context_strategy=ring",)),
+    Layout("context4-all_to_all", {"context": 4}, ("--parallel.context_strategy=all_to_all",)),
+    Layout("expert4", {"expert": 4}, (), EXPERTS),
+    Layout("expert2-tensor2-pipeline2", {"expert": 2, "tensor": 2, "pipeline": 2}, (), EXPERTS),
+)
+
+
+@dataclass
+class Node:
+    """The devices of this machine, and the folder of the runs."""
+
+    folder: Path
+    gpus: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def devices(self) -> int:
+        return self.gpus or VIRTUAL_DEVICES
+
+    def command(self, layout: Layout, run: str, processes: int, *more: str) -> list[str]:
+        """Train with all devices, or with one if `processes` is 0."""
+        devices = self.devices // processes if processes else 1
+        settings = (*TINY, *layout.arguments(devices * (processes or 1)), *more)
+        train = [sys.executable, "-m", "megajax.train", f"--config={layout.config}", *settings]
+        train += [f"--run_dir={self.folder / run}", *([] if self.gpus else [f"--devices=cpu:{devices}"])]
+        launch = [sys.executable, "-m", "megajax.launch", f"--processes={processes}", "--"]
+        return [*launch, *train] if processes > 1 else train
+
+    @contextlib.contextmanager
+    def started(self, command: Sequence[str], run: str, *, one_device: bool = False) -> Iterator[subprocess.Popen]:
+        """The run, with its output in a file. It is killed with all its processes at the end of the block."""
+        environment = {**os.environ} | ({"CUDA_VISIBLE_DEVICES": "0"} if one_device and self.gpus else {})
+        with (self.folder / f"{run}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        try:
+            yield process
+        finally:
+            # The launcher's processes die with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def train(self, layout: Layout, run: str, processes: int, *more: str, steps: int = STEPS) -> int:
+        """Run training and return its exit code."""
+        command = self.command(layout, run, processes, f"--steps={steps}", *more)
+        with self.started(command, run, one_device=processes == 0) as process:
+            try:
+                return process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                return 124
+
+    def row(
+        self, check: str, layout: str, processes: int, began: float, problem: str | None, error: float | None = None
+    ) -> None:
+        """Print and keep the result of a check. error: the largest relative difference from one device."""
+        seconds = time.monotonic() - began
+        difference = "" if error is None else f"{error:.1e}"
+        state = "ok" if problem is None else f"FAILED: {problem}"
+        print(f"{check:12} {layout:32} {processes:3} processes {seconds:6.1f} s  {difference:8} {state}", flush=True)
+        self.rows.append(
+            {"check": check, "layout": layout, "processes": processes, "seconds": round(seconds, 1)}
+            | {"error": None if error is None else float(f"{error:.2e}"), "problem": problem}
+        )
+
+    def compare(self, check: str, layout: Layout, processes: int, run: str, reference: str, began: float) -> None:
+        """Add the row of a run that ended with code 0."""
+        error = largest_error(numbers(self.folder / run), numbers(self.folder / reference))
+        problem = None if error <= TOLERANCE else f"above {TOLERANCE:g}; see {self.folder / run}.log"
+        self.row(check, layout.name, processes, began, problem, error)
+
+
+def numbers(run: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm)."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "split" not in line}
+
+
+def largest_error(actual: Mapping[int, tuple[float, float]], expected: Mapping[int, tuple[float, float]]) -> float:
+    """The largest relative difference; infinite if a step is missing."""
+    if not actual or not actual.keys() <= expected.keys():
+        return float("inf")
+    pairs = [pair for step in actual for pair in zip(actual[step], expected[step], strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def check_layouts(node: Node, layouts: Sequence[Layout], processes: Sequence[int]) -> None:
+    """Every layout in one process and in one process per device."""
+    for layout in layouts:
+        for count in processes:
+            run, began = f"{layout.name}-{count}", time.monotonic()
+            if code := node.train(layout, run, count):
+                node.row("layout", layout.name, count, began, f"exit code {code}; see {node.folder / run}.log")
+            else:
+                node.compare("layout", layout, count, run, layout.reference.name, began)
+
+
+def check_optional_features(node: Node, layout: Layout) -> None:
+    """A profile, tests before the run, local checkpoints and comparisons of copies, one process per device."""
+    run, began = "everything", time.monotonic()
+    more = ("--profile.steps=3:4", "--resilience.health.before_run=true", "--resilience.replicas.every=2")
+    more += ("--checkpoint.local.every=2", f"--checkpoint.local.folder={node.folder / 'local'}")
+    code = node.train(layout, run, node.devices, *more)
+    traces = list((node.folder / run / "profile").rglob("*.xplane.pb"))
+    if code or len(traces) != 1:
+        problem = f"exit code {code}, {len(traces)} traces instead of 1; see {node.folder / run}.log"
+        node.row("everything", layout.name, node.devices, began, problem)
+    else:
+        node.compare("everything", layout, node.devices, run, layout.reference.name, began)
+
+
+def check_stop_and_resume(node: Node, before: Layout, after: Layout) -> None:
+    """SIGTERM to a run of one process per device, and its continuation on another layout by one process."""
+    run, began = "stopped", time.monotonic()
+    with node.started(node.command(before, run, node.devices, f"--steps={ENDLESS}"), run) as process:
+        while process.poll() is None and time.monotonic() < began + PATIENCE:
+            if len(numbers(node.folder / run)) >= SAVED_STEPS:
+                process.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        code = process.poll()
+    saved = sorted(int(path.name) for path in (node.folder / run / "checkpoints").glob("*") if path.name.isdigit())
+    if code != 0 or not saved:
+        problem = f"exit code {code}, saved steps {saved}; see {node.folder / run}.log"
+        node.row("SIGTERM", before.name, node.devices, began, problem)
+        return
+    node.row("SIGTERM", before.name, node.devices, began, None)
+    began, steps, reference = time.monotonic(), saved[-1] + STEPS, "one-longer"
+    # The same number of steps in the settings, because the order of the rows depends on it.
+    code = node.train(before.reference, reference, 0, f"--resilience.exit_after_steps={steps}", steps=ENDLESS)
+    code = code or node.train(after, run, 1, f"--resilience.exit_after_steps={STEPS}", steps=ENDLESS)
+    if code or len(numbers(node.folder / run)) != steps:
+        problem = f"exit code {code}, {len(numbers(node.folder / run))} of {steps} steps; see {node.folder / run}.log"
+        node.row("resume", f"{before.name} to {after.name}", 1, began, problem)
+    else:
+        node.compare("resume", after, 1, run, reference, began)
+
+
+def visible_gpus() -> int:
+    """GPUs of this machine, by the driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+def node_check(*, only: str = "", processes: int | None = None) -> dict[str, Any]:
+    """Checks of all devices of a node with whole runs of training; node_check.sh runs it and sets OUT.
+
+    Each layout trains 5 steps in float32, in one process that drives all devices and in one process per device. Losses
+    and gradient norms are compared with those of one device. Then, with one process per device: a run with a profile,
+    tests before the run, local checkpoints and comparisons of copies; a run that SIGTERM stops; and the same run
+    resumed on another layout by one process, compared with one device that never stopped. --only: layouts whose names
+    contain this. --processes: 1, or the number of devices; by default both.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the runs too
+    folder = Path(os.environ["OUT"]) / "runs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    node = Node(folder, visible_gpus())
+    kind = f"{node.gpus} GPUs" if node.gpus else f"{VIRTUAL_DEVICES} virtual CPU devices"
+    print(f"node_check: {kind}, tolerance {TOLERANCE:g}, logs in {folder}", flush=True)
+    layouts = [layout for layout in LAYOUTS if layout.fits(node.devices) and only in layout.name]
+    for reference in {layout.reference.name: layout.reference for layout in (LAYOUTS[0], *layouts)}.values():
+        began = time.monotonic()
+        code = node.train(reference, reference.name, 0)
+        node.row("one device", reference.config, 1, began, f"exit code {code}" if code else None)
+    check_layouts(node, layouts, [processes] if processes else sorted({1, node.devices}))
+    if node.devices > 1:
+        check_optional_features(node, LAYOUTS[0])
+        check_stop_and_resume(node, LAYOUTS[2], LAYOUTS[1])
+    failed = sum(row["problem"] is not None for row in node.rows)
+    print(f"node_check: {len(node.rows) - failed} of {len(node.rows)} checks passed", flush=True)
+    return {"devices": kind, "rows": node.rows, "wrong": failed}

@@ -1,0 +1,99 @@
+"""The planner's predictions for every step of gpu_check, written before anything is measured."""
+
+import json
+from collections.abc import Mapping
+from datetime import date
+from typing import Any
+
+from benchmarks.gpu.comparison import CONSTANTS, GIB, PREDICTIONS, Figures
+from benchmarks.gpu.steps import ALL, Step
+from benchmarks.kernels import loss
+from benchmarks.kernels.measure import PARTS
+from benchmarks.outcome import label, rounded
+from benchmarks.roofline import Roof, roof_of
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.kernels.attention.capability import Device
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.estimate import estimate
+from megajax.planning.program.devices import GPUS
+
+NAMES = ("h200", "h100")
+HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))
+CPU = Device(name="cpu")
+
+
+def predict() -> dict[str, Any]:
+    """The planner's predictions for every step of gpu_check, into benchmarks/predictions.json. Needs no GPU.
+
+    Train steps: time, tokens/s, MFU and peak memory of the cost model. Kernels: the minimum time by data sheets (the
+    roofline). Calibration: the constants of the cost model. Run it again before a measurement if the cost model or a
+    step has changed. --devices=cpu keeps it off a GPU.
+    """
+    predictions: dict[str, Any] = {
+        "made_by": "python -m benchmarks predict",
+        "date": date.today().isoformat(),
+        "kinds": {name: GPUS[name].description for name in NAMES},
+    }
+    for name in NAMES:
+        predictions[name] = {step.name: rounded(predicted(step, name, tiny=False), 5) for step in ALL}
+    # For dry runs: the same names at tiny sizes, as if on the first of them.
+    predictions["tiny"] = {step.name: rounded(predicted(step, NAMES[0], tiny=True), 5) for step in ALL}
+    PREDICTIONS.write_text(json.dumps(predictions, indent=1) + "\n")
+    print(f"written: {PREDICTIONS}")
+    return predictions
+
+
+def predicted(step: Step, name: str, *, tiny: bool) -> Figures:
+    """The figures of one step on one device of the cost model."""
+    match step.kind:
+        case "mfu" | "peers":
+            return train_step(step.arguments(tiny=tiny), name)
+        case "trace":
+            (traced,) = (step for step in ALL if any("--trace=" in word for word in step.program))
+            seconds = train_step(traced.arguments(tiny=tiny), name)["step s"]
+            return {"busy ms a step": 1e3 * (seconds or 0.0), "idle ms a step": 0.0, "exposed ms": 0.0}
+        case "kernels":
+            roof = roof_of(GPUS[name].description, "gpu")
+            return kernels(step.name.removeprefix("kernels_"), roof, tiny=tiny)
+        case "calibrate":
+            return {field: getattr(GPUS[name], field) for field in CONSTANTS}
+        case "tests":
+            return {"failed": 0}
+        case "experts":
+            return {"wrong": 0}
+    return {}
+
+
+def train_step(arguments: tuple[str, ...], name: str) -> Figures:
+    """The figures of the train step that a command measures."""
+    source = next(word for word in arguments if word.startswith("--config=")).partition("=")[2]
+    settings = [word[2:] for word in arguments if word.startswith(("--model.", "--batch.", "--precision."))]
+    estimated = estimate(describe(load(source, *settings), GPUS[name], 1))
+    return {
+        "step s": estimated.step_seconds,
+        "tokens/s": estimated.tokens_per_second_per_device,
+        "MFU causal": estimated.mfu_causal,
+        "MFU full": estimated.mfu_full,
+        "peak GiB": estimated.memory.peak / GIB,
+    }
+
+
+def kernels(part: str, roof: Roof, *, tiny: bool) -> Figures:
+    """The minimum milliseconds of every case of a part."""
+
+    def milliseconds(flops: float, moved: float, fp8: bool = False) -> float | None:
+        seconds = roof.floor_seconds(flops=flops, moved=moved, fp8=fp8)
+        return None if seconds is None else 1e3 * seconds
+
+    figures: dict[str, float | None] = {}
+    if part == "loss":
+        for size in loss.SIZES[not tiny]:
+            least = milliseconds(*loss.costs(size, 1))
+            names: Mapping[str, Any] = dict.fromkeys(loss.names(loss.CHUNKS[not tiny]), loss.sizes(size, 1))
+            figures |= {f"{label(name, sizes)}: both ms": least for name, sizes in names.items()}
+        return figures
+    for case in resolve(PARTS[part])(not tiny, CPU if tiny else HOPPER):
+        for work, flops, moved in zip(("forward", "both"), case.flops, case.moved, strict=True):
+            figures[f"{case.label()}: {work} ms"] = milliseconds(flops, moved, case.fp8)
+    return figures

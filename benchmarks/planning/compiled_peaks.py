@@ -1,0 +1,249 @@
+"""Compiled memory of the shipped configs on virtual H100s, and the tables of docs made from it.
+
+The tables are between `<!-- figures: NAME ... -->` and `<!-- end of figures -->` in PAGES; a test compares them with
+the file of figures.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from benchmarks.outcome import RESULTS, ROOT
+from megajax.config import load
+from megajax.pipeline.check import measure
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.estimate import estimate
+from megajax.planning.program.devices import GIB, GPUS, prepare, read_cluster
+from megajax.planning.program.train_step import compile_train_step
+
+FIGURES = RESULTS / "compiled_peaks.json"
+TOLERANCE = 0.01
+
+CONFIGS = {
+    "gpt3_1_3b": "gpt3.py:gpt3_1_3b",
+    "gpt3_6_7b": "gpt3.py:gpt3_6_7b",
+    "gpt3_175b": "gpt3.py:gpt3_175b",
+    "llama3_8b": "llama3.py:llama3_8b",
+    "llama3_70b": "llama3.py:llama3_70b",
+    "llama3_405b": "llama3.py:llama3_405b",
+    "mixtral_8x7b": "mixtral.py:mixtral_8x7b",
+    "qwen3_moe_30b_a3b": "qwen3_moe.py:qwen3_moe_30b_a3b",
+    "t5_base": "t5.py:t5_base",
+    "t5_11b": "t5.py:t5_11b",
+}
+"""Name in keys -> value of --config."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config on a number of H100s."""
+
+    config: str
+    """A name of CONFIGS."""
+    gpus: int
+    change: str = ""
+    """Differences from the shipped config as text; "": none."""
+    settings: tuple[str, ...] = ()
+    """The same as overrides."""
+
+    @property
+    def key(self) -> str:
+        """Key of its figures in the file."""
+        return ", ".join([self.config, str(self.gpus), *([self.change] if self.change else [])])
+
+
+def _stages(schedule: str, virtual: int, wait: int = 1) -> tuple[str, ...]:
+    fields = {"schedule": schedule, "virtual_stages": virtual, "loss_wait": wait}
+    return tuple(f"parallel.{name}={value}" for name, value in fields.items())
+
+
+FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
+PLANS = (
+    Plan("gpt3_1_3b", 8),
+    Plan("gpt3_6_7b", 64),
+    Plan("llama3_8b", 8),
+    Plan("llama3_8b", 8, "tensor 1, fsdp", FSDP),
+    Plan("llama3_8b", 8, "`sequence=false`", ("parallel.sequence=false",)),
+    Plan("llama3_8b", 8, "`recompute=none`", ("model.recompute=none",)),
+    Plan("llama3_8b", 8, "`recompute=full`, `micro_size=2`", ("model.recompute=full", "batch.micro_size=2")),
+    Plan("gpt3_175b", 128),
+    Plan("gpt3_175b", 1024),
+    Plan("llama3_70b", 128),
+    Plan("llama3_405b", 1024),
+    Plan("gpt3_175b", 128, "6 virtual stages", _stages("interleaved", 6)),
+    Plan("gpt3_175b", 1024, "6 virtual stages", _stages("interleaved", 6)),
+    Plan("gpt3_175b", 128, "loss does not wait", _stages("1f1b", 1, 0)),
+    Plan("gpt3_175b", 128, "2 virtual stages", _stages("interleaved", 2)),
+    Plan("gpt3_175b", 128, "3 virtual stages", _stages("interleaved", 3)),
+    Plan("gpt3_175b", 128, "64 rows", ("batch.global_size=64",)),
+    Plan("gpt3_175b", 128, "64 rows, 6 virtual stages", ("batch.global_size=64", *_stages("interleaved", 6))),
+    Plan("llama3_70b", 128, "1f1b", _stages("1f1b", 1)),
+    Plan("llama3_70b", 128, "1f1b, loss does not wait", _stages("1f1b", 1, 0)),
+    Plan("llama3_70b", 128, "2 virtual stages", _stages("interleaved", 2)),
+    Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
+    Plan("mixtral_8x7b", 64),
+    Plan("qwen3_moe_30b_a3b", 32),
+    Plan("t5_base", 8),
+    Plan("t5_base", 8, "tensor 2", ("parallel.tensor=2", "parallel.sequence=true")),
+    Plan("t5_11b", 64),
+)
+
+HARDWARE = {
+    "gpt3_1_3b": "8 H100",
+    "gpt3_6_7b": "64 H100",
+    "gpt3_175b": "128 or 1024 H100, tensor 8 x pipeline 16",
+    "llama3_8b": "8 H100",
+    "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
+    "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
+    "mixtral_8x7b": "64 H100, pipeline 4 x 4 virtual x expert 8",
+    "qwen3_moe_30b_a3b": "32 H100, expert 8",
+    "t5_base": "8 H100",
+    "t5_11b": "64 H100, tensor 8",
+}
+"""The hardware that a config is meant for, in docs/layouts.md."""
+
+type Figures = Mapping[str, Mapping[str, Any]]
+"""Key -> its figures."""
+
+
+def compiled_peaks(*, only: tuple[str, ...] = (), check: bool = False, pages: bool = False) -> dict[str, Any]:
+    """Compiled memory of the shipped configs on virtual H100s, with the tables of docs made from it.
+
+    Needs the extra aot; no GPU. About 15 minutes on two cores. Writes benchmarks/results/compiled_peaks.json after each
+    plan, with the commit at which it was compiled, and then the tables of docs. --only: plans whose key contains one of
+    these. --check: compile and compare with the file, and write nothing; the exit code is 1 if a figure differs by more
+    than 1 %. --pages: only write the tables again.
+    """
+    figures, mismatches = stored_figures(), 0
+    if not pages:
+        prepare()
+        for plan in PLANS:
+            if only and not any(word in plan.key for word in only):
+                continue
+            now = compiled(plan)
+            print(f"{plan.key}: {now['peak_gib']:.2f} GiB, by formula {now['formula_peak_gib']:.2f}", flush=True)
+            if check:
+                messages = list(differences(figures.get(plan.key, {}), now)) or ([] if plan.key in figures else ["new"])
+                print("".join(f"  {line}\n" for line in messages), end="", flush=True)
+                mismatches += bool(messages)
+            else:
+                figures[plan.key] = now
+                keep(figures)
+    if not check:
+        keep(figures)
+        for name, table in PAGES.items():
+            path = ROOT / name
+            path.write_text(with_table(path.read_text(encoding="utf-8"), table, figures), encoding="utf-8")
+    return {"wrong": mismatches}
+
+
+def compiled(plan: Plan) -> dict[str, Any]:
+    """GiB of one device, and the schedule of a pipeline."""
+    cfg: Any = load(CONFIGS[plan.config], *plan.settings)
+    cluster, _ = read_cluster(f"h100:{plan.gpus}")
+    assert cluster is not None
+    program = compile_train_step(cfg, cluster)
+    jax.clear_caches()
+    formula, memory = estimate(describe(cfg, GPUS["h100"], plan.gpus)), program.memory
+    sizes = {name: getattr(memory, name) for name in ("parameters", "optimizer", "arguments", "temporary", "peak")}
+    figures: dict[str, Any] = {"microbatches": program.microbatches}
+    figures |= {f"{name}_gib": round(size / GIB, 3) for name, size in sizes.items()}
+    figures["formula_peak_gib"] = round(formula.memory.peak / GIB, 3)
+    if (schedule := program.schedule) is not None:
+        bubble = measure(schedule).pipeline_bubble
+        figures |= {"virtual_stages": cfg.parallel.virtual_stages, "loss_wait": schedule.loss_wait}
+        figures |= {"ring_slots": schedule.ring_slots, "bubble": round(float(bubble), 5)}
+    return figures | {"jax": jax.__version__, "commit": commit()}
+
+
+def commit() -> str:
+    """The commit that last changed the compiled code."""
+    command = ["git", "log", "-1", "--format=%h", "--", "megajax", "configs"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def stored_figures() -> dict[str, dict[str, Any]]:
+    """The figures on file."""
+    return json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+
+
+def keep(figures: dict[str, dict[str, Any]]) -> None:
+    """Write the figures in the order of PLANS, each with its plan; figures of former plans are removed."""
+    ordered = {
+        plan.key: {"config": CONFIGS[plan.config], "gpus": plan.gpus, "settings": list(plan.settings)}
+        | {name: value for name, value in figures[plan.key].items() if name not in ("config", "gpus", "settings")}
+        for plan in PLANS
+        if plan.key in figures
+    }
+    FIGURES.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A message for each figure that has changed."""
+    for name, value in before.items():
+        figure = now.get(name)
+        if name in ("config", "gpus", "settings", "jax", "commit") or figure == value:
+            continue
+        if not isinstance(value, float) or abs(figure - value) > TOLERANCE * value:
+            yield f"{name}: {value} on file, {figure} compiled"
+
+
+def configs_table(figures: Figures) -> Iterator[str]:
+    """The shipped configs, docs/layouts.md."""
+    yield "| config | hardware it is meant for | peak memory by the compiler |"
+    yield "|---|---|---|"
+    for name, file in CONFIGS.items():
+        peaks = [f"{figures[plan.key]['peak_gib']:.1f}" for plan in PLANS if plan.config == name and not plan.change]
+        yield f"| `{file}` | {HARDWARE[name]} | {' or '.join(peaks)} GiB |"
+
+
+def formula_table(figures: Figures) -> Iterator[str]:
+    """Formulas and compiled peaks, docs/planning.md."""
+    yield "| config, devices | formula | compiled | |"
+    yield "|---|---:|---:|---:|"
+    before = None
+    for plan in sorted(PLANS, key=lambda plan: (list(CONFIGS).index(plan.config), plan.gpus)):
+        peak, formula = (figures[plan.key][name] for name in ("peak_gib", "formula_peak_gib"))
+        place = (plan.config, plan.gpus)
+        name = f"the same, {plan.change}" if place == before else f"`{plan.config}`, {plan.gpus}"
+        before = place
+        yield f"| {name} | {formula:.1f} | {peak:.1f} | {formula / peak - 1:+.1%} |".replace("%", " %")
+
+
+def schedules_table(figures: Figures) -> Iterator[str]:
+    """Schedules of the pipelines, docs/pipeline.md."""
+    yield "| config, GPUs | M | V | wait | arguments | temporary | peak | slots | bubble |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name in CONFIGS:
+        for plan in sorted((plan for plan in PLANS if plan.config == name), key=lambda plan: plan.gpus):
+            figure = figures[plan.key]
+            if "ring_slots" not in figure:
+                continue
+            title = f"the same, {plan.change}" if plan.change else f"**`{name}`**, {plan.gpus}"
+            schedule = " | ".join(str(figure[column]) for column in ("microbatches", "virtual_stages", "loss_wait"))
+            sizes = " | ".join(f"{figure[f'{part}_gib']:.1f}" for part in ("arguments", "temporary", "peak"))
+            yield (f"| {title} | {schedule} | {sizes} | {figure['ring_slots']} | {100 * figure['bubble']:.2g} % |")
+
+
+TABLES: Mapping[str, Callable[[Figures], Iterator[str]]] = {
+    "configs": configs_table,
+    "formulas": formula_table,
+    "schedules": schedules_table,
+}
+PAGES = {"docs/layouts.md": "configs", "docs/planning.md": "formulas", "docs/pipeline.md": "schedules"}
+"""Page -> its table."""
+BEGIN, END = "<!-- figures: {}, by python -m benchmarks compiled_peaks --pages -->", "<!-- end of figures -->"
+
+
+def with_table(page: str, table: str, figures: Figures) -> str:
+    """The text of a page with its table made from the figures. Raises ValueError without the two marks."""
+    begin = BEGIN.format(table)
+    before, marker, rest = page.partition(begin)
+    _, ended, after = rest.partition(END)
+    if not marker or not ended:
+        raise ValueError(f"the marks {begin} and {END} are missing")
+    return "\n".join([before + begin, *TABLES[table](figures), END]) + after

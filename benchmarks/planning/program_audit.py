@@ -1,0 +1,218 @@
+"""Memory use of compiled train steps: kernels, bytes by kind of work, copies, float32 arrays, loss chunks."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.mesh.config import ParallelConfig
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.estimate import bytes_per_step, estimate
+from megajax.planning.program.audit import audit
+from megajax.planning.program.devices import GIB, GPUS, MIB, prepare, read_cluster
+from megajax.planning.program.hlo import arrays
+from megajax.planning.program.train_step import compile_train_step
+from megajax.training.run_config import RunConfig
+
+TIB = 2**40
+CHUNKS = (1024, 2048, 4096, 8192)
+RUNS = re.compile(r"runs_\d+_of_\d+/")
+
+
+def program_audit(*, quick: bool = False) -> Iterator[dict[str, Any]]:
+    """Memory use of compiled train steps: kernels, bytes by kind of work, copies, float32 arrays, loss chunks.
+
+    Compiles gpt3.py:gpt3_1_3b and llama3.py for virtual H100s (extra aot; no GPU; two minutes). The compiler cannot
+    time matmul kernels there, so its choice of them is not meaningful. Bytes are per device and step. --quick: only the
+    first program. docs/speed.md describes the conclusions.
+    """
+    prepare()
+    selected = dict(list(programs().items())[: 1 if quick else None])
+    figures: dict[str, Any] = {}
+    for name, case in selected.items():
+        figures[name] = audited(*case)
+        yield figures
+    if not quick:
+        chunked_programs = ("gpt3_1_3b, h100:1", "llama3_8b, h100:8")
+        chunks = {name: [chunked(*selected[name], chunk) for chunk in CHUNKS] for name in chunked_programs}
+        yield figures | {"loss_chunk": chunks}
+
+
+def programs() -> dict[str, tuple[RunConfig, str]]:
+    """Name -> config and devices: also GPT-3 1.3B on one GPU with 8 microbatches, and two layers of Llama-3 8B."""
+    gpt, llama = load("gpt3.py:gpt3_1_3b"), load("llama3.py")
+    two_layers = llama.but(
+        model=replace(llama.model, stack=replace(llama.model.stack, repeats=2)),
+        parallel=ParallelConfig(),
+        batch=replace(llama.batch, global_size=4),
+        data=replace(llama.data, isolate_documents=False),
+    )
+    one_gpu = gpt.but(batch=replace(gpt.batch, global_size=8 * gpt.batch.micro_size))
+    return {
+        "llama3_8b, 2 layers, h100:1": (two_layers, "h100:1"),
+        "gpt3_1_3b, h100:1": (one_gpu, "h100:1"),
+        "gpt3_1_3b, h100:8": (gpt, "h100:8"),
+        "llama3_8b, h100:8": (llama, "h100:8"),
+    }
+
+
+def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
+    """(plan, audit)."""
+    cluster, _ = read_cluster(devices)
+    assert cluster is not None
+    plan = compile_train_step(cfg, cluster)
+    return plan, audit(plan.text, plan.unknown_trips)
+
+
+def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
+    """All figures of one program."""
+    plan, contents = compiled(cfg, devices)
+    kernels = contents.kernels
+    tokens = cfg.batch.micro_size * cfg.model.sequence_length
+    most = tokens // plan.mesh["tensor"] * cfg.model.hidden
+    wide = [kernel for kernel in kernels if any(kind == "f32" and n >= most for kind, n in arrays(kernel.shape))]
+    calls: dict[str, Any] = {}
+    for kernel in kernels:
+        if kernel.work == "attention" and kernel.target is not None:
+            times = calls.setdefault(kernel.target, {"runs": 0, "in_branch": kernel.place.conditional})
+            times["runs"] += kernel.place.runs()
+    return {
+        "kernels": plan.kernels,
+        "temporary_gib": round(plan.memory.temporary / GIB, 3),
+        "peak_gib": round(plan.memory.peak / GIB, 3),
+        "state_bytes": plan.memory.parameters + plan.memory.optimizer,
+        "aliased_bytes": plan.memory.aliased,
+        "attention_calls": calls,
+        **contents.to_dict(),
+        "largest_kernels": rows(kernels)[:12],
+        "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(contents.by_work().items())},
+        "gib_by_loop": by_loop(kernels),
+        "moved": short(rows(kernel for kernel in kernels if kernel.work in ("fill", "move")), 20),
+        "computed": short(rows(kernel for kernel in kernels if kernel.work in ("compute", "cast")), 20),
+        "float32_in_loops": short(rows(kernel for kernel in wide if kernel.place.path), 12),
+        "largest": [
+            {
+                "mib": round(kernel.bytes_written / MIB, 1),
+                "result": kernel.shape[:90],
+                "loop": kernel.place.name,
+                "work": kernel.work,
+            }
+            for kernel in sorted(kernels, key=lambda kernel: -kernel.bytes_written)[:10]
+        ],
+    }
+
+
+def rows(kernels: Iterable[Any]) -> list[dict[str, Any]]:
+    """Kernels with the same work, result, origin and trip counts, summed into rows; most bytes per step first.
+
+    loop: of the first kernel, because loops over the chunks of a stage have the same kernels; runs: per step, of all
+    kernels; instructions: their number in the program; bytes_once: bytes if each ran once.
+    """
+
+    def key(kernel: Any) -> tuple:
+        trips = tuple(-1 if trips is None else trips for trips in kernel.place.trips)
+        return trips, kernel.work, kernel.shape, RUNS.sub("", kernel.origin)
+
+    table = []
+    for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
+        group_kernels = list(group)
+        table.append(
+            {
+                "loop": group_kernels[0].place.name,
+                "runs": round(sum(kernel.rounds * kernel.share for kernel in group_kernels)),
+                "work": work,
+                "result": shape,
+                "instructions": len(group_kernels),
+                "bytes_once": sum(kernel.bytes for kernel in group_kernels),
+                "bytes": sum(kernel.total for kernel in group_kernels),
+                "origin": origin,
+            }
+        )
+    return sorted(table, key=lambda row: -row["bytes"])
+
+
+def by_loop(kernels: Iterable[Any]) -> dict[str, dict[str, float]]:
+    """Loop -> kind of work -> GiB per step."""
+    sums: dict[str, dict[str, float]] = {}
+    for kernel in kernels:
+        works = sums.setdefault(kernel.place.name or "step", {})
+        works[kernel.work] = works.get(kernel.work, 0) + kernel.total / GIB
+    return {loop: {work: round(total, 2) for work, total in works.items()} for loop, works in sums.items()}
+
+
+def short(table: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The first rows in GiB, with shortened texts."""
+    return [
+        {
+            "loop": row["loop"] or "step",
+            "runs": row["runs"],
+            "gib": round(row["bytes"] / GIB, 2),
+            "mib_once": round(row["bytes_once"] / MIB, 1),
+            "instructions": row["instructions"],
+            "result": row["result"][:90],
+            "origin": row["origin"][-90:],
+        }
+        for row in table[:most]
+    ]
+
+
+def chunked(cfg: RunConfig, devices: str, chunk: int) -> dict[str, Any]:
+    """Memory and traffic with another loss_chunk."""
+    plan, contents = compiled(cfg.but(model=replace(cfg.model, loss_chunk=chunk)), devices)
+    loops = {kernel.place.path for kernel in contents.kernels if "cd,vd->cv" in kernel.origin}
+    loss = sum(kernel.total for kernel in contents.kernels if kernel.place.path in loops)
+    return {
+        "loss_chunk": chunk,
+        "temporary_gib": round(plan.memory.temporary / GIB, 3),
+        "loss_gib": round(loss / GIB, 1),
+        "all_gib": round(sum(contents.by_work().values()) / GIB, 1),
+    }
+
+
+FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
+TRAFFIC: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "llama3_8b": ("llama3.py", 8, ()),
+    "llama3_8b, fsdp": ("llama3.py", 8, FSDP),
+    "llama3_8b, none": ("llama3.py", 8, ("model.recompute=none",)),
+    "gpt3_1_3b": ("gpt3.py:gpt3_1_3b", 8, ()),
+    "gpt3_6_7b": ("gpt3.py:gpt3_6_7b", 64, ()),
+    "llama3_70b": ("llama3.py:llama3_70b", 128, ()),
+    "llama3_70b, 20 chunks": ("llama3.py:llama3_70b", 64, ("parallel.tensor=4", "parallel.virtual_stages=20")),
+    "gpt3_175b": ("gpt3.py:gpt3_175b", 128, ()),
+    "gpt3_175b, 6 chunks": ("gpt3.py:gpt3_175b", 128, ("parallel.virtual_stages=6", "parallel.schedule=interleaved")),
+    "llama3_405b": ("llama3.py:llama3_405b", 1024, ()),
+}
+"""Config, number of H100s, settings."""
+
+
+def traffic(*, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Bytes through memory by formula (planning/cost/work.py), compared with compiled programs, in TiB.
+
+    Compiles TRAFFIC for virtual H100s (extra aot; no GPU; minutes each), and counts the bytes of its kernels without
+    cuBLAS's workspace. Figures are per device and step. --only: cases by name.
+    """
+    if unknown := [name for name in only if name not in TRAFFIC]:
+        raise UserError(f"unknown case {unknown[0]}: choose from {', '.join(TRAFFIC)}")
+    prepare()
+    print("TiB of formula / compiled; ratios of copies, elementwise, matmul, attention, collective")
+    figures: dict[str, Any] = {}
+    for name in only or TRAFFIC:
+        config, gpus, settings = TRAFFIC[name]
+        cfg: Any = load(config, *settings)
+        _, contents = compiled(cfg, f"h100:{gpus}")
+        classes = contents.by_class()
+        for kind in ("total", "matmul"):
+            classes[kind] -= contents.workspace()
+        predicted = bytes_per_step(estimate(describe(cfg, GPUS["h100"], gpus)))
+        ratio = {kind: round(predicted[kind] / size, 3) for kind, size in classes.items()}
+        figures[name] = {
+            "formula": {kind: round(size / TIB, 3) for kind, size in predicted.items()},
+            "compiled": {kind: round(size / TIB, 3) for kind, size in classes.items()},
+            "ratio": ratio,
+        }
+        total = f"{predicted['total'] / TIB:6.2f} /{classes['total'] / TIB:6.2f} = {ratio['total']:.2f}"
+        print(f"{name:24}  {total}  {'  '.join(f'{ratio[kind]:9.2f}' for kind in list(ratio)[1:])}", flush=True)
+        yield figures
