@@ -70,7 +70,7 @@ def save(name: str, part: Part, result: Any, place: bool | Path | None, source: 
 
 def value_of(name: str, words: list[str]) -> str | None:
     """The value of a flag among the words of a command line."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], None], strict=False):
         flag, given, value = word.partition("=")
         if flag == f"--{name}":
             return value if given else following

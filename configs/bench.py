@@ -1,6 +1,6 @@
 """Shapes for measuring speed on one GPU with 141 GB; made-up rows, so nothing has to be prepared.
 
-Run:      python benchmarks/mfu.py --config=bench.py:llama_1b          (docs/benchmarks.md has the other programs)
+Run:      python -m benchmarks mfu --config=bench.py:llama_1b          (docs/benchmarks.md has the other programs)
 Length:   --model.sequence_length=8192 --batch.micro_size=2 --batch.global_size=8 (llama_3b: as many tokens as before)
 Hardware: one H200. Compiled for a virtual one, not run: peak 52.1 GiB (llama_1b), 57.7 (gpt_1_3b), 89.9 (llama_3b),
           109.0 (llama_8b_18_layers); as much at lengths of 2048, 4096 and 8192 with as many tokens. With

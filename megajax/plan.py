@@ -33,7 +33,7 @@ FLAGS = (
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
     Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="with --formula: YAML file that describes another device"),
-    Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, instead of the defaults"),
+    Flag("calibration", Path | None, help="constants measured by `benchmarks calibrate`, instead of the defaults"),
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write the plan to this file"),

@@ -1,6 +1,7 @@
 """Models with rows cut over `context`, to compare with one device that has whole rows.
 
-benchmarks/layouts.py prints them as a table; tests/layouts/test_context_layouts.py holds each to its tolerance.
+`python -m benchmarks context_layouts` prints them as a table; tests/layouts/test_context_layouts.py holds each to its
+tolerance.
 """
 
 from dataclasses import dataclass, replace

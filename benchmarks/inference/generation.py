@@ -21,15 +21,16 @@ from safetensors.numpy import save_file
 from benchmarks.inference.serving_load import load
 from benchmarks.processes import memory
 from megajax.config.errors import UserError
-from megajax.inference.cache import CacheSize, token_bytes
+from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loading import load_weights
-from megajax.inference.programs import CacheSize, LoadedModel, Programs, token_bytes
+from megajax.inference.programs import CacheSize, LoadedModel, Programs
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.step_arrays import Bucket
 from megajax.interop.huggingface.folder import open_model
+from megajax.layers.cache_facts import stored_leaves
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
@@ -213,7 +214,8 @@ def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
         finish(engine)
         rates.append((sum(len(listener.tokens) for listener in listeners) - before) / (time.perf_counter() - start))
     weights = sum(w.nbytes for path, w in model.weights.items() if path != "tokens")
-    cache = BATCH * (PROMPT + ANSWER / 2) * token_bytes(model.cfg.cache_leaves(1), "float32")
+    token = sum(4 * leaf.size for leaf in stored_leaves(model.cfg.cache_leaves(1), "float32") if leaf.per == "token")
+    cache = BATCH * (PROMPT + ANSWER / 2) * token
     bandwidth, speed = stream_bandwidth(), statistics.median(rates)
     most = BATCH * bandwidth / (weights + cache)
     return {

@@ -15,9 +15,9 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import sent_by_attention
-from megajax.planning.program.devices import GIB, GPUS, MIB, read_cluster
 from megajax.planning.program.hlo import Collective
 from megajax.planning.program.train_step import compile_train_step, timed, with_program
+from megajax.planning.virtual_devices import GIB, GPUS, MIB, read_cluster
 from megajax.training.row_work import row_work
 
 FIGURES = RESULTS / "context.json"

@@ -14,8 +14,8 @@ from megajax.mesh.mesh import build_mesh
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import formulas, measure, violations
 from megajax.pipeline.schedule import Schedule, build
-from megajax.planning.program.devices import GIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import GIB, prepare, read_cluster
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 

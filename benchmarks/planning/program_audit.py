@@ -12,9 +12,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
 from megajax.planning.program.audit import audit
-from megajax.planning.program.devices import GIB, GPUS, MIB, prepare, read_cluster
 from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import GIB, GPUS, MIB, prepare, read_cluster
 from megajax.training.run_config import RunConfig
 
 TIB = 2**40

@@ -25,8 +25,8 @@ from megajax.kernels.ssm.ssd import ssd, ssd_reference
 from megajax.layers.configs import GatedMLPConfig
 from megajax.layers.context import Context
 from megajax.layers.moe.config import MoEConfig
-from megajax.planning.program.devices import GIB, MIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.virtual_devices import GIB, MIB, prepare, read_cluster
 from megajax.training import setup
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run

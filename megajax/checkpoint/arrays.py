@@ -62,7 +62,8 @@ def _stored(leaf: Any) -> bool:
 
 def _context() -> ocp.Context:
     context = ocp.Context()
-    # zstd shrinks float32 weights and moments by only 8 %, and takes several times as long (benchmarks/checkpoint.py).
+    # zstd shrinks float32 weights and moments by only 8 %, and takes several times as long (benchmarks/results/
+    # checkpoint.json).
     context.array.saving.use_compression = False
     # A restore has its own shardings, so those of the saving run are not needed.
     context.array.saving.enable_write_sharding_file = False

@@ -6,7 +6,7 @@ Architecture"; H100 and H200 SXM: "NVIDIA H100 Tensor Core GPU Architecture" and
 to a compute capability, the table in the CUDA C++ Programming Guide. Rates of NVLink and ConnectX are of one direction.
 
 The shares of these rates that programs achieve come from the measurements named beside them, or are fitted to the runs
-named in benchmarks/planner_accuracy.py. benchmarks/calibrate.py measures them on hardware at hand;
+named in benchmarks/planning/accuracy.py. `python -m benchmarks calibrate` measures them on hardware at hand;
 `read_device` reads its file.
 """
 
@@ -233,7 +233,7 @@ REQUIRED = ("name", "memory_gib", "bandwidth", "peak", "nvlink", "network")
 
 
 def read_device(path: Path, base: Device | None = None) -> Device:
-    """The device that a YAML file describes; over `base`, the constants that benchmarks/calibrate.py measured.
+    """The device that a YAML file describes; over `base`, the constants that `python -m benchmarks calibrate` measured.
 
     Raises UserError with everything that is missing or wrong, and for constants of another device than `base`.
     """

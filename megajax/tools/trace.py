@@ -11,7 +11,7 @@ USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [
 
 Summarises a trace of jax's profiler: the longest kernels and idle gaps, and collectives that overlap no computation. It
 reads *.xplane.pb, also compressed (.gz); in a folder, the newest one. Traces are in RUN_DIR/profile after a run with
---profile.steps=10:12, or in the FILE of benchmarks/mfu.py --trace=FILE.
+--profile.steps=10:12, or in the FILE of `python -m benchmarks mfu --trace=FILE`.
 
   --top=N          number of kernels listed (default 20)
   --steps=N        number of steps in the trace; default: the steps marked in it, or one

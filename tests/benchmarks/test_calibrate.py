@@ -1,19 +1,19 @@
-"""Constants measured on hardware: the fit, and a tiny run whose file the planner reads."""
+"""Calibration: the fit of constants, and a tiny run whose file the planner reads."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-import calibrate
 import pytest
 import yaml
 
+from benchmarks.gpu import calibrate
 from megajax.planning.virtual_devices import read_device
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_fit_finds_rate_and_half() -> None:
+def test_the_fit_recovers_rate_and_half_size() -> None:
     def rate(sizes: tuple[int, ...]) -> float:
         share = 7e14
         for n in sizes:
@@ -24,16 +24,10 @@ def test_a_fit_finds_rate_and_half() -> None:
     assert calibrate.fit(readings) == (pytest.approx(7e14), 96)
 
 
-def test_a_tiny_run_writes_what_the_planner_reads(tmp_path: Path) -> None:
+def test_the_planner_reads_the_file_of_a_tiny_run(tmp_path: Path) -> None:
     file = tmp_path / "cpu.json"
-    command = [
-        sys.executable,
-        "benchmarks/calibrate.py",
-        "--tiny",
-        "--seconds=0.01",
-        "--devices=cpu:2",
-        f"--out={file}",
-    ]
+    words = ["calibrate", "--tiny", "--seconds=0.01", "--devices=cpu:2", f"--json={file}"]
+    command = [sys.executable, "-m", "benchmarks", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     constants = yaml.safe_load(file.read_text())["figures"]["constants"]

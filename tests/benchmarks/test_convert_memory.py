@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-import convert
 import pytest
+
+from benchmarks.checkpoints.convert import convert
 
 
 @pytest.mark.slow
-def test_a_small_model_comes_back_within_the_memory(tmp_path: Path) -> None:
-    figures = convert.measure("debug", tmp_path)
+def test_a_small_model_is_converted_back_within_the_memory_limit(tmp_path: Path) -> None:
+    figures = convert(size="debug", folder=tmp_path)
     assert figures["tensors_equal"] and figures["within_allowed"]
     assert 50 < figures["hugging_face_to_run"]["peak_private_megabytes"] < figures["allowed_megabytes"]

@@ -1,4 +1,4 @@
-"""gpu_check.sh: its lists of parts, time limits, what survives an end by force, and predictions beside measurements."""
+"""gpu_check.sh: its lists of steps, time limits, results after a kill, and predictions beside measurements."""
 
 import json
 import os
@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import comparison
-import gpu_check
-import gpu_parts
 import jax
 import jax.numpy as jnp
-import kernel_cases
-import predict
 import pytest
-from gpu_parts import ALL, BUDGET, LISTS, Part
+
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu import comparison, predict
+from benchmarks.gpu import steps as gpu_steps
+from benchmarks.gpu.steps import ALL, BUDGET, LISTS, Step
+from benchmarks.kernels import attention as attention_cases
+from benchmarks.kernels import measure
 
 ROOT = Path(__file__).parents[2]
 LEASE, START = 1800, 150
@@ -27,8 +28,8 @@ LEASE, START = 1800, 150
 GIB = 2**30
 
 
-def test_every_list_fits_into_its_call_and_three_into_a_lease() -> None:
-    """As the script itself says it."""
+def test_each_list_fits_into_a_call_and_three_into_a_lease() -> None:
+    """By the output of LIST=1."""
     environment = dict(os.environ) | {"LIST": "1", "PYTHON": sys.executable}
     ended = subprocess.run(["benchmarks/gpu_check.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -45,24 +46,24 @@ def test_every_list_fits_into_its_call_and_three_into_a_lease() -> None:
     assert len({part.name for part in ALL}) == len(ALL)
 
 
-def test_pytorch_has_its_time_early() -> None:
+def test_the_comparison_with_pytorch_runs_early_and_has_enough_time() -> None:
     first = LISTS["first"]
     place = next(place for place, part in enumerate(first) if part.kind == "peers")
     assert place <= 3
     (seconds,) = (word for word in first[place].real if word.startswith("--torch-seconds="))
     # No variant is begun after that, and the last is ended after twice as long.
-    assert 2 * float(seconds.partition("=")[2]) == gpu_parts.TORCH_SECONDS >= 200
-    assert first[place].limit >= gpu_parts.TORCH_SECONDS + 90
+    assert 2 * float(seconds.partition("=")[2]) == gpu_steps.TORCH_SECONDS >= 200
+    assert first[place].limit >= gpu_steps.TORCH_SECONDS + 90
 
 
-def test_all_places_in_commands_are_known() -> None:
+def test_all_placeholders_in_commands_are_replaced() -> None:
     places = dict.fromkeys(("json", "folder", "out", "torch_python"), "HERE")
     for part in ALL:
         for tiny in (False, True):
             assert "{" not in " ".join(part.command("python", places, tiny=tiny))
 
 
-def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
+def test_the_same_model_is_measured_with_cublas_and_triton_matmuls() -> None:
     plain, triton = (
         next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_triton")
     )
@@ -71,12 +72,12 @@ def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
     assert "--xla=xla_gpu_enable_triton_gemm=true" in more
 
 
-def test_predictions_are_of_these_parts_and_their_figures() -> None:
-    """Values are not compared: they were written down before a measurement, and the cost model may learn from it."""
+def test_predictions_have_these_steps_and_figures() -> None:
+    """Values are not compared: the cost model may have changed since they were written."""
     predictions = json.loads(comparison.PREDICTIONS.read_text())
     names = [part.name for part in ALL]
     for device in ("h200", "h100", "tiny"):
-        assert list(predictions[device]) == names, "make them again: python benchmarks/predict.py"
+        assert list(predictions[device]) == names, "make them again: python -m benchmarks predict"
         tiny = device == "tiny"
         for part in ALL:
             expected = predict.predicted(part, "h200" if tiny else device, tiny=tiny)
@@ -85,25 +86,25 @@ def test_predictions_are_of_these_parts_and_their_figures() -> None:
     assert all(0.4 < predictions["h200"][part.name]["MFU causal"] < 0.9 for part in trained)
 
 
-def quick(name: str, program: str, limit: int = 60, kind: gpu_parts.Kind = "device") -> Part:
-    return Part(name=name, kind=kind, limit=limit, program=("-c", program, "{json}"))
+def quick(name: str, program: str, limit: int = 60, kind: gpu_steps.Kind = "device") -> Step:
+    return Step(name=name, kind=kind, limit=limit, program=("-c", program, "{json}"))
 
 
-def check(tmp_path: Path, *parts: Part, **settings: Any) -> gpu_check.Check:
+def check(tmp_path: Path, **settings: Any) -> gpu_check.Check:
     python = sys.executable
     places = {"out": tmp_path, "folder": tmp_path, "python": python, "torch_python": python}
-    return gpu_check.Check(parts=parts, **{"gpu": "NVIDIA H200", "budget": 60.0, **places, **settings})
+    return gpu_check.Check(**{"gpu": "NVIDIA H200", "budget": 60.0, **places, **settings})
 
 
 WRITE = "import json, sys; json.dump({'figures': {'value': 1}}, open(sys.argv[1], 'w'));"
 
 
-def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that breaks, one that takes no notice of an interrupt, and one for which no time is left."""
+def test_results_survive_failed_and_killed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails, one that ignores an interrupt, and one for which no time is left."""
     monkeypatch.setattr(gpu_check, "GRACE", 0.2)
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun'); time.sleep(60)"
     parts = (quick("good", WRITE), quick("broken", WRITE + "sys.exit(3)"), quick("slow", WRITE + stubborn, limit=2))
-    parts_run = check(tmp_path, *parts, budget=1000.0)
+    parts_run = check(tmp_path, budget=1000.0)
     began = time.monotonic()
     for part in parts:
         parts_run.run(part)
@@ -120,17 +121,17 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-def test_half_a_file_is_no_end_of_the_others(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_recorded(tmp_path: Path) -> None:
     checked = check(tmp_path)
     checked.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
     assert checked.results["half"]["outcome"] == "incomplete file"
     (tmp_path / "tests.xml").write_text("<testsuite>")
-    assert gpu_check.left_by(quick("tests", "", kind="tests"), tmp_path / "tests.json") == {
+    assert gpu_check.written_by(quick("tests", "", kind="tests"), tmp_path / "tests.json") == {
         "outcome": "incomplete file"
     }
 
 
-def test_parts_have_a_common_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_share_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     for gpu in ("NVIDIA H200", None):
         environment = check(tmp_path, gpu=gpu).environment()
@@ -140,7 +141,7 @@ def test_parts_have_a_common_compile_cache(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
 def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """With and without a GPU, as the driver says; the parts themselves are stood in for."""
+    """With and without a GPU by the driver's output, and with stand-ins for the steps."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho '{gpu}'\n")
     smi.chmod(0o755)
@@ -156,13 +157,13 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                 Path(word.partition("=")[2]).write_text(json.dumps({"figures": {"parts": {"norm": [row | passes]}}}))
         return 1 if "kernels_matmul" in " ".join(command) else 0
 
-    monkeypatch.setattr(gpu_check, "ended", ended)
+    monkeypatch.setattr(gpu_check, "exit_code", ended)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for name, value in {"OUT": str(tmp_path / "out"), "PARTS": "first", "ONLY": ".", "BUDGET": "570"}.items():
         monkeypatch.setenv(name, value)
-    assert gpu_check.main() == 0
+    assert gpu_check.gpu_check() == {"wrong": []}
     monkeypatch.setenv("PARTS", "second")
-    assert gpu_check.main() == 1
+    assert gpu_check.gpu_check() == {"wrong": ["kernels_matmul (1)"]}
     output = capsys.readouterr().out
     assert "failed: kernels_matmul (1)" in output and "not run" not in output
     assert ("the ratios mean nothing" in output) == (not gpu)
@@ -181,11 +182,11 @@ def test_unknown_lists_are_refused() -> None:
     with pytest.raises(
         SystemExit, match="PARTS=fourth: unknown list; choose from first, second, third, more, layers and all"
     ):
-        gpu_check.select_parts("first,fourth", ".")
-    assert [part.name for part in gpu_check.select_parts("all", "norm|device")] == ["device", "kernels_norm"]
+        gpu_check.select_steps("first,fourth", ".")
+    assert [part.name for part in gpu_check.select_steps("all", "norm|device")] == ["device", "kernels_norm"]
 
 
-def test_measured_beside_predicted(tmp_path: Path) -> None:
+def test_measured_figures_are_compared_with_predictions(tmp_path: Path) -> None:
     step = {
         "step_seconds": {"median": 2.0},
         "tokens_per_second_per_device": {"median": 300.0},
@@ -228,7 +229,7 @@ def test_results_of_pytest(tmp_path: Path) -> None:
 
 
 def arrays(jaxpr: Any) -> Iterator[int]:
-    """Bytes of every intermediate result, those of inner programs too."""
+    """Bytes of every intermediate result, including those of inner programs."""
     for equation in jaxpr.eqns:
         for out in equation.outvars:
             yield out.aval.size * out.aval.dtype.itemsize
@@ -237,54 +238,59 @@ def arrays(jaxpr: Any) -> Iterator[int]:
                 yield from arrays(inner)
 
 
-def test_references_of_attention_take_little_memory() -> None:
-    """At the sizes of a GPU, which are traced here and not computed."""
-    cases = kernel_cases.attention(True, predict.HOPPER)
+def test_attention_references_need_little_memory() -> None:
+    """At the sizes of a GPU, traced only."""
+    cases = attention_cases.attention(True, predict.HOPPER)
     assert {case.name.split(",")[1] for case in cases} == {" cudnn", " pallas", " cudnn_mask", " reference"}
     for case in cases:
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (case.shapes[0], *case.shapes)]
         assert max(arrays(jax.make_jaxpr(case.expected())(*like).jaxpr)) <= 1.1 * GIB, case.label()
 
 
-def test_reported_faults_are_tried_even_where_the_kernel_is_refused() -> None:
-    """On a GPU by the backends themselves, on a CPU by the reference in their place."""
+def test_reported_faults_are_computed_by_refused_kernels() -> None:
+    """On a GPU by the backends, on a CPU by the reference."""
     hopper, cpu = (
-        kernel_cases.faults(on_gpu, device) for on_gpu, device in ((True, predict.HOPPER), (False, predict.CPU))
+        attention_cases.faults(on_gpu, device) for on_gpu, device in ((True, predict.HOPPER), (False, predict.CPU))
     )
     reports = {case.report: case.name for case in hopper if case.report}
-    assert {kernel_cases.MASK, kernel_cases.HALF_TILE, kernel_cases.ONE_QUERY, kernel_cases.FEW_HEADS} <= reports.keys()
-    assert "cudnn_mask" in reports[kernel_cases.MASK] and "scores far below 0" in reports[kernel_cases.MASK]
-    old = kernel_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 14, 0)))
-    assert kernel_cases.WINDOW in {case.report for case in old}
-    older = kernel_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 12, 0)))
-    assert kernel_cases.UNEVEN in {case.report for case in older}
+    assert {
+        attention_cases.MASK,
+        attention_cases.HALF_TILE,
+        attention_cases.ONE_QUERY,
+        attention_cases.FEW_HEADS,
+    } <= reports.keys()
+    assert "cudnn_mask" in reports[attention_cases.MASK] and "scores far below 0" in reports[attention_cases.MASK]
+    old = attention_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 14, 0)))
+    assert attention_cases.WINDOW in {case.report for case in old}
+    older = attention_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 12, 0)))
+    assert attention_cases.UNEVEN in {case.report for case in older}
     assert {case.report for case in cpu} == {None} and {case.name.split(",")[1] for case in cpu} == {" reference"}
     assert len(cpu) == 12 and sum(case.sizes["kv_heads"] == 4 for case in cpu) == 5
     assert any("sink" in case.name and case.sizes["head_dim"] == 192 for case in hopper)
 
 
-def test_a_reported_fault_may_be_there_and_another_may_not() -> None:
-    case = kernel_cases.AttentionCase(1, 8, 2, 2, 8, kernel="reference", report="somewhere#1").case()
-    row = kernel_cases.verdict(case, right=False)
+def test_only_a_reported_fault_is_no_failure() -> None:
+    case = attention_cases.AttentionCase(1, 8, 2, 2, 8, kernel="reference", report="somewhere#1").case()
+    row = measure.verdict(case, right=False)
     assert row == {"right": True, "report": "somewhere#1", "fault_seen": True}
-    text = kernel_cases.line({"name": case.name, "sizes": {}, "fault": "RuntimeError: no"} | row)
+    text = measure.line({"name": case.name, "sizes": {}, "fault": "RuntimeError: no"} | row)
     assert text.endswith("FAILED: RuntimeError: no; the fault of somewhere#1 is here")
-    assert not kernel_cases.verdict(case, right=True)["fault_seen"]
-    other = kernel_cases.AttentionCase(1, 8, 2, 2, 8, kernel="reference").case()
-    assert kernel_cases.verdict(other, right=False) == {"right": False}
+    assert not measure.verdict(case, right=True)["fault_seen"]
+    other = attention_cases.AttentionCase(1, 8, 2, 2, 8, kernel="reference").case()
+    assert measure.verdict(other, right=False) == {"right": False}
 
 
-def test_slices_of_attention_are_the_whole() -> None:
-    case = kernel_cases.AttentionCase(2, 32, 4, 2, 8, kernel="reference", documents=4).case()
+def test_sliced_attention_equals_whole_attention() -> None:
+    case = attention_cases.AttentionCase(2, 32, 4, 2, 8, kernel="reference", documents=4).case()
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, (case.shapes[0], *case.shapes), strict=True)]
-    actual, expected = jax.jit(kernel_cases.with_gradients(case.call))(*arrays), jax.jit(case.expected())(*arrays)
+    actual, expected = jax.jit(measure.with_gradients(case.call))(*arrays), jax.jit(case.expected())(*arrays)
     for value, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jnp.abs(value - reference).max() < 1e-5 * jnp.abs(value).max()
 
 
-def test_tests_for_a_gpu_need_no_data_loader() -> None:
-    """They run on machines where only jax and its like are installed; of other files nothing is imported."""
+def test_gpu_tests_need_no_optional_packages() -> None:
+    """They run on machines with few packages, and import no other test file."""
     blocked = ("grain", "array_record", "tyro", "tensorboardX", "zstandard", "torch")
     start = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
     program = start + "import pytest; sys.exit(pytest.main(['-m', 'gpu', '-q', '--collect-only', 'tests']))"

@@ -1,14 +1,14 @@
-"""node_check.sh: its layouts fit a node of eight devices, and what is wrong fails."""
+"""node_check.sh: its layouts fit a node of eight devices, and differences are reported."""
 
 import json
 import sys
 from math import inf
 from pathlib import Path
 
-import node_check
 import pytest
-from node_check import LAYOUTS, TINY, Node, largest_error
 
+from benchmarks.gpu import node_check
+from benchmarks.gpu.node_check import LAYOUTS, TINY, Node, largest_error
 from megajax.config import load
 from megajax.config.tree import check
 

@@ -1,6 +1,6 @@
-"""What the first day on a GPU has to show, on whatever device jax finds: on a CPU the same lines run at the same sizes.
+"""The train step on the device that jax finds; on a CPU, the same tests run at the same sizes.
 
-`pytest -m gpu` collects these and the tests of kernels on a GPU, and imports no other test file.
+`pytest -m gpu` collects these and the tests of kernels, and imports no other test file.
 """
 
 from functools import cache
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from train_speed import Bench, compiled_step, synthetic_batch
 
+from benchmarks.training.train_speed import Bench, compiled_step, synthetic_batch
 from megajax.config import load
 from megajax.job.device_memory import peak_memory
 from megajax.mesh.mesh import build_mesh
@@ -24,9 +24,9 @@ SMALL = ("model.stack.repeats=1", "model.sequence_length=128", "batch.global_siz
 BFLOAT16 = "precision.compute=bfloat16"
 STEPS = 3
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Of losses against float32 on a CPU, absolute; a fresh model's is 6.2."""
+"""Absolute differences of losses from float32 on a CPU; the loss of a fresh model is 6.2."""
 CALLS = {"cudnn": "__cudnn$fmha", "pallas": "__gpu$xla.gpu.triton", "reference": "dot"}
-"""Attention backend -> what a program that uses it holds."""
+"""Attention backend -> text in a program that uses it."""
 EIGHT_BITS = {"gpu": "__cublas$lt$matmul$f8", "cpu": "f8e4m3fn"}
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ class Trained(NamedTuple):
 
 @cache
 def trained(platform: str | None, *settings: str) -> Trained:
-    """A few steps of a small Llama on one device of a platform; None: the one jax takes by default."""
+    """A few steps of a small Llama on one device of a platform; None: jax's default."""
     cfg = load("bench.py:debug", *SMALL, *settings)
     mesh = build_mesh(cfg.parallel, jax.devices(platform)[:1])
     program = Program.of(cfg, mesh)
@@ -71,7 +71,7 @@ def test_matmuls_in_8_bits_run_in_8_bits() -> None:
 
 
 @pytest.mark.slow
-def test_moments_in_host_memory_change_no_bit() -> None:
+def test_moments_in_host_memory_give_equal_losses() -> None:
     actual, expected = trained(None, BFLOAT16, "optimizer.offload=1.0"), trained(None, BFLOAT16)
     assert actual.losses == expected.losses
     moments = {name: part for name, part in actual.bench.state.optimizer.items() if isinstance(part, dict)}
@@ -90,8 +90,8 @@ def test_deterministic_programs_repeat_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("option", [*GPU, *FP8, *FSDP, *DETERMINISTIC], ids=lambda option: option.name)
-def test_the_compiler_takes_every_option(option: Option) -> None:
-    """CPUs take those of GPUs, without effect."""
+def test_the_compiler_accepts_every_option(option: Option) -> None:
+    """CPUs accept those of GPUs, without effect."""
     assert refusal({option.name: option.value}, jax.devices()[0]) is None
 
 
@@ -111,7 +111,7 @@ def buffers(state: Any) -> list[int]:
 
 @pytest.mark.slow
 def test_the_first_step_reuses_the_buffers_of_a_state_from_host_memory() -> None:
-    """As after a restore. Arrays that are made of host memory are not always reused, without a warning (jax#18617)."""
+    """As after a restore: arrays made from host memory are not always reused, without a warning (jax#18617)."""
     bench = trained(None, "precision.compute=float32").bench
     with jax.set_mesh(bench.program.mesh):
         values = jax.tree.map(np.array, bench.state)

@@ -1,4 +1,4 @@
-"""The programs themselves, at tiny sizes on CPU."""
+"""Parts of the benchmarks at tiny sizes on CPU."""
 
 import ast
 import json
@@ -9,38 +9,60 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax.numpy as jnp
-import kernel_cases
-import kernels
-import loss_cases
-import megatron_peer
-import mfu
 import numpy as np
-import outcome
-import peers
 import pytest
-from roofline import roof_of
 
+from benchmarks import outcome
+from benchmarks.__main__ import main
+from benchmarks.kernels import attention as attention_cases
+from benchmarks.kernels import cases as kernel_cases
+from benchmarks.kernels import loss as loss_cases
+from benchmarks.kernels import measure as measuring
+from benchmarks.parts import PARTS
+from benchmarks.roofline import roof_of
+from benchmarks.training import peers
 from megajax.config import load
+from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
-from megajax.tools import megatron_args
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 TORCH = os.environ.get("MEGAJAX_TORCH_PYTHON") or (sys.executable if find_spec("torch") else None)
 CPU = roof_of("cpu", "cpu")
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program sets what the runtime reads at its start; the variable goes back afterwards."""
+    """Restore the variable that the program sets for the runtime."""
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+
+
+def test_the_list_and_the_help_name_every_part(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out
+    for name, part in PARTS.items():
+        assert f"  {name} " in lines and part.line in lines
+        assert main([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert (
+            text.startswith(f"python -m benchmarks {name}")
+            and resolve(f"benchmarks.{part.target}").__doc__[:60] in text
+        )
+
+
+def test_unknown_parts_and_options_are_refused() -> None:
+    with pytest.raises(UserError, match=r"there is no benchmark 'kernel'.*kernels"):
+        main(["kernel"])
+    for name in ("planner_accuracy", "program_audit", "schedules", "search", "traffic"):
+        with pytest.raises(UserError, match="--bogus: no such flag"):
+            main([name, "--bogus"])
 
 
 @pytest.mark.slow
 def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pytest.CaptureFixture) -> None:
     files = tmp_path / "mfu.json", tmp_path / "start.npz"
     argv = ["--config=bench.py:debug", "--parallel.data=1", "--steps=2"]
-    assert mfu.main([*argv, f"--json={files[0]}", f"--export={files[1]}"]) == 0
+    assert main(["mfu", *argv, f"--json={files[0]}", f"--export={files[1]}"]) == 0
     assert "MFU                      none: no peak is known for CPU" in capsys.readouterr().out
     outcome = json.loads(files[0].read_text())
     assert {"command", "commit", "date", "figures", "machine", "versions"} == outcome.keys()
@@ -55,34 +77,35 @@ def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pyte
     assert (run["attention"], run["microbatches"], run["recompute"]) == (["reference"], 8, "selective")
     assert {"compiler_options", "custom_calls", "environment", "backend", "precision"} <= run.keys()
     assert actual["losses"][0] == pytest.approx(np.log(512), abs=0.05)
-    assert actual["last_loss"] < actual["losses"][0], "one batch again and again is learnt"
+    assert actual["last_loss"] < actual["losses"][0], "a repeated batch is learnt"
     start = np.load(files[1])
     assert sum(start[name].size for name in start.files if not name.startswith("batch.")) == run["parameters"]
     assert start["batch.tokens"].shape == (8, 1, 64) and start["batch.tokens"].max() < 512
     np.testing.assert_array_equal(start["batch.tokens"][..., 1:], start["batch.labels"][..., :-1])
 
 
-def test_kernels_that_are_wrong_are_named() -> None:
+def test_wrong_and_failing_kernels_are_reported() -> None:
     correct = kernel_cases.matmul(False, local_device())[0]
-    assert kernel_cases.measure(correct, CPU, 1e-3)["right"]
+    assert measuring.measure(correct, CPU, 1e-3)["right"]
     fields = {name: getattr(correct, name) for name in correct.__dataclass_fields__}
-    incorrect = kernel_cases.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
-    actual = kernel_cases.measure(incorrect, CPU, 1e-3)
-    assert not actual["right"] and "WRONG" in kernel_cases.line(actual)
-    broken = kernel_cases.attempt(kernel_cases.Case(**fields | {"call": lambda x, w: x @ w.T}), CPU, 1e-3)
-    assert not broken["right"] and "FAILED: TypeError" in kernel_cases.line(broken)
+    incorrect = measuring.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
+    actual = measuring.measure(incorrect, CPU, 1e-3)
+    assert not actual["right"] and "WRONG" in measuring.line(actual)
+    broken = measuring.attempt(measuring.Case(**fields | {"call": lambda x, w: x @ w.T}), CPU, 1e-3)
+    assert not broken["right"] and "FAILED: TypeError" in measuring.line(broken)
 
 
 @pytest.mark.slow
-def test_every_case_on_cpu_is_right() -> None:
-    cases = [case for make in kernel_cases.MAKERS.values() for case in make(False, local_device())]
-    actual = {case.name: kernel_cases.measure(case, CPU, 1e-3) for case in cases}
+def test_every_case_is_right_on_a_cpu() -> None:
+    makers = [resolve(target) for part, target in measuring.PARTS.items() if part != "loss"]
+    cases = [case for make in makers for case in make(False, local_device())]
+    actual = {case.name: measuring.measure(case, CPU, 1e-3) for case in cases}
     assert {"attention, reference", "RMSNorm", "LayerNorm", "matmul, bfloat16"} <= actual.keys()
     assert all(result["right"] for result in actual.values())
     assert all(result["both"]["share_of_floor"] is None for result in actual.values())
 
 
-def test_chunks_of_the_loss_over_eight_devices_agree_with_whole_logits() -> None:
+def test_the_chunked_loss_on_eight_devices_equals_that_of_whole_logits() -> None:
     actual = [*loss_cases.rows((64, 16, 512), (16,), CPU, 1e-3)]
     assert [result["name"] for result in actual] == ["loss, plain", "loss, chunks of 16"]
     assert all(result["right"] and result["sizes"]["devices"] == 8 for result in actual)
@@ -90,7 +113,7 @@ def test_chunks_of_the_loss_over_eight_devices_agree_with_whole_logits() -> None
 
 
 def test_costs_of_attention() -> None:
-    plain = kernel_cases.AttentionCase(2, 4096, 32, 8, 128, kernel="reference")
+    plain = attention_cases.AttentionCase(2, 4096, 32, 8, 128, kernel="reference")
     case = plain.case()
     assert case.flops[0] == 2 * 2 * 32 * 128 * 4096 * 4096  # two matmuls of 2 operations, half the square
     assert case.flops[1] == 3.5 * case.flops[0]
@@ -99,7 +122,7 @@ def test_costs_of_attention() -> None:
     assert plain._replace(window=512).case().flops[0] == case.flops[0] / 4
 
 
-def test_what_the_torch_baseline_is_told() -> None:
+def test_the_spec_of_the_torch_baseline() -> None:
     spec = peers.spec_of(load("bench.py:llama_1b"))
     assert (spec["layers"], spec["heads"], spec["kv_heads"], spec["head_dim"]) == (16, 32, 8, 64)
     assert spec["gated"] and spec["rope_base"] == 500000.0 and spec["vocabulary"] == 128256
@@ -121,7 +144,7 @@ def test_what_the_torch_baseline_is_told() -> None:
         ("precision.gradients=bfloat16", "precision"),
     ],
 )
-def test_a_config_without_a_counterpart_is_refused(setting: str, message: str) -> None:
+def test_an_unsupported_config_is_refused(setting: str, message: str) -> None:
     cfg = load("bench.py:debug", *(["optimizer.beta2=0.95"] * ("moments" in setting)), setting)
     with pytest.raises(UserError, match=rf"does not support {message} of this config\."):
         peers.spec_of(cfg)
@@ -137,7 +160,7 @@ def _sides(*losses: float) -> tuple[dict, dict]:
     return record, {"variants": [*variants, {"variant": {}, "error": "out of memory"}]}
 
 
-def test_ratios_are_over_the_fastest_of_those_that_did_the_same_work() -> None:
+def test_ratios_are_relative_to_the_fastest_variant_with_equal_work() -> None:
     actual = peers.compared(*_sides(6.0, 6.0), "float32")
     assert actual["equal_work"] and actual["ours_over_torch"] == {"tokens_per_second": 1.5, "peak_memory": 0.5}
     actual = peers.compared(*_sides(6.001, 6.0), "float32")
@@ -147,23 +170,23 @@ def test_ratios_are_over_the_fastest_of_those_that_did_the_same_work() -> None:
     assert not nothing["equal_work"] and nothing["ours_over_torch"]["tokens_per_second"] is None
 
 
-def test_a_python_without_torch_is_named_before_anything_runs(tmp_path: Path) -> None:
+def test_a_python_without_torch_is_refused_before_measuring(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     with pytest.raises(UserError, match="torch: not installed for"):
-        peers.main(["--config=bench.py:debug", f"--torch-python={bare}"])
+        peers.peers(cfg=load("bench.py:debug"), torch_python=bare)
     with pytest.raises(UserError, match="can't be started"):
-        peers.main(["--config=bench.py:debug", f"--torch-python={tmp_path / 'none'}"])
+        peers.peers(cfg=load("bench.py:debug"), torch_python=tmp_path / "none")
 
 
-@pytest.mark.parametrize("name", ["torch_baseline.py", "stopwatch.py"])
+@pytest.mark.parametrize("name", ["training/torch_baseline.py", "stopwatch.py"])
 def test_the_baseline_runs_on_an_older_python(name: str) -> None:
-    """The Python with torch is often another one."""
-    ast.parse((BENCHMARKS / name).read_text(), feature_version=(3, 11))
+    """The Python with torch may be an older one."""
+    ast.parse((ROOT / "benchmarks" / name).read_text(), feature_version=(3, 11))
 
 
-def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Path) -> None:
+def test_a_stopped_or_failed_baseline_keeps_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "torch.json"
     actual = {"versions": {"torch": "2", "cudnn": 9}, "variants": _sides(6.0)[1]["variants"]}
     write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(actual)!r});"
@@ -179,52 +202,23 @@ def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Pat
         peers.measure_torch([sys.executable, "-c", "import os; os._exit(4)"], file, dict(os.environ), 60.0)
 
 
-def test_kernels_leave_what_they_measured_before_they_were_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure, file = kernel_cases.measure, tmp_path / "kernels.json"
+def test_interrupted_kernels_keep_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, file = measuring.measure, tmp_path / "kernels.json"
 
-    def interrupted(case: kernel_cases.Case, *rest):
+    def interrupted(case: measuring.Case, *rest):
         if case.name == "LayerNorm":
             raise KeyboardInterrupt
         return measure(case, *rest)
 
-    monkeypatch.setattr(kernel_cases, "measure", interrupted)
+    monkeypatch.setattr(measuring, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        kernels.main(["--parts=norm", "--seconds=0.001", f"--json={file}"])
+        main(["kernels", "--parts=norm", "--seconds=0.001", f"--json={file}"])
     assert [row["name"] for row in json.loads(file.read_text())["figures"]["parts"]["norm"]] == ["RMSNorm"]
 
 
-def test_results_of_a_copy_without_history_say_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_a_copy_without_history_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "1a2b3c4")
     assert outcome.described({})["commit"] == "1a2b3c4"
-
-
-@pytest.mark.parametrize("run", ["bench.py:llama_1b", "bench.py:llama_8b_18_layers", "bench.py:gpt_1_3b"])
-def test_megatrons_flags_mean_the_same_model(run: str, tmp_path: Path) -> None:
-    cfg, file = load(run), tmp_path / "back.py"
-    more = {"microbatches": 4, "timed_steps": 12, "warm_up": 5}
-    flags = megatron_peer.flags(peers.spec_of(cfg) | more)
-    assert megatron_args.main([f"--output={file}", "--", *flags]) == 0
-    back = load(str(file))
-    assert back.model.parameter_count() == cfg.model.parameter_count()
-    assert back.model.flops() == cfg.model.flops()
-    assert back.model.stack.pattern[0].mixer.rope == cfg.model.stack.pattern[0].mixer.rope
-    assert (back.batch.micro_size, back.batch.global_size) == (cfg.batch.micro_size, cfg.batch.global_size)
-    assert (back.optimizer.beta2, back.optimizer.clip) == (cfg.optimizer.beta2, cfg.optimizer.clip)
-    assert back.precision.compute == "bfloat16" and back.steps == 17
-
-
-def test_what_megatron_prints_is_read() -> None:
-    line = (
-        " [2026-11-21 00:00:00] iteration {0}/ 3 | consumed samples: 32 | elapsed time per iteration (ms): {1} | "
-        "throughput per GPU (TFLOP/s/GPU): 500.0 | learning rate: 1.0E-04 | lm loss: 1.1{0}E+01 | loss scale: 1.0 |"
-    )
-    log = "\n".join([line.format(1, 9000.0), line.format(2, 510.5), line.format(3, 500.5)])
-    log += "\n[Rank 0] (after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: 2048.0 | reserved: 1.0"
-    actual = megatron_peer.parse_log(log, {"warm_up": 1})
-    assert actual == {"seconds": [0.5105, 0.5005], "losses": [11.1], "peak_memory": 2**31}
-    assert "out of memory" in megatron_peer.parse_log("starting\nCUDA out of memory\n", {"warm_up": 1})["error"]
 
 
 @pytest.mark.slow
@@ -232,10 +226,14 @@ def test_what_megatron_prints_is_read() -> None:
 @pytest.mark.parametrize("config", ["bench.py:debug", "bench.py:debug_gpt"])
 def test_the_torch_baseline_trains_to_the_same_losses(config: str, tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
-    program = [sys.executable, str(BENCHMARKS / "peers.py"), f"--config={config}", "--devices=cpu", "--steps=2"]
+    program = [sys.executable, "-m", "benchmarks", "peers", f"--config={config}", "--devices=cpu", "--steps=2"]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     ended = subprocess.run(
-        [*program, f"--torch-python={TORCH}", f"--json={file}"], env=environment, capture_output=True, text=True
+        [*program, f"--torch-python={TORCH}", f"--json={file}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     answer = json.loads(file.read_text())["figures"]
@@ -247,14 +245,13 @@ def test_the_torch_baseline_trains_to_the_same_losses(config: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_program_read_from_the_compile_cache_is_told_apart(tmp_path: Path) -> None:
-    """In processes of their own: jax settles on a cache at its first compile."""
+def test_a_program_from_the_compile_cache_is_reported(tmp_path: Path) -> None:
+    """In separate processes, because jax chooses its cache at the first compilation."""
     code = """
 import sys
 from types import SimpleNamespace
 import jax, jax.numpy as jnp
-sys.path.append("benchmarks")
-from train_speed import compiled_step
+from benchmarks.training.train_speed import compiled_step
 def train_step(state, batch):
     return state @ batch
 like = lambda: jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -266,7 +263,5 @@ print(seconds["compile_cached"])
     least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     environment = dict(os.environ) | least | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
     for expected in ("False", "True"):
-        ended = subprocess.run(
-            [sys.executable, "-c", code], cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True
-        )
+        ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert ended.stdout.strip() == expected, ended.stderr[-1000:]

@@ -13,7 +13,7 @@ from tests.docs.prepared import PRELUDES, prepare
 
 SHORTER = {
     "megajax.train": ("--steps=3", "--evaluation.batches=1"),
-    "benchmarks/mfu.py": ("--steps=2",),
+    "mfu": ("--steps=2",),
 }
 """Settings that make a command take seconds. The page's own settings win."""
 REPLACED = {"--schedule.anneal_steps=200": "--schedule.anneal_steps=1", "--steps=100": "--steps=3"}
@@ -33,7 +33,7 @@ LEFT_OUT = {
     "--config=own.py\n": "takes hours on a CPU; the page tries own.py:debug",
     "FILE.xplane": "needs a profile; tests/metrics reads one",
     "source .venv": "the tests run in that environment",
-    "benchmarks/kernels.py": "needs a GPU",
+    "-m benchmarks kernels": "needs a GPU",
     "wiki.valid.txt": "needs WikiText",
     "data/valid_text_sentence": "needs WikiText",
     "--hf=llama_folder": "needs a Hugging Face folder; tests/tasks evaluates one",
@@ -44,11 +44,11 @@ LEFT_OUT = {
     "--config=squad.py:squad_v1 ": "needs SQuAD; tests/tasks runs its debug twin",
     "--config=runs/gpt/config.yaml": "needs token files; tests/interop goes on with such a run",
     "{rank: 16, alpha: 32}": "compiles for minutes",
-    "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
+    "-m benchmarks program_audit": "tests/planning/test_program_audit_deviceless.py does the same",
     "--chat": "waits for a person; tests/inference has conversations",
     "megajax.serve": "runs until a signal stops it; tests/inference/server runs it",
     "curl ": "needs a server; tests/inference/server asks one",
-    "benchmarks/serving_load.py": "needs a server; tests/inference/server starts one",
+    "-m benchmarks serving_load": "needs a server; tests/inference/server starts one",
 }
 """Words of the commands that do not run here, with the reason."""
 
@@ -114,7 +114,7 @@ def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 def test_every_command_is_in_a_block_that_is_run() -> None:
     """No test would run a command in a block without a language."""
-    starts = ("python -m megajax", "uv run", "megajax ", "benchmarks/", "python benchmarks/", "pip ", "pytest ")
+    starts = ("python -m megajax", "uv run", "megajax ", "benchmarks/", "python -m benchmarks", "pip ", "pytest ")
     stray = [
         f"{block}: {line}"
         for page in PAGES

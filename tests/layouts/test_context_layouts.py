@@ -1,6 +1,6 @@
 """Rows sharded over `context` train like whole rows: by every strategy, and with every other axis.
 
-Cases are in tests/context_cases.py, and `python benchmarks/layouts.py --context` prints their differences.
+Cases are in tests/context_cases.py, and `python -m benchmarks context_layouts` prints their differences.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Five steps and all gradients on eight devices, in combinations of every dimension of a layout, against one device's.
 
-`python benchmarks/layouts.py` prints the whole matrix.
+`python -m benchmarks layouts --devices=cpu:8` prints the whole matrix.
 """
 
 from itertools import chain

@@ -24,7 +24,7 @@ from megajax.planning.virtual_devices import GIB, GPUS, MIB, Cluster
 
 ROOT = Path(__file__).parents[2]
 FIGURES: dict[str, Any] = json.loads((ROOT / "benchmarks/results/context.json").read_text("utf-8"))["figures"]
-"""By benchmarks/context.py."""
+"""By `python -m benchmarks context`."""
 T, C = 131_072, 8
 KEYS = T // C * 2 * 4 * 128 * 2
 """Bytes of keys and values of 4 heads of 128 on a device of context 8, in bfloat16."""
@@ -135,7 +135,7 @@ def test_recipes_fit_and_send_the_least_bytes(case: str) -> None:
     assert one["sent_mib_a_layer"] == pytest.approx(one["least_mib_a_layer"], rel=0.01)
     cfg: Any = load(f"{ROOT}/configs/llama3.py:{recipe}", f"parallel.context_strategy={strategy}")
     step = estimate(describe(cfg, GPUS["h100"], int(gpus)))
-    assert step.memory.peak / GIB == pytest.approx(one["formula_peak_gib"], abs=0.01), "run benchmarks/context.py again"
+    assert step.memory.peak / GIB == pytest.approx(one["formula_peak_gib"], abs=0.01), "run benchmarks context"
     assert step.memory.peak / GIB == pytest.approx(one["peak_gib"], rel=0.2)
     assert step.step_seconds == pytest.approx(one["step_seconds"], rel=0.06)
 

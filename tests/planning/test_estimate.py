@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100"]
 
 COMPILED: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks/results/compiled_peaks.json").read_text("utf-8"))
-"""Plans compiled by benchmarks/compiled_peaks.py, GiB of one H100."""
+"""Plans compiled by `python -m benchmarks compiled_peaks`, GiB of one H100."""
 
 
 def shipped(name: str, devices: int, *overrides: str) -> Estimate:

@@ -43,7 +43,7 @@ COMPILED: dict[str, tuple[str, int, tuple[str, ...], tuple[float, float, float]]
     "llama3_405b": ("llama3_405b", 1024, (), (42.42, 10.01, 24.89)),
 }
 """Config, H100s, settings; TiB a step of its compiled program (jax 0.12.0.1, cuBLAS for all matmuls, without cuBLAS's
-scratch space): all, copies and elementwise, matmul. benchmarks/traffic.py compiles them again."""
+scratch space): all, copies and elementwise, matmul. `python -m benchmarks traffic` compiles them again."""
 
 
 @pytest.mark.parametrize("case", COMPILED)

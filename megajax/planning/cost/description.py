@@ -1,6 +1,6 @@
 """The input of the cost model: a description of a run, made from a RunConfig or by hand.
 
-benchmarks/planner_accuracy.py describes programs of other systems by hand, whose published speeds test the cost model.
+benchmarks/planning/accuracy.py describes programs of other systems by hand, whose published speeds test the cost model.
 Each row counts as one document: packed documents need less attention, and `context` divides it less evenly
 (docs/context.md).
 """

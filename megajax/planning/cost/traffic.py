@@ -3,7 +3,7 @@
 What overlaps is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass two gathers
 of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work all traffic between stages;
 under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step. What attention sends over
-`context` was counted in programs of Llama-3 8B and 70B (benchmarks/context.py), without ids of documents, 4 bytes a
+`context` was counted in programs of Llama-3 8B and 70B (benchmarks), without ids of documents, 4 bytes a
 position.
 
 Times are ring (bandwidth) and tree (latency) costs as in NCCL's own model: of n devices, a ring all-gather or

@@ -1,7 +1,7 @@
 """Work and memory of one device: seconds of kernels, bytes through memory, peak memory.
 
 Kernels read each operand once and write each result once. The numbers of passes over activations are counted in
-compiled programs of GPT-3 175B and of Llama-3 8B, 70B and 405B; benchmarks/traffic.py compares the sums with those
+compiled programs of GPT-3 175B and of Llama-3 8B, 70B and 405B; `benchmarks traffic` compares the sums with those
 programs. Bytes come in the classes of `plan --audit`; collectives are in megajax.planning.cost.traffic.
 
 T tokens of a microbatch on a device of `context`, D hidden, F ffn. Times are of one microbatch.

@@ -1,14 +1,14 @@
-"""The comparison of gradients by every way to dispatch tokens, on CPU devices."""
+"""The comparison of gradients by every way to dispatch tokens to experts, on CPU devices."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import expert_gradients
-import expert_ways
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.training import expert_gradients
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.mesh import find_devices
@@ -18,7 +18,7 @@ CONFIG = ("mixtral.py:debug", "model.stack.repeats=1", "model.hidden=32", "model
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program sets what the runtime reads at its start; the variable goes back afterwards."""
+    """Restore the variable that the program sets for the runtime."""
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
 
 
@@ -28,20 +28,20 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def test_the_way_is_set_in_every_layer() -> None:
+def test_the_way_of_dispatch_is_set_in_every_layer() -> None:
     cfg = load("deepseek.py:debug").model
     ragged = expert_gradients.with_way(cfg, "ragged")
     assert "way='ragged'" in repr(ragged) and "way='auto'" not in repr(ragged)
     assert expert_gradients.with_way(ragged, "auto") == cfg
     dense = load("llama3.py:debug")
     with pytest.raises(UserError, match="no mixture of experts"):
-        next(expert_gradients.compare(dense))
+        next(iter(expert_gradients.expert_gradients(cfg=dense)))
 
 
-def test_gradients_that_are_not_finite_or_differ_are_wrong(
+def test_different_and_non_finite_gradients_are_reported(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """As reported of ragged exchanges: a finite loss and NaN gradients."""
+    """A finite loss with NaN gradients, as publicly reported of ragged exchanges."""
     values = {"gather": 1.0, "ragged": jnp.nan, "capacity": 1.5}
 
     def gradients(cfg):
@@ -50,7 +50,7 @@ def test_gradients_that_are_not_finite_or_differ_are_wrong(
 
     monkeypatch.setattr(expert_gradients, "gradients", gradients)
     file = tmp_path / "ways.json"
-    assert expert_ways.main(["--config=mixtral.py:debug", f"--json={file}"]) == 1
+    assert main(["expert_gradients", "--config=mixtral.py:debug", f"--json={file}"]) == 1
     rows = json.loads(file.read_text())["figures"]["rows"]
     assert [(row["way"], row["worst"], row["right"]) for row in rows] == [
         ("ragged", "b", False),
@@ -60,17 +60,19 @@ def test_gradients_that_are_not_finite_or_differ_are_wrong(
 
 
 @pytest.mark.slow
-def test_all_ways_agree(devices: int, process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_ways_of_dispatch_have_equal_gradients(
+    devices: int, process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(expert_gradients, "TOLERANCES", {"float32": 1e-5})
     file = tmp_path / "ways.json"
     argv = [f"--{setting}" for setting in CONFIG[1:]]
-    assert expert_ways.main([f"--config={CONFIG[0]}", *argv, f"--json={file}"]) == 0
+    assert main(["expert_gradients", f"--config={CONFIG[0]}", *argv, f"--json={file}"]) == 0
     rows = json.loads(file.read_text())["figures"]["rows"]
     assert [row["way"] for row in rows] == (["ragged", "capacity"] if devices > 1 else [])
     assert all(row["error"] <= 1e-5 and row["devices"] == 2 for row in rows)
 
 
-def test_ways_differ_in_nothing_else() -> None:
+def test_only_the_dispatch_differs_between_ways() -> None:
     cfg = load(*CONFIG).model
     gather = expert_gradients.with_way(cfg, "gather")
     assert replace(gather, stack=cfg.stack) == cfg
