@@ -52,7 +52,7 @@ def checkpoint(*, megabytes: int = 500, repeats: int = 4, folder: Path | None = 
     plain_context = arrays._context
 
     def with_zstd(partial: bool = False) -> Any:
-        context = plain_context(partial)
+        context = plain_context()
         context.array.saving.use_compression = True
         return context
 
