@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.processes import command_of, memory, results_of
 from megajax.checkpoint import arrays
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
