@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.config import load
-from megajax.data.rows.attention_work import RowWork, device_scores, imbalance
-from megajax.data.rows.balancing import Imbalance, balance_rows
+from megajax.data.rows.balancing import Imbalance, RowWork, balance_rows, device_scores, imbalance
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.training.row_work import row_work

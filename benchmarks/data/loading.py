@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from megajax.data.text.gpt_index import IndexRequest, build_index
-from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter
 
 from benchmarks.outcome import rounded
 from benchmarks.stopwatch import best
@@ -29,6 +27,8 @@ from megajax.data.configs import (
 from megajax.data.rows.blend import weighted_index
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.packing import best_fit
+from megajax.data.text.gpt_index import IndexRequest, build_index
+from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter
 from megajax.models.configs import text_schema
 from megajax.models.presets.bert import bert
 from megajax.models.presets.t5 import t5

@@ -19,8 +19,7 @@ from megajax.kernels.grouped.capability import GroupedKernel
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
 from megajax.kernels.ssm.ssd import Scan, ssd
-from megajax.layers.block.cross_config import CrossAttentionConfig, CrossBlockConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
+from megajax.layers.configs import AttentionConfig, BlockConfig, CrossAttentionConfig, DenseMLPConfig, LayerNormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import bind, specs
 from megajax.mesh.xla import FP8, GPU
@@ -63,7 +62,7 @@ def layers(kernel: Kernel) -> dict[str, BlockConfig]:
     cross = CrossAttentionConfig(heads=HEADS, bias=True, kernel=kernel)
     return {
         "bert": BlockConfig(mixer=replace(mixer, causal=False), **common),
-        "t5": CrossBlockConfig(mixer=mixer, cross=cross, **common),
+        "t5": BlockConfig(mixer=mixer, cross=cross, **common),
     }
 
 

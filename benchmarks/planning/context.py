@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.outcome import RESULTS
 from megajax.config import load
-from megajax.data.rows.attention_work import RowWork, imbalance
+from megajax.data.rows.balancing import RowWork, imbalance
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
