@@ -1,16 +1,11 @@
 """A server that the tests of a module share."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from served import Running, start, stop
 
 from megajax.inference.server.config import ServerConfig
-
-# At the end: none of their names may shadow a library's.
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 
 @pytest.fixture(scope="module")

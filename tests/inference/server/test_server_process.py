@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx2
 import pytest
-import serving_load
 from echo_device import DEATH, EchoDevice
 from served import start, stop
 
+from benchmarks.inference import serving_load
 from megajax.config.errors import UserError
 from megajax.inference.server.config import Access, ServerConfig, is_loopback
 from megajax.inference.server.server import Serving
