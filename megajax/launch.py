@@ -93,7 +93,7 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
         problems.append(Problem("--processes", f"{message} {limit}", hint))
     if not command:
         hint = "e.g. python -m megajax.launch --processes=2 -- python -m megajax.train --config=quickstart.py"
-        problems.append(Problem("--", "no command to start", hint))
+        problems.append(Problem("--", "needs a command to start", hint))
     if problems:
         raise ConfigError(problems, "command line")
     return run(gang, Supervision(restarts=restarts, limits=limits, beats=flags["beats"]), _record)

@@ -38,7 +38,7 @@ class LocalConfig(Builds):
         """Problems of the settings themselves; `LocalCheckpoints` checks the folder."""
         minimums = {"every": 1, "replicas": 0, "keep": 1, "failures": 1, "jump": 1}
         return [
-            Problem(name, f"is {value}, but must be at least {minimum}")
+            Problem(name, f"must be at least {minimum}, got {value}")
             for name, minimum in minimums.items()
             if (value := getattr(self, name)) is not None and value < minimum
         ]
@@ -126,7 +126,7 @@ class CheckpointConfig(Builds):
     def problems(self) -> list[Problem]:
         """Problems of the settings themselves; the manager checks the folders."""
         problems = [
-            Problem(name, f"is {value}, but must be at least {minimum}", hint)
+            Problem(name, f"must be at least {minimum}, got {value}", hint)
             for name, value, minimum, hint in (
                 ("every", self.every, 1, "use none to save only at the end"),
                 ("keep_last", self.keep_last, 1, "use none to keep all"),

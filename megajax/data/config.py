@@ -22,20 +22,22 @@ def split_problems(split: str) -> list[Problem]:
 
 def between(setting: str, value: float, least: float, most: float) -> list[Problem]:
     """A value outside least to most."""
-    return [] if least <= value <= most else [Problem(setting, f"expected {least:g} to {most:g}, found {value:g}")]
+    return (
+        [] if least <= value <= most else [Problem(setting, f"must be between {least:g} and {most:g}, got {value:g}")]
+    )
 
 
 def at_least(setting: str, value: float, least: float) -> list[Problem]:
     """A value below least."""
-    return [] if value >= least else [Problem(setting, f"expected {least} or more, found {value}")]
+    return [] if value >= least else [Problem(setting, f"must be at least {least}, got {value}")]
 
 
 def paths_problems(config: Any, files: str, hint: str) -> list[Problem]:
     """Both common and separate files for splits, or none at all. files: their kind, for the message."""
     separate = [f"{name}_paths" for name in NAMES if getattr(config, f"{name}_paths")]
     if config.paths and separate:
-        return [Problem("paths", f"set together with {', '.join(separate)}", "use one of the two ways")]
-    return [] if config.paths or separate else [Problem("paths", f"no {files} given", hint)]
+        return [Problem("paths", f"is set together with {', '.join(separate)}", "use one of the two ways")]
+    return [] if config.paths or separate else [Problem("paths", f"names no {files}", hint)]
 
 
 class RowsConfig(Protocol):

@@ -116,12 +116,12 @@ class Recomputing:
                 Problem("offload", "needs tensors by name, and recompute=none saves all without names", "use selective")
             )
         if self.layers is not None and (self.layers < 1 or self.recompute == "none"):
-            message = f"{self.layers} with recompute={setting}"
+            message = f"cannot be {self.layers} with recompute={setting}"
             problems.append(
                 Problem("layers", message, "at least 1, of recompute=selective, full or parts; none: all layers")
             )
         if self.layers_per_checkpoint < 1 or (self.layers_per_checkpoint > 1 and self.recompute != "full"):
-            message = f"{self.layers_per_checkpoint} with recompute={setting}"
+            message = f"cannot be {self.layers_per_checkpoint} with recompute={setting}"
             problems.append(
                 Problem(
                     "layers_per_checkpoint",

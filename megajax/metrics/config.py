@@ -58,7 +58,7 @@ class LoggingConfig(Builds):
 
     def problems(self) -> list[Problem]:
         return [
-            Problem(name, f"is {value}, must be at least 1", "set it to 1 or more")
+            Problem(name, f"must be at least 1, got {value}", "set it to 1 or more")
             for name, value in {"every": self.every, "layers_every": self.layers_every}.items()
             if value < 1
         ]

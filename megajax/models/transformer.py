@@ -95,10 +95,10 @@ class TransformerConfig:
         size = len(self.stack.pattern)
         if len(self.stack.parts()) > 1:
             if self.layers_per_checkpoint > 1:
-                message = f"{self.layers_per_checkpoint} of a segmented stack"
+                message = f"must be 1 for a stack of segments, got {self.layers_per_checkpoint}"
                 problems.append(Problem("layers_per_checkpoint", message, "use 1"))
             if self.recompute_layers is not None:
-                message = f"{self.recompute_layers} of a segmented stack"
+                message = f"must be none for a stack of segments, got {self.recompute_layers}"
                 problems.append(Problem("recompute_layers", message, "use none"))
             return problems
         for name, count in (
@@ -229,7 +229,7 @@ class TransformerConfig:
 
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
         """Sides of the stack's matrices on one device."""
-        yield Side("hidden", "", self.hidden)
+        yield Side("hidden", "is", self.hidden)
         for setting, block in self.stack.named_blocks().items():
             for side in block.matmul_sides(self.hidden, tensor):
                 yield side._replace(setting=f"stack.{setting}.{side.setting}")

@@ -51,7 +51,7 @@ def _from_zero(cfg: object, *names: str) -> Iterator[Problem]:
     for name in names:
         value = getattr(cfg, name)
         if value is not None and not 0 <= value < inf:
-            yield Problem(name, f"must be a number from 0 up, got {value}")
+            yield Problem(name, f"must be a number of at least 0, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class UpdateConfig(Builds):
         if not self.trainable:
             problems.append(Problem("trainable", "names no weight", "the default, *, trains all"))
         if not 0 <= self.offload <= 1:
-            problems.append(Problem("offload", f"is a share, from 0 to 1, got {self.offload:g}"))
+            problems.append(Problem("offload", f"must be a share between 0 and 1, got {self.offload:g}"))
         for name, beta in averages.items():
             if not 0 <= beta < 1:
                 problems.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))

@@ -50,12 +50,16 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     cluster, problems = read_target(flags)
     modes = [mode for mode in MODES if flags[mode] not in (None, False)]
     if len(modes) > 1:
-        problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
+        problems.append(
+            Problem(f"--{modes[1]}", f"cannot be combined with --{modes[0]}", "ask for one of them at a time")
+        )
     for mode in [*["formula"] * flags["formula"], *modes] * flags["audit"]:
-        problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
+        problems.append(
+            Problem("--audit", f"cannot be combined with --{mode}", "it reads the program that is compiled")
+        )
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
-            problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
+            problems.append(Problem(f"--{name}", f"needs --{mode}"))
     free = cluster is None or {"search", "serve", "sweep"} & {*modes}
     return None if free else cluster.devices, problems
 
@@ -310,7 +314,7 @@ def sweep_points(case: Case, axis: str, values: Sequence[str]) -> list[Point]:
         if mode == "weak":
             weak_rows, remainder = divmod(rows * count, first)
             if remainder:
-                refused = [Problem(f"{rows} rows on {first}", f"no whole number of rows on {count}")]
+                refused = [Problem(f"{rows} rows on {first}", f"are no whole number of rows on {count}")]
             # As many tokens in all.
             words += [f"batch.global_size={weak_rows}", f"steps={case.cfg.steps * first // count}"]
         scaled = replace(case, cluster=cluster._replace(devices=count))

@@ -160,9 +160,7 @@ class PrecisionConfig:
             )
         if self.fp8 is not None and self.compute != "bfloat16":
             problems.append(
-                Problem(
-                    "fp8", f"goes with compute=bfloat16, not with {self.compute}", "set compute=bfloat16, or fp8=none"
-                )
+                Problem("fp8", f"needs compute=bfloat16, got {self.compute}", "set compute=bfloat16, or fp8=none")
             )
         return problems
 

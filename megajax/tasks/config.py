@@ -238,7 +238,9 @@ class SquadTaskConfig(BenchmarkTaskConfig):
         counts = {"longest_answer": self.longest_answer, "best": self.best}
         problems = [Problem(name, f"must be at least 1, got {n}") for name, n in counts.items() if n < 1]
         if self.split == "test":
-            problems.append(Problem("split", "test: the questions of the test split are not public", "use validation"))
+            problems.append(
+                Problem("split", "must be validation: the questions of the test split are not public", "use validation")
+            )
         return problems
 
 

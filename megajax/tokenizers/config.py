@@ -74,8 +74,12 @@ class NullTokenizerConfig(Builds):
     """Number of ids, including the one that ends a document, vocabulary_size - 1."""
 
     def problems(self) -> list[Problem]:
-        hint = "give at least 1: the last id ends a document"
-        return [] if self.vocabulary_size > 0 else [Problem("vocabulary_size", f"is {self.vocabulary_size}", hint)]
+        hint = "the last id ends a document"
+        return (
+            []
+            if self.vocabulary_size > 0
+            else [Problem("vocabulary_size", f"must be at least 1, got {self.vocabulary_size}", hint)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +162,7 @@ class WordPieceTokenizerConfig(Builds):
 
 
 def _count_problems(setting: str, number: int) -> list[Problem]:
-    return [] if number >= 0 else [Problem(setting, f"is {number}", "give 0 or more")]
+    return [] if number >= 0 else [Problem(setting, f"must be at least 0, got {number}")]
 
 
 def _special_token_problems(tokens: tuple[str, ...]) -> list[Problem]:

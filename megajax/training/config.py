@@ -53,8 +53,10 @@ class LinearRampConfig:
             return [Problem("start", f"start={self.start} is above global_size={global_size}")]
         if gap % self.increment:
             legal = ", ".join(str(n) for n in nearest_divisors(gap, self.increment))
-            message = f"does not divide global_size={global_size} - start={self.start} = {gap}"
-            return [Problem("increment", f"increment={self.increment} {message}", f"nearest divisors: {legal}")]
+            message = (
+                f"increment={self.increment} does not divide global_size={global_size} - start={self.start} = {gap}"
+            )
+            return [Problem("increment", message, f"nearest divisors: {legal}")]
         if gap // self.increment > MOST_SIZES:
             message = (
                 f"increment={self.increment} makes {gap // self.increment + 1} batch sizes, each a program to compile"
@@ -107,7 +109,7 @@ class StepRampConfig:
         pairs = self.pairs()
         problems = []
         if pairs[0][0]:
-            problems.append(Problem("sizes", f"begins at {pairs[0][0]}", "the first threshold is 0"))
+            problems.append(Problem("sizes", f"must begin at 0, got {pairs[0][0]}", "the first threshold is 0"))
         for (threshold, rows), (next_threshold, more) in pairwise(pairs):
             if next_threshold <= threshold:
                 problems.append(
@@ -131,7 +133,9 @@ class StepRampConfig:
         last = self.pairs()[-1][1]
         if last == global_size:
             return []
-        return [Problem("sizes", f"ends at {last} rows, global_size={global_size}", f"set batch.global_size={last}")]
+        return [
+            Problem("sizes", f"must end at global_size={global_size} rows, got {last}", f"set batch.global_size={last}")
+        ]
 
     def thresholds(self, global_size: int, sequence_length: int | None) -> tuple[tuple[int, int], ...]:
         """(samples before the size starts, rows), in order."""
@@ -273,7 +277,9 @@ class EvaluationConfig:
             problems.append(Problem("batches", f"must not be negative, got {self.batches}"))
         for name in self.sets:
             if not re.fullmatch(r"[\w.-]+", name):
-                problems.append(Problem("sets", f"the name {name!r} is not made of letters, digits, _ . -"))
+                problems.append(
+                    Problem("sets", f"the name {name!r} is not made of letters, digits, underscores, dots and dashes")
+                )
             elif name in ("train", "validation", "test"):
                 problems.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
             prefix = f"sets.{name}"

@@ -20,7 +20,7 @@ def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
         yield Problem(SETTING, message, "set it to none")
         return
     if "segment_ids" not in cfg.data.leaves() or "segment_ids" not in model.schema():
-        message = f"{balance}, but each row is one document, so all rows have the same work"
+        message = f"is {balance}, but each row is one document, so all rows have the same work"
         yield Problem(SETTING, message, "set it to none, or data.isolate_documents=true")
     if cfg.batch.loss_average == "microbatches" and cfg.batch.micro_size > 1:
         message = (

@@ -201,8 +201,8 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         rows = [count * cfg.batch.micro_size * cfg.replicas(total) for count in nearest]
         yield Problem(
             "parallel.virtual_stages",
-            f"with {parallel.virtual_stages} virtual stages, microbatches go in groups of parallel.pipeline="
-            f"{parallel.pipeline}, and a step has {microbatches}",
+            f"microbatches go in groups of parallel.pipeline={parallel.pipeline} with "
+            f"{parallel.virtual_stages} virtual stages, and a step has {microbatches}",
             f"set batch.global_size={' or '.join(map(str, rows))}, or parallel.virtual_stages=1",
         )
 
@@ -230,8 +230,10 @@ def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         yield Problem("parallel.context", message, f"set it to 1, and use {other_axes}")
         return
     if parallel.context_rounds > 1 and not cfg.model.ignores_later_positions():
-        message = f"{parallel.context_rounds} rounds balance the work of causal models; the positions of "
-        message += f"{type(cfg.model).__name__} see later ones, and devices hold one chunk of each row"
+        message = (
+            f"{parallel.context_rounds} rounds balance the work of causal models; the positions of "
+            f"{type(cfg.model).__name__} see later ones, and devices hold one chunk of each row"
+        )
         yield Problem("parallel.context_rounds", message, "set it to 1")
         return
     for name, leaf in cfg.model.schema().items():
@@ -329,7 +331,7 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Sides of the matrices on one device must be multiples of 16; those of latents are checked when traced."""
     if cfg.precision.fp8 is not None and len({stack.layers() for stack in cfg.model.stacks().values()}) > 1:
         counts = ", ".join(f"{name or 'stack'} {stack.layers()}" for name, stack in cfg.model.stacks().items())
-        message = f"is for sections of equally many layers, and these differ: {counts}"
+        message = f"needs sections of equally many layers, and these differ: {counts}"
         yield Problem("precision.fp8", message, "use none")
     model = facts_of(cfg.model)
     if model is None or cfg.precision.fp8 is None or cfg.parallel.problems():
@@ -348,8 +350,8 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         sides += [Side(place, f"{rows} over parallel.context={context} are", tokens)] * (not over)
     for side in (*sides, *model.matmul_sides(tensor)):
         if side.size % MULTIPLE:
-            message = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
-            yield Problem(f"model.{side.setting}", message.lstrip(), "or set precision.fp8=none")
+            message = f"{side.text} {side.size}, but 8-bit matmuls need a multiple of {MULTIPLE}"
+            yield Problem(f"model.{side.setting}", message, "or set precision.fp8=none")
 
 
 def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ def moe(**settings) -> MoEConfig:
 
 
 ALONE = {
-    "more experts a token than experts": (moe(top_k=7), "top_k: 7 experts a token, of experts=6; use at most 6"),
+    "more experts a token than experts": (moe(top_k=7), "top_k: is 7, but there are experts=6; use at most 6"),
     "no experts": (moe(experts=0), "experts: must be a number above 0, got 0"),
     "groups that do not divide": (
         moe(router=RouterConfig(groups=4, chosen_groups=2)),
@@ -34,7 +34,7 @@ ALONE = {
     ),
     "more groups chosen than groups": (
         moe(router=RouterConfig(groups=3, chosen_groups=4)),
-        "router.chosen_groups: 4 of groups=3; use 1 to 3",
+        "router.chosen_groups: must be between 1 and groups=3, got 4",
     ),
     "chosen groups that do not divide top_k": (
         moe(top_k=3, router=RouterConfig(groups=3, chosen_groups=2)),
@@ -46,13 +46,13 @@ ALONE = {
     ),
     "more scores than a group has": (
         moe(router=RouterConfig(groups=3, chosen_groups=2, group_scores=3)),
-        "router.group_scores: 3 scores of groups of 2 experts; use 1 to 2",
+        "router.group_scores: is 3, but a group has 2 experts; use 1 to 2",
     ),
     "scores of no groups": (
         RouterConfig(group_scores=1),
-        "group_scores: is for groups of experts, and groups=none; set groups, or set this to none",
+        "group_scores: needs groups of experts, but groups=none; set groups, or set this to none",
     ),
-    "groups alone": (RouterConfig(groups=2), "groups: and chosen_groups go together; set both, or neither"),
+    "groups alone": (RouterConfig(groups=2), "groups: must be given together with chosen_groups; set both, or neither"),
     "no capacity": (CapacityConfig(factor=0.0), "factor: must be a number above 0, got 0.0"),
     "capacity below 0": (CapacityConfig(factor=-1.0), "factor: must be a number above 0, got -1.0"),
     "room below the mean": (
@@ -118,7 +118,7 @@ def test_whole_experts_need_sequence_parallelism():
 
 
 FROM_THE_COMMAND_LINE = {
-    "top_k": (["top_k=9"], ["mlp.top_k", "9 experts a token, of experts=8"]),
+    "top_k": (["top_k=9"], ["mlp.top_k", "is 9, but there are experts=8"]),
     "capacity": (["router.capacity.type=CapacityConfig", "router.capacity.factor=0"], ["router.capacity.factor", "0"]),
 }
 

@@ -44,7 +44,7 @@ def refusal(tmp_path, monkeypatch):
 def test_every_missing_and_unknown_argument_is_listed(refusal):
     text = refusal(
         "def config():\n"
-        "    block = mj.BlockConfig(mixer=mj.AttentionConfig())\n"
+        "    block = mj.BlockConfig(mixer=mj.AttentionConfig(), mlp=mj.MoEConfig(experts=2))\n"
         "    stack = mj.StackConfig(pattern=(block,), repeats=2)\n"
         "    model = mj.DecoderConfig(hidden=64, vocabulary_size=9, stack=stack)\n"
         "    optimizer = mj.AdamWConfig(lr=1)\n"
@@ -56,7 +56,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         f"mine.py, line {LINE + 4}: AdamWConfig has no setting lr\n      there is schedule.lr",
         f"mine.py, line {LINE + 3}: DecoderConfig needs sequence_length\n",
         f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
-        "write mlp=mj.DenseMLPConfig(ffn=...), mj.GatedMLPConfig(ffn=...) or mj.MoEConfig(experts=..., expert=...)\n",
+        "write expert=mj.DenseMLPConfig(ffn=...) or mj.GatedMLPConfig(ffn=...)\n",
         "write data=mj.BlendConfig(...), mj.ChatConfig(...), ",
         " or mj.StandardLibraryConfig(...)\n",
     ):

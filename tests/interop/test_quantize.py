@@ -225,12 +225,12 @@ def test_rows_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantize=int3"], "--quantize: is int3"),
+        (["--quantize=int3"], "--quantize: must be one of "),
         (["--group=64"], "--group: applies to quantized weights"),
         (["--quantize=int8", "--group=64"], "--group: applies to int4, not to int8"),
         (["--quantize=int4", "--group=7"], "--group: must be even"),
-        (["--quantize=int8", "--activations=fp8"], "--activations: fp8 goes with weights=fp8"),
-        (["--quantize=int8", "--activations=fp4"], "--activations: is fp4"),
+        (["--quantize=int8", "--activations=fp8"], "--activations: fp8 needs weights=fp8"),
+        (["--quantize=int8", "--activations=fp4"], "--activations: must be none or fp8, got fp4"),
         (["--quantize=int8", "--compare=none.txt"], "--compare: none.txt does not exist"),
         (["--quantize=int8", "--exclude=*.mixer.querry"], "model.quantization.exclude"),
         (["--quantize=int4", "--group=20"], "32 inputs are not a multiple of the group, 20"),

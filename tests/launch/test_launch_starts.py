@@ -76,7 +76,7 @@ def test_the_port_of_process_0_is_in_use(start, tmp_path):
 
 
 LAUNCHES = {
-    "no command": (["--processes=2"], "no command to start"),
+    "no command": (["--processes=2"], "needs a command to start"),
     "no number": (["--", "true"], "--processes: must be given where no GPU is visible"),
     "too many": (["--processes=10000000", "--", "true"], "--processes: 10000000 processes need 4 open files each"),
     "none": (["--processes=0", "--", "true"], "--processes: must be at least 1, got 0"),

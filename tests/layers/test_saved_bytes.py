@@ -200,9 +200,9 @@ def test_synonyms():
         ({"recompute": ()}, "recompute", "names no part"),
         ({"offload": ("norm",)}, "offload", "norm is recomputed with recompute=selective"),
         ({"recompute": "none", "offload": ("mlp",)}, "offload", "saves all without names"),
-        ({"recompute": "none", "recompute_layers": 2}, "recompute_layers", "2 with recompute=none"),
-        ({"recompute_layers": 0}, "recompute_layers", "0 with recompute=selective"),
-        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint", "2 with recompute=selective"),
+        ({"recompute": "none", "recompute_layers": 2}, "recompute_layers", "cannot be 2 with recompute=none"),
+        ({"recompute_layers": 0}, "recompute_layers", "cannot be 0 with recompute=selective"),
+        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint", "cannot be 2 with recompute=selective"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], setting: str, message: str):

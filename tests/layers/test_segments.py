@@ -111,7 +111,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     invalid = replace(A, mixer=replace(A.mixer, causal=False))
     with pytest.raises(ConfigError, match=r"stack\.segments\.1\.pattern\.0\.mixer\.causal: shows a decoder"):
         check(cfg.but(model=replace(cfg.model, stack=one_by_one(A, invalid))), 8)
-    with pytest.raises(ConfigError, match=r"recompute_layers: 2 of a segmented stack"):
+    with pytest.raises(ConfigError, match=r"recompute_layers: must be none for a stack of segments, got 2"):
         check(cfg.but(model=replace(cfg.model, recompute="full", recompute_layers=2)), 8)
     with pytest.raises(ConfigError, match=r"segments: needs at least one"):
         check(cfg.but(model=replace(cfg.model, stack=SegmentsConfig(segments=()))), 8)

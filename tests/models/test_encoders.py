@@ -211,7 +211,7 @@ def test_settings_of_decoders_are_refused() -> None:
         (replace(t5(), stack=StackConfig(pattern=(replace(WRITING, mixer=READING.mixer),), repeats=2)), "it predicts"),
         (
             replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=WINDOW),), repeats=2)),
-            "window: is for causal attention",
+            "window: needs causal attention",
         ),
         (
             replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=ONE_SIDED),), repeats=2)),

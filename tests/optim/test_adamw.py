@@ -155,7 +155,7 @@ def test_clipping_scales_the_global_norm_down_to_the_limit():
         ({"beta2": -0.1}, "beta2", "must be at least 0 and below 1, got -0.1"),
         ({"clip": 0.0}, "clip", "must be a number above 0, got 0.0"),
         ({"epsilon": -1e-8}, "epsilon", "must be above 0, got -1e-08"),
-        ({"weight_decay": -1.0}, "weight_decay", "must be a number from 0 up, got -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay", "must be a number of at least 0, got -1.0"),
     ],
 )
 def test_problems(changes, setting, message):

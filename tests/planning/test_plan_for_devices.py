@@ -29,7 +29,10 @@ REFUSED = {
     "too many": ([DEBUG, "--devices=h100:8", "--parallel.tensor=16"], "16 devices (tensor 16), there are 8"),
     "too few rows": ([DEBUG, "--devices=h100:128"], "8 rows are not divisible by micro_size=1 x 128"),
     "unknown setting": ([DEBUG, "--devices=h100:8", "--model.hiden=1"], "did you mean model.hidden?"),
-    "an audit of no program": ([DEBUG, "--devices=h100:8", "--audit", "--formula"], "--audit: goes with no --formula"),
+    "an audit of no program": (
+        [DEBUG, "--devices=h100:8", "--audit", "--formula"],
+        "--audit: cannot be combined with --formula",
+    ),
     "a flag of the other plan": (
         [DEBUG, "--devices=h100:8", "--stages=4"],
         "--stages needs --schedule, not --config",

@@ -272,7 +272,7 @@ REFUSED = {
     "out": (["--out=best.py"], "must end in .yaml"),
     "no folder": (["--out=nowhere/best.yaml"], "there is no folder nowhere"),
     "compile": (["--compile=-1"], "--compile must be 0 or more"),
-    "two": (["--sweep=devices:64"], "goes with no --search"),
+    "two": (["--sweep=devices:64"], "cannot be combined with --search"),
 }
 
 
@@ -286,5 +286,5 @@ def test_errors(case: str) -> None:
 
 def test_flags_that_need_search() -> None:
     for flag in ("--out=x.yaml", "--compile=1"):
-        with pytest.raises(UserError, match="goes with --search"):
+        with pytest.raises(UserError, match="needs --search"):
             main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--formula", flag])

@@ -93,7 +93,7 @@ REFUSED = {
     "file": (["--compare=llama3_80b.py"], "did you mean llama3.py:llama3_8b"),
     "setting": (["--compare=--parallel.tensr=2"], "did you mean parallel.tensor"),
     "layout": (["--compare=--parallel.tensor=3"], "parallel.tensor"),
-    "png": (["--formula", "--png=x.png"], "goes with --sweep"),
+    "png": (["--formula", "--png=x.png"], "needs --sweep"),
 }
 
 

@@ -113,7 +113,7 @@ def test_the_command_prints_capacity_and_bounds(capsys: pytest.CaptureFixture[st
     [
         (["--config=bert.py", "--devices=h100:8", "--serve"], "does not generate text"),
         (["--config=llama3.py", "--devices=h100:8", "--serve", "--context=0"], "--context must be at least 1 token"),
-        (["--config=llama3.py", "--devices=h100:8", "--context=8"], "--context: goes with --serve"),
+        (["--config=llama3.py", "--devices=h100:8", "--context=8"], "--context: needs --serve"),
     ],
 )
 def test_invalid_requests_are_refused(arguments: list[str], message: str) -> None:

@@ -201,17 +201,20 @@ REFUSED = {
         "first_layers=3 and last_layers=2 are more than the 4 there are",
     ),
     "no ends": (["--precision.fp8.last_layers=-1"], "precision.fp8.last_layers: must not be negative, got -1"),
-    "dtype": (["--precision.compute=float32"], "precision.fp8: goes with compute=bfloat16, not with float32"),
+    "dtype": (["--precision.compute=float32"], "precision.fp8: needs compute=bfloat16, got float32"),
     "format": (["--precision.fp8.format=e3m4"], "precision.fp8.format: expected one of hybrid, e4m3, got 'e3m4'"),
-    "tokens": (["--model.sequence_length=24"], "rows of 24 over parallel.context=1 are 24, no multiple of 16"),
-    "hidden": (["--model.hidden=72"], "model.hidden: 72, no multiple of 16"),
+    "tokens": (
+        ["--model.sequence_length=24"],
+        "rows of 24 over parallel.context=1 are 24, but 8-bit matmuls need a multiple of 16",
+    ),
+    "hidden": (["--model.hidden=72"], "model.hidden: is 72, but 8-bit matmuls need a multiple of 16"),
     "ffn": (
         ["--parallel.tensor=2", "--model.stack.pattern.0.mlp.ffn=176"],
-        "176 over parallel.tensor=2 is 88, no multiple",
+        "176 over parallel.tensor=2 is 88, but",
     ),
     "heads": (
         ["--parallel.tensor=2", "--model.stack.pattern.0.mixer.head_dim=8"],
-        "2 of 8 over parallel.tensor=2 are 8, no",
+        "2 of 8 over parallel.tensor=2 are 8, but",
     ),
 }
 
@@ -228,7 +231,7 @@ def test_sides_of_experts_may_be_any_number() -> None:
     """They multiply in the compute dtype. The matrices that all tokens pass do not."""
     fp8, mlp = ("--precision.compute=bfloat16", "--precision.fp8=Fp8"), "--model.stack.pattern.0.mlp"
     load("mixtral.py:debug", *fp8, f"{mlp}.expert.ffn=24")
-    with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, no multiple of 16"):
+    with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, but 8-bit matmuls need a multiple of 16"):
         load("mixtral.py:debug", *fp8, f"{mlp}.latent=24")
 
 

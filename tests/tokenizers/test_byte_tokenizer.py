@@ -62,7 +62,7 @@ def test_null_names_invalid_ids(text, message):
 
 
 def test_empty_null_vocabulary():
-    with pytest.raises(ConfigError, match="vocabulary_size: is 0"):
+    with pytest.raises(ConfigError, match="vocabulary_size: must be at least 1, got 0"):
         NullTokenizerConfig(vocabulary_size=0).build()
 
 

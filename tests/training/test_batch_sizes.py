@@ -112,7 +112,7 @@ def test_every_size_of_a_ramp_is_checked_before_the_run():
     [
         (LinearRampConfig(start=72, increment=8, samples=9), "ramp.start", "start=72 is above global_size=64"),
         (LinearRampConfig(start=16, increment=7, samples=9), "ramp.increment", "= 48"),
-        (StepRampConfig(sizes="0:16 9:32"), "ramp.sizes", "ends at 32 rows, global_size=64"),
+        (StepRampConfig(sizes="0:16 9:32"), "ramp.sizes", "must end at global_size=64 rows, got 32"),
     ],
 )
 def test_a_ramp_ends_at_global_size(ramp, setting, message):
@@ -128,7 +128,7 @@ def test_a_ramp_ends_at_global_size(ramp, setting, message):
         (LinearRampConfig(start=1, increment=1, samples=0), "samples", "between 1 and"),
         (StepRampConfig(sizes=""), "sizes", "is empty"),
         (StepRampConfig(sizes="0:16 250Q:32"), "sizes", "'250Q:32' is not threshold:rows"),
-        (StepRampConfig(sizes="10:16 20:32"), "sizes", "begins at 10"),
+        (StepRampConfig(sizes="10:16 20:32"), "sizes", "must begin at 0, got 10"),
         (StepRampConfig(sizes="0:16 5:32 5:64"), "sizes", "threshold 5 is given twice"),
         (StepRampConfig(sizes="0:32 5:16"), "sizes", "32 rows are followed by 16"),
         (StepRampConfig(sizes="0:0 5:16"), "sizes", "at least 1, got 0"),

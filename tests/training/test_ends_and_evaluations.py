@@ -133,7 +133,7 @@ def test_validation_sets_on_the_command_line(tmp_path):
     [
         ({"test": MockConfig()}, "test is the name of a split"),
         ({"a b": MockConfig()}, "'a b' is not made of letters"),
-        ({"code": BlendConfig()}, "evaluation.sets.code.paths: no data path given"),
+        ({"code": BlendConfig()}, "evaluation.sets.code.paths: names no data path"),
         ({"code": MockConfig(isolate_documents=True)}, "segment_ids come with isolate_documents=true"),
     ],
     ids=["reserved", "blank", "empty", "isolated"],

@@ -69,7 +69,7 @@ def test_interleaved_microbatches_are_multiples_of_the_stages(size, micro, pipel
         batch=BatchConfig(global_size=size, micro_size=micro),
     )
     assert problems(cfg) == {
-        "parallel.virtual_stages": f"with 2 virtual stages, microbatches go in groups of parallel.pipeline={pipeline}, "
+        "parallel.virtual_stages": f"microbatches go in groups of parallel.pipeline={pipeline} with 2 virtual stages, "
         f"and a step has {count} | set batch.global_size={nearest}, or parallel.virtual_stages=1"
     }
     for legal in nearest.split(" or "):

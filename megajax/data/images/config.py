@@ -28,7 +28,7 @@ def range_problems(setting: str, bounds: tuple[float, float], most: float) -> li
     """A range (low, high) that is not 0 < low <= high <= most."""
     if 0 < bounds[0] <= bounds[1] <= most:
         return []
-    return [Problem(setting, f"expected 0 < low <= high <= {most:g}, found {bounds[0]:g}, {bounds[1]:g}")]
+    return [Problem(setting, f"must be two numbers with 0 < low <= high <= {most:g}, got {bounds[0]:g}, {bounds[1]:g}")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ class MaskedConfig(TokenFilesConfig):
     def problems(self) -> list[Problem]:
         problems = TokenFilesConfig.problems(self)
         if not 0 < self.mask_probability < 1:
-            problems.append(Problem("mask_probability", f"expected more than 0, less than 1: {self.mask_probability}"))
+            problems.append(Problem("mask_probability", f"must be above 0 and below 1, got {self.mask_probability}"))
         problems += between("short_probability", self.short_probability, 0, 1)
         problems += at_least("largest_ngram", self.largest_ngram, 1)
         if self.geometric and self.longer_ngrams:

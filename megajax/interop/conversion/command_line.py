@@ -38,9 +38,11 @@ def flag_problems(flags: Mapping[str, Any]) -> list[Problem]:
     if len(averaged) == 1 or (last is not None and last < 2):
         problems.append(Problem("--average", "needs two steps or more"))
     if flags["dtype"] not in (None, *DTYPES):
-        problems.append(Problem("--dtype", f"is {flags['dtype']}", f"use {', '.join(DTYPES)}"))
+        problems.append(Problem("--dtype", f"must be one of {', '.join(DTYPES)}, got {flags['dtype']}"))
     if not 0 < flags["shard_size"] < LARGEST_SHARD:
-        problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
+        problems.append(
+            Problem("--shard-size", f"must be above 0 GB, got {flags['shard_size']:g}", "give GB, such as 5")
+        )
     sources = [name for name in (flags["from"], flags["base"]) if name]
     if flags["ignore"] and not any(format_of(name).unknown_settings for name in sources):
         problems.append(Problem("--ignore", "names settings of config.json, but hf:DIR is not read", "leave it out"))
@@ -70,14 +72,14 @@ def _quantization_problems(flags: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(f"--{name}", "applies to quantized weights", f"add --quantize={' or '.join(QUANTIZED)}")
         return
     if flags["quantize"] not in QUANTIZED:
-        yield Problem("--quantize", f"is {flags['quantize']}", f"use {', '.join(QUANTIZED)}")
+        yield Problem("--quantize", f"must be one of {', '.join(QUANTIZED)}, got {flags['quantize']}")
     if not format_of(flags["to"]).quantized:
         message = f"writes a run, and --to={flags['to']} is not one"
         yield Problem("--quantize", message, "give a new run's folder, such as --to=runs/quantized")
     if flags["group"] is not None and flags["quantize"] != "int4":
         yield Problem("--group", f"applies to int4, not to {flags['quantize']}", "leave it out")
     if flags["activations"] not in (None, "none", "fp8"):
-        yield Problem("--activations", f"is {flags['activations']}", "use none or fp8")
+        yield Problem("--activations", f"must be none or fp8, got {flags['activations']}")
     for name in ("calibration", "compare"):
         if flags[name] is not None and not Path(flags[name]).expanduser().is_file():
             yield Problem(f"--{name}", f"{flags[name]} does not exist or is not a file", "give a text file")

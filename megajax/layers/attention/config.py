@@ -210,7 +210,7 @@ class AttentionConfig(MultiHeadConfig):
                 )
             )
         if not self.causal and self.window is not None:
-            problems.append(Problem("window", "is for causal attention, and causal=false", "set it to none"))
+            problems.append(Problem("window", "needs causal attention, but causal=false", "set it to none"))
         if not self.causal and self.relative is not None and not self.relative.both_ways:
             problems.append(Problem("relative.both_ways", "is needed where tokens see later ones", "set it to true"))
         return problems + self.core_problems()
@@ -357,7 +357,7 @@ class CrossAttentionConfig(AttentionConfig):
         problems = AttentionConfig.problems(self)
         for name in ("rope", "relative", "window", "causal"):
             if getattr(self, name):
-                problems.append(Problem(name, "is about distances within one sequence", "leave it out"))
+                problems.append(Problem(name, "applies to distances within one sequence", "leave it out"))
         return problems
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:

@@ -78,14 +78,14 @@ class RouterConfig:
         problems = above_zero(scale=self.scale, balance_rate=self.balance_rate)
         if self.group_scores is not None and self.groups is None:
             problems.append(
-                Problem("group_scores", "is for groups of experts, and groups=none", "set groups, or set this to none")
+                Problem("group_scores", "needs groups of experts, but groups=none", "set groups, or set this to none")
             )
         for name in ("aux_loss", "row_loss", "global_loss", "z_loss"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 problems.append(Problem(name, f"must be a number of at least 0, got {value}"))
         problems += below_one(jitter=self.jitter)
         if (self.groups is None) != (self.chosen_groups is None):
-            problems.append(Problem("groups", "and chosen_groups go together", "set both, or neither"))
+            problems.append(Problem("groups", "must be given together with chosen_groups", "set both, or neither"))
         if self.balance_rate is not None and self.score == "softmax" and self.normalise == "chosen":
             message = "needs scores before the choice of experts, and normalise=chosen with softmax has none"
             problems.append(Problem("balance_rate", message, "use score=sigmoid, or normalise=all"))
@@ -104,12 +104,12 @@ class RouterConfig:
         if groups < 1 or experts % groups:
             yield Problem("groups", f"{groups} groups do not divide {experts} experts", f"groups can be {legal}")
         elif not 1 <= chosen_groups <= groups:
-            yield Problem("chosen_groups", f"{chosen_groups} of groups={groups}", f"use 1 to {groups}")
+            yield Problem("chosen_groups", f"must be between 1 and groups={groups}, got {chosen_groups}")
         elif self.group_scores is None and top_k % chosen_groups:
             message = f"{chosen_groups} does not divide top_k={top_k}"
             yield Problem("chosen_groups", message, "use one of its divisors, or set group_scores")
         elif self.group_scores is not None and not 1 <= self.group_scores <= experts // groups:
-            message = f"{self.group_scores} scores of groups of {experts // groups} experts"
+            message = f"is {self.group_scores}, but a group has {experts // groups} experts"
             yield Problem("group_scores", message, f"use 1 to {experts // groups}")
         elif top_k > experts // groups * chosen_groups:
             message = f"{chosen_groups} groups of {experts // groups} experts have fewer than top_k={top_k}"
@@ -183,7 +183,7 @@ class MoEConfig(Builds):
         if problems:
             return problems
         if self.top_k > self.experts:
-            message = f"{self.top_k} experts a token, of experts={self.experts}"
+            message = f"is {self.top_k}, but there are experts={self.experts}"
             problems.append(Problem("top_k", message, f"use at most {self.experts}"))
         return problems + [
             replace(problem, setting=f"router.{problem.setting}")

@@ -64,7 +64,9 @@ class YarnScalingConfig:
         if not problems and self.slow >= self.fast:
             problems.append(Problem("slow", f"must be below fast, got slow={self.slow} and fast={self.fast}"))
         if (self.mscale is None) != (self.mscale_all is None):
-            problems.append(Problem("mscale", f"goes with mscale_all: got {self.mscale} and {self.mscale_all}"))
+            problems.append(
+                Problem("mscale", f"must be given together with mscale_all, got {self.mscale} and {self.mscale_all}")
+            )
         return problems
 
     def mscale_factor(self, weight: float) -> float:

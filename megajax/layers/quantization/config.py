@@ -36,7 +36,7 @@ class QuantizationConfig(Builds):
         if self.group < 2 or self.group % 2:
             problems.append(Problem("group", f"must be even and at least 2, got {self.group}"))
         if self.activations != "none" and self.weights != "fp8":
-            message = f"{self.activations} goes with weights=fp8, not with {self.weights}"
+            message = f"{self.activations} needs weights=fp8, not {self.weights}"
             problems.append(Problem("activations", message, "set weights=fp8, or activations=none"))
         if self.static and self.activations == "none":
             problems.append(

@@ -45,7 +45,7 @@ class BertConfig(DecoderConfig):
         if self.token_types < 0:
             problems.append(Problem("token_types", f"must be at least 0, got {self.token_types}"))
         if self.prediction is not None:
-            problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
+            problems.append(Problem("prediction", "needs a causal model", "set it to none"))
         for setting, block in self.named_blocks().items():
             if block.norm_placement == "post" and self.residual == "float32":
                 message = "needs blocks that normalise their inputs"

@@ -180,7 +180,7 @@ class TextClassifierConfig:
             problems.append(Problem("prediction", "a classifier does not predict tokens", "set it to none"))
         causal = any(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
         if causal and getattr(self.head, "pooling", "") == "first":
-            message = "first: the first token of a causal model sees no other token"
+            message = "must not be first: the first token of a causal model sees no other token"
             problems.append(Problem("head.pooling", message, "use last or mean"))
         return problems
 

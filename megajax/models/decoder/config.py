@@ -174,7 +174,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         if self.unroll is not None and self.unroll < 1:
             problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
         if not 0 <= self.z_loss < inf:
-            problems.append(Problem("z_loss", f"must be a number from 0 up, got {self.z_loss}"))
+            problems.append(Problem("z_loss", f"must be a number of at least 0, got {self.z_loss}"))
         problems += below_one(dropout=self.dropout, label_smoothing=self.label_smoothing)
         if self.label_smoothing and self.vocabulary_size < 2:
             problems.append(Problem("label_smoothing", "needs at least 2 ids in the vocabulary"))
@@ -304,8 +304,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
         if tensor > 1:
             if self.prediction is not None and self.hidden % tensor:
-                message = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which shards the matrices of "
-                yield Problem("hidden", f"{message}model.prediction")
+                message = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which shards model.prediction"
+                yield Problem("hidden", message)
             if sequence and sizes["context"] == 1 and self.sequence_length % tensor:
                 message = f"{self.sequence_length} is not divisible by parallel.tensor={tensor}"
                 yield Problem("sequence_length", message, "needed with parallel.sequence=true")

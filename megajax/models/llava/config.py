@@ -106,14 +106,14 @@ class LlavaConfig(DecoderConfig):
         if self.slots < 1:
             problems.append(Problem("slots", f"must be at least 1, got {self.slots}"))
         if self.prediction is not None:
-            problems.append(Problem("prediction", "predicts further tokens of rows without images", "set it to none"))
+            problems.append(Problem("prediction", "is not available for rows with images", "set it to none"))
         rows, columns = self.vision.grid()
         shuffle = self.projector.pixel_shuffle
         if shuffle > 1 and (rows % shuffle or columns % shuffle):
             message = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
             problems.append(Problem("projector.pixel_shuffle", message))
         elif shuffle > 1 and self.kept_class_tokens():
-            message = f"true, and projector.pixel_shuffle={shuffle} joins squares of patches, not class tokens"
+            message = f"is true, but projector.pixel_shuffle={shuffle} joins squares of patches, not class tokens"
             problems.append(Problem("keep_class_tokens", message, "set it to false, or pixel_shuffle to 1"))
         elif shuffle > 0 and self.image_positions() >= self.sequence_length:
             count = self.image_positions()

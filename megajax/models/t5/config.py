@@ -38,7 +38,7 @@ class T5Config(DecoderConfig):
         if self.encoder_length < 1:
             problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
         if self.prediction is not None:
-            problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
+            problems.append(Problem("prediction", "needs a model with one section", "set it to none"))
         for setting, block in self.stack.named_blocks().items():
             if block.cross is None:
                 message = "does not read the encoder: cross is none"
