@@ -43,7 +43,7 @@ MANIFEST = "manifest.ocdbt"
 """Root of the index, in the folder of the database."""
 
 
-class Location(NamedTuple):
+class ValueLocation(NamedTuple):
     """A value in a file of the database."""
 
     name: str
@@ -52,11 +52,11 @@ class Location(NamedTuple):
     bytes: int
 
 
-type Index = dict[str, bytes | Location]
+type Index = dict[str, bytes | ValueLocation]
 """Key -> value, or its place."""
 
 
-def read_index(folder: Path, verify: Callable[[Location], object]) -> Index:
+def read_index(folder: Path, verify: Callable[[ValueLocation], object]) -> Index:
     """The newest version of a database. TensorStore compares all nodes of the index with their CRC-32C.
 
     verify: called with the place of each node before it is read. Raises ValueError, KeyError or OSError if the index
@@ -83,15 +83,15 @@ def read_index(folder: Path, verify: Callable[[Location], object]) -> Index:
     return index
 
 
-def _value(entry: dict[str, Any]) -> bytes | Location:
+def _value(entry: dict[str, Any]) -> bytes | ValueLocation:
     if "inline_value" in entry:
         return entry["inline_value"]
     return _parsed(entry["indirect_value"])
 
 
-def _parsed(location: str) -> Location:
+def _parsed(location: str) -> ValueLocation:
     _, base, name, start, size = location.split(":")
-    return Location(unquote(base) + unquote(name), int(start), int(size))
+    return ValueLocation(unquote(base) + unquote(name), int(start), int(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class StoredArrays:
             whole = box_of((), metadata["shape"])
             for key, chunk_box in _chunks(name, metadata, whole) if _is_plain(metadata) else ():
                 common, place = overlap(whole, chunk_box), self._place(name, key)
-                if common is not None and isinstance(place, Location):
+                if common is not None and isinstance(place, ValueLocation):
                     part = _Part(np.empty(0), _strides(metadata), relative(common, chunk_box))
                     used.append((f"{FILES}{place.name}", place.start + part.first, place.start + part.last))
         self._blocks.verify_except(used, share)
@@ -222,22 +222,22 @@ class StoredArrays:
             for part in chunks_of(box, chunk_shape(shape_of(box), _dtype(self._metadata[name]).itemsize)):
                 yield self.read(name, part).reshape(-1)
 
-    def _place(self, name: str, key: str) -> bytes | Location:
+    def _place(self, name: str, key: str) -> bytes | ValueLocation:
         """A chunk, or its place. Raises Damaged if it is missing or has another size than its array says."""
         place, metadata = self._index.get(key), self._metadata[name]
         size = prod(_chunk_shape(metadata)) * _dtype(metadata).itemsize
         if metadata["codecs"][0]["name"] == "sharding_indexed":
             size += SHARD_INDEX_BYTES
-        actual = None if place is None else place.bytes if isinstance(place, Location) else len(place)
+        actual = None if place is None else place.bytes if isinstance(place, ValueLocation) else len(place)
         if place is None or actual != size:
             raise Damaged(f"{key} has {actual} bytes, not {size}" if place is not None else f"{key} is missing")
         return place
 
     def _value(self, key: str) -> bytes:
         place = self._index[key]
-        return self._read_place(place) if isinstance(place, Location) else place
+        return self._read_place(place) if isinstance(place, ValueLocation) else place
 
-    def _read_place(self, place: Location) -> bytes:
+    def _read_place(self, place: ValueLocation) -> bytes:
         content = np.empty(place.bytes, np.uint8)
         self._blocks.read([ByteRange(f"{FILES}{place.name}", place.start, content)])
         return content.tobytes()

@@ -54,8 +54,9 @@ def test_partial_files_are_deleted_unless_their_process_runs(tmp_path: Path, cap
     output = tmp_path / "out"
     output.mkdir()
     with subprocess.Popen([*call, f"--output-prefix={output / 'corpus'}"], cwd=ROOT) as process:
+        deadline = time.monotonic() + 60
         while not list(output.glob(".corpus.partial-*/*.tmp")):
-            assert process.poll() is None
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()
     (left,) = output.iterdir()

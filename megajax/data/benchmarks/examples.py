@@ -19,7 +19,7 @@ from megajax.tokenizers.base import Tokenizer
 SHORTEST = 8
 """Minimum number of tokens of a row."""
 
-type Row = dict[str, np.ndarray]
+type ExampleRow = dict[str, np.ndarray]
 
 
 class Example(Protocol):
@@ -36,7 +36,7 @@ class Examples[E: Example]:
     """The examples of a file or split, in order; as a sequence, their rows."""
 
     items: Sequence[E]
-    row: Callable[[E], Row]
+    row: Callable[[E], ExampleRow]
     """The row of an example."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> number of skipped examples."""
@@ -54,7 +54,7 @@ class Examples[E: Example]:
         """File and line."""
         return self.items[item].location
 
-    def __getitem__(self, item: int) -> Row:
+    def __getitem__(self, item: int) -> ExampleRow:
         return self.row(self.items[item])
 
 
@@ -65,7 +65,7 @@ class ExampleRows(ItemRows[Examples[Any]]):
         super().__init__(items, order)
         self.skipped.update(items.skipped)
 
-    def make(self, item: int, generator: np.random.Generator) -> Row:
+    def make(self, item: int, generator: np.random.Generator) -> ExampleRow:
         del generator
         return self.items[item]
 
@@ -109,7 +109,7 @@ class SequenceBuilder:
         """Ids of a text after `clean_text`."""
         return self.tokenizer.encode(clean_text(text))
 
-    def __call__(self, first: np.ndarray, second: np.ndarray | None = None) -> Row:
+    def __call__(self, first: np.ndarray, second: np.ndarray | None = None) -> ExampleRow:
         """tokens, token_types and segment_ids, each int32 [S]; texts that are too long are truncated."""
         first, second = truncate_pair(self.length - (2 if second is None else 3), first, second)
         first_part = [[self._begin], first, [self._end]]

@@ -12,7 +12,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.data.benchmarks.config import GLUE, TEST, VALIDATION, GlueConfig, GlueFormat
-from megajax.data.benchmarks.examples import Examples, Row, SequenceBuilder, example_splits, read_lines
+from megajax.data.benchmarks.examples import ExampleRow, Examples, SequenceBuilder, example_splits, read_lines
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -67,7 +67,7 @@ def read_file(
         raise UserError(f"{path}: has no examples of {config.task}.")
     sequences, kind = SequenceBuilder(tokenizer, schema), np.int32 if task.classes else np.float32
 
-    def row(item: Sentences) -> Row:
+    def row(item: Sentences) -> ExampleRow:
         second = None if item.second is None else sequences.encode(item.second)
         weight = np.array(item.label is not None, np.float32)
         label = {"labels": np.array(item.label or 0, kind), "loss_mask": weight}

@@ -10,7 +10,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import RaceConfig
-from megajax.data.benchmarks.examples import Examples, Row, SequenceBuilder, example_splits, read_lines
+from megajax.data.benchmarks.examples import ExampleRow, Examples, SequenceBuilder, example_splits, read_lines
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -52,7 +52,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
         raise UserError(f"{folder}: no files NAME.txt in it or in its folders middle/ and high/. Check data.path.")
     items = [question for group, path in files for question in _questions(group, path)]
 
-    def row(item: Question) -> Row:
+    def row(item: Question) -> ExampleRow:
         article = sequences.encode(item.article)
         options = [sequences.encode(option)[: config.longest_question] for option in item.options]
         row_sequences = [sequences(ids, article) for ids in options]

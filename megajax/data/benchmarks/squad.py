@@ -11,7 +11,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import SquadConfig
-from megajax.data.benchmarks.examples import Examples, Row, SequenceBuilder, example_splits
+from megajax.data.benchmarks.examples import ExampleRow, Examples, SequenceBuilder, example_splits
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -94,7 +94,7 @@ def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Sc
         for window in paragraph_windows(question, sequences.length - MARKS - len(question.ids), config.stride)
     ]
 
-    def row(window: Window) -> Row:
+    def row(window: Window) -> ExampleRow:
         ids = window.question.paragraph.ids[window.first : window.first + window.count]
         first, last = answer_span(window)
         labels = {"starts": np.array(first, np.int32), "ends": np.array(last, np.int32)}

@@ -18,16 +18,8 @@ from megajax.data.images.decoding import Picture, StoredPicture, check_bytes, is
 from megajax.data.images.labelled import image_size
 from megajax.data.images.transforms import affordable_tiles, crop_image, fit_image, random_crop, tile_image
 from megajax.data.progress import Progress
-from megajax.data.rows.shuffled_items import (
-    ItemRows,
-    Items,
-    MakeRows,
-    RowOrder,
-    UnreadableItem,
-    splits_from_items,
-    splits_from_shares,
-)
-from megajax.data.rows.splits import Rows, Splits, config_paths
+from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem, splits_from_paths
+from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
@@ -387,11 +379,4 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
 def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of text with images for the splits that a run requests; see `ImageTextRows`."""
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
-    if config.paths:
-        return splits_from_shares(open_lines(config, config.paths), config.split, rows, make, config.paths[0])
-
-    def read(name: str) -> ImageTextLines | None:
-        names = config_paths(config, name)
-        return open_lines(config, names) if names else None
-
-    return splits_from_items(read, rows, make)
+    return splits_from_paths(config, lambda paths: open_lines(config, paths), rows, make)

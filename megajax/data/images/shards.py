@@ -24,8 +24,8 @@ from megajax.data.images.config import ImageShardsConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
 from megajax.data.images.labelled import ClassRows, class_rows, demand_classes
 from megajax.data.progress import Progress
-from megajax.data.rows.shuffled_items import UnreadableItem, items_by_label, splits_from_items, splits_from_shares
-from megajax.data.rows.splits import Rows, Splits, config_paths
+from megajax.data.rows.shuffled_items import UnreadableItem, items_by_label, splits_from_paths
+from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build
 
 SCANNED_TOGETHER = 8
@@ -294,10 +294,9 @@ def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, r
     del tokenizer
     make_rows = class_rows(config, schema, seed)
 
-    def read(patterns: Sequence[str]) -> ShardImages | None:
-        images = open_shards(config, patterns) if patterns else None
-        if images is not None:
-            demand_classes(int(images.location.labels.max()) + 1, schema, f"{patterns[0]}: the data")
+    def read(patterns: Sequence[str]) -> ShardImages:
+        images = open_shards(config, patterns)
+        demand_classes(int(images.location.labels.max()) + 1, schema, f"{patterns[0]}: the data")
         return images
 
     def make(images: ShardImages, position: int, row_count: int | None) -> ClassRows:
@@ -306,6 +305,4 @@ def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, r
             source.skipped.update(images.left_out)
         return source
 
-    if (shared := read(config.paths)) is not None:
-        return splits_from_shares(shared, config.split, rows, make, config.paths[0])
-    return splits_from_items(lambda name: read(config_paths(config, name)), rows, make)
+    return splits_from_paths(config, read, rows, make)

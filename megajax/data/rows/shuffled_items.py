@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.rows.row_source import check_row, data_seed, files_of, index_files_of, order_checksum
-from megajax.data.rows.splits import Range, Rows, Splits, parse_split, split_bounds
+from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_split, split_bounds
 
 TRIES = 1000
 """Items that are tried for a row before an error is raised."""
@@ -191,3 +191,18 @@ def splits_from_items(items: Callable[[str], Items | None], rows: Rows, make: Ma
         return None if separate_items is None else make(separate_items, position, row_count)
 
     return Splits.build(rows, source)
+
+
+def splits_from_paths(config: Any, read: Callable[[Sequence[str]], Any], rows: Rows, make: MakeRows) -> Splits:
+    """Row sources of the files of a config: shares of `paths`, or separate `train_paths`, `valid_paths`, `test_paths`.
+
+    read: paths -> their items. Raises UserError: a requested split has no items.
+    """
+    if config.paths:
+        return splits_from_shares(read(config.paths), config.split, rows, make, config.paths[0])
+
+    def separate(name: str) -> Any:
+        paths = config_paths(config, name)
+        return read(paths) if paths else None
+
+    return splits_from_items(separate, rows, make)

@@ -14,7 +14,7 @@ from megajax.data.rows.row_source import check_row, check_vocabulary, damaged_in
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.gpt_index import IndexRequest, RowIndex, build_index, least_tokens, split_tokens
-from megajax.data.text.indexed_dataset import IndexedTokens, Piece, integer_tokens
+from megajax.data.text.indexed_dataset import IndexedTokens, SequencePart, integer_tokens
 from megajax.storage.index_cache import load_or_build
 
 NO_PAD = -1
@@ -37,7 +37,7 @@ class TokenSource(Protocol):
     dtype: np.dtype
     lengths: np.ndarray
 
-    def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]: ...
+    def gather(self, pieces: Sequence[SequencePart]) -> tuple[np.ndarray, list[int]]: ...
     def document_of(self, sequence: int) -> int: ...
     def identity(self, folder: Path) -> str: ...
 
@@ -162,14 +162,14 @@ class GPTDataset:
         starts = np.unique(np.minimum([0, *np.cumsum(parts[:-1])], length))
         return np.diff(starts[starts < length], append=length)
 
-    def _pieces(self, row: int) -> list[Piece]:
+    def _pieces(self, row: int) -> list[SequencePart]:
         """The parts of a row."""
         position = 2 * self._shuffle[row]
         first, begin, last, end = self._samples[position : position + 4]
         end += self.options.extra
         if first == last:
             return [(self._documents[first], begin, end)]
-        pieces: list[Piece] = [(document, 0, None) for document in self._documents[first : last + 1]]
+        pieces: list[SequencePart] = [(document, 0, None) for document in self._documents[first : last + 1]]
         pieces[0], pieces[-1] = (pieces[0][0], begin, None), (pieces[-1][0], 0, end)
         return pieces
 

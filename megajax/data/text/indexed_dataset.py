@@ -64,7 +64,7 @@ def _fault(path: Path, field: str, offset: int, expected: object, actual: object
     return UserError(f"{text} {hint or 'The file is damaged or not an index of tokens: write it again.'}")
 
 
-type Piece = tuple[int, int, int | None]
+type SequencePart = tuple[int, int, int | None]
 """(sequence, first token, one past the last token) of a part of a sequence; None: to the end of the sequence."""
 
 
@@ -139,7 +139,7 @@ class IndexedTokens:
         """Tokens [start, stop) of a sequence (to its end when stop is None). Raises as `gather`."""
         return self.gather([(number, start, stop)])[0]
 
-    def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]:
+    def gather(self, pieces: Sequence[SequencePart]) -> tuple[np.ndarray, list[int]]:
         """Concatenated tokens of parts of sequences, and the start of each part in them.
 
         Raises:

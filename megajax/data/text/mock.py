@@ -10,7 +10,7 @@ from megajax.batch import Schema
 from megajax.data.rows.splits import Rows, Splits, parse_split
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.gpt import DatasetBuilder, Tokenizer
-from megajax.data.text.indexed_dataset import Piece
+from megajax.data.text.indexed_dataset import SequencePart
 
 DOCUMENTS = 100_000
 MAX_DOCUMENT_LENGTH = 4096
@@ -40,7 +40,7 @@ class MockTokens:
         tokens[-1:] = self._eod
         return tokens
 
-    def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]:
+    def gather(self, pieces: Sequence[SequencePart]) -> tuple[np.ndarray, list[int]]:
         """Concatenated tokens of parts of documents, and the start of each part in them."""
         parts = [self.sequence(*piece) for piece in pieces]
         sizes = [len(part) for part in parts]
