@@ -21,6 +21,7 @@ from megajax.data.configs import MockConfig
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.registry import families
+from megajax.interop.megatron.checkpoints.format import write_model
 from megajax.job.start.layer_order import layers_of
 from megajax.job.start.weights import InitialWeights
 from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
@@ -78,6 +79,18 @@ def started(
 
 def hf(folder: Path, **settings: Any) -> WeightsConfig:
     return WeightsConfig(run=Path(f"hf:{folder}"), **settings)
+
+
+def test_weights_of_megatron(folder: Path, tmp_path: Path) -> None:
+    """A run starts from any format that has tensors of all weights."""
+    weights = open_model(folder).weights
+    (tmp_path / "gpt").mkdir()
+    write_model(tmp_path / "gpt", MODEL, weights)
+    run = started(tmp_path, WeightsConfig(run=Path(f"megatron:{tmp_path}/gpt")))
+    assert run.state.params.keys() == weights.shapes().keys()
+    for path, shape in weights.shapes().items():
+        stored = weights.read(path, tuple(slice(0, size) for size in shape))
+        np.testing.assert_array_equal(run.state.params[path][tuple(map(slice, shape))], stored)
 
 
 def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path: Path) -> None:
