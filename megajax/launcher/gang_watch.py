@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.config.errors import Problem
-from megajax.faults.activity import FINISH, START
+from megajax.faults.activity import FINISH, STACKS_FOLDER, START
 from megajax.faults.beats import Beat
-from megajax.faults.stacks import STACKS_FOLDER
 
 STOPPED_SECONDS = 10.0
 """A process in state T (stopped by SIGSTOP) whose beat is this old counts as hung."""

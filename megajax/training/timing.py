@@ -8,9 +8,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from megajax.faults.activity import DATA_WAIT, EVALUATION, SAVE
 from megajax.mesh.processes.agreement import each_process
 
-DATA_WAIT, EVALUATION, SAVE = "data_wait", "evaluation", "save"
 INTEGRITY = "integrity"
 """Checks for silent corruption: timed but not exchanged."""
 PHASES = (DATA_WAIT, EVALUATION, SAVE)

@@ -12,13 +12,11 @@ import jax
 import pytest
 
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.faults.activity import Activity
+from megajax.faults.activity import STACKS_FOLDER, Activity
 from megajax.faults.beats import BEATS, Beat, failures_reported, last_beat
+from megajax.faults.peer_status import LostPeer, Verdict
 from megajax.faults.signals import Signals
-from megajax.faults.stacks import STACKS_FOLDER
 from megajax.job.faults.hang import Pulse
-from megajax.job.faults.lost_peer import LostPeer
-from megajax.job.faults.peer_status import Verdict
 
 
 class Wrong(UserError):

@@ -5,10 +5,9 @@ import json
 import jax
 import pytest
 
+from megajax.faults import peer_status
 from megajax.faults.activity import Stage
-from megajax.job.faults import peer_status
-from megajax.job.faults.lost_peer import CONNECTION, runtime_error_of
-from megajax.job.faults.peer_status import LOST, PeerStatus, Status, find_cause, secondary
+from megajax.faults.peer_status import CONNECTION, LOST, PeerStatus, Status, find_cause, runtime_error_of, secondary
 
 
 def moved(states: dict[int, Status]) -> dict[int, Status]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megajax.faults.activity import Activity
+from megajax.faults.peer_status import Verdict
 from megajax.faults.watchdog import WatchdogConfig
 from megajax.job.faults import hang
 from megajax.job.faults.hang import Pulse
-from megajax.job.faults.peer_status import Verdict
 
 LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=0.6)
 SAID = Verdict(1, "process 1 failed: it hangs", reported=True)

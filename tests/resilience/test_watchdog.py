@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.faults.activity import Activity, Stage
+from megajax.faults.activity import Activity, Stage, stacks
 from megajax.faults.config import ResilienceConfig
-from megajax.faults.stacks import stacks
 from megajax.faults.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling, waits_for_peers
 from megajax.mesh.processes.peers import Peers
 

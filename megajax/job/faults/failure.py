@@ -2,13 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.faults.activity import SETUP, ActivePhase, Activity
 from megajax.faults.beats import exit_code
+from megajax.faults.peer_status import causes
 from megajax.metrics.event_log import EventLog, append_event
 from megajax.metrics.line_file import FileDeleted, LinesLost
 
@@ -86,12 +87,3 @@ def one_line(error: BaseException) -> str:
 def _doing(error: BaseException) -> ActivePhase | None:
     """The phase in which an error was raised; None outside of phases."""
     return next(filter(None, (getattr(cause, "doing", None) for cause in causes(error))), None)
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its chain of causes."""
-    visited: set[int] = set()
-    while error is not None and id(error) not in visited:
-        visited.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

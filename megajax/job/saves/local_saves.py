@@ -15,7 +15,7 @@ from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.checkpoint.saves import CheckpointError, SaveReport
 from megajax.config.errors import UserError
 from megajax.faults.activity import BACKGROUND_SAVE, Activity
-from megajax.job.faults.lost_peer import runtime_error_of
+from megajax.faults.peer_status import runtime_error_of
 from megajax.job.saves.save import note_committed
 from megajax.metrics.event_log import append_event
 from megajax.training.resolved import Resolved

@@ -6,18 +6,26 @@ calls fail when that process has ended, and block while it is stopped.
 
 import contextlib
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
+import jax
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 
+from megajax.config.errors import UserError, first_line
 from megajax.config.time_limit import with_time_limit
-from megajax.faults.activity import FINISH, START, Stage, describe_phase
-from megajax.training.timing import SAVE
+from megajax.faults.activity import FINISH, SAVE, START, Stage, describe_phase
+
+CONNECTION = re.compile(
+    r"Gloo \w+ (failed|timed out)|Connection (closed|reset) by peer|Socket closed|Broken pipe|NCCL|ncclComm"
+    r"|[Cc]oordination ?service|[Bb]arrier .*(timed out|failed|aborted)|heartbeat|unhealthy",
+)
+"""Runtime errors of collectives or the coordination service that could not reach another process."""
 
 PERIOD_SECONDS = 1.0
 """Period at which a process publishes its status."""
@@ -300,3 +308,48 @@ class PeerStatus:
         except Exception:
             return None
         return {int(key.rpartition("/")[2]): Status.parse(text) for key, text in pairs}
+
+
+class LostPeer(UserError):
+    """Another process ended or does not run, and this one can't continue without it."""
+
+    code = 1
+
+
+def lost_peer(error: BaseException, peers: PeerStatus) -> tuple[LostPeer, Verdict] | None:
+    """An explained error and its cause; None if no other process is known to be the cause.
+
+    Takes seconds: a process counts as killed when it has published nothing for some periods.
+    """
+    runtime_error = runtime_error_of(error)
+    if runtime_error is None or peers.single_process or not CONNECTION.search(str(runtime_error)):
+        return None
+    verdict = peers.failed() or peers.verdict()
+    if verdict.process is None or verdict.process == peers.index or verdict.patience > 0:
+        return None
+    return LostPeer(f"{LOST} process {verdict.process}: {verdict.explanation} ({first_line(runtime_error)})"), verdict
+
+
+def runtime_error_of(error: BaseException) -> BaseException | None:
+    """The error of a program or of a collective that caused `error`; None if there is none.
+
+    jax raises some errors of collectives as ValueError, where it dispatches a compiled program.
+    """
+    return next(
+        (
+            cause
+            for cause in causes(error)
+            if isinstance(cause, jax.errors.JaxRuntimeError)
+            or (isinstance(cause, ValueError) and CONNECTION.search(str(cause)))
+        ),
+        None,
+    )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its chain of causes."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
