@@ -47,7 +47,7 @@ def make(folder: Path, size: str) -> dict[str, str]:
     model, family, draw = llama2(size), families()["llama"], np.random.default_rng(0)
     table = resolved(family.rows(model), declared_by(model))
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**family.write(model), "torch_dtype": "bfloat16"}))
+    (folder / "config.json").write_text(json.dumps({**family.config_json(model), "torch_dtype": "bfloat16"}))
     hashes = {}
     entries = {tensor.name: Entry(tensor.shape(), np.dtype(jnp.bfloat16)) for tensor in table}
     for name, file in ShardWriter(folder, entries, SHARD_BYTES):
