@@ -113,7 +113,6 @@ from megajax.models.presets.hybrid import hybrid_pipeline as hybrid_pipeline
 from megajax.models.presets.hybrid import hybrid_stack as hybrid_stack
 from megajax.models.presets.llama import llama2 as llama2
 from megajax.models.presets.llama import llama3 as llama3
-from megajax.models.presets.llava import llava as llava
 from megajax.models.presets.mamba import mamba2 as mamba2
 from megajax.models.presets.mamba import nemotron_h as nemotron_h
 from megajax.models.presets.mixtral import mixtral as mixtral
@@ -124,6 +123,7 @@ from megajax.models.presets.t5 import t5 as t5
 from megajax.models.presets.t5 import t5_v1_1 as t5_v1_1
 from megajax.models.presets.vit import clip as clip
 from megajax.models.presets.vit import internvit as internvit
+from megajax.models.presets.vit import llava as llava
 from megajax.models.presets.vit import siglip as siglip
 from megajax.models.presets.vit import vit as vit
 from megajax.models.presets.vit import vit_tower as vit_tower

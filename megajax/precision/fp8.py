@@ -7,6 +7,9 @@ below the format's largest number.
 Scales are powers of two. Numbers are therefore scaled back without rounding, and a number becomes the same 8 bits under
 any scale, unless it is so small relative to the tensor's largest that it falls below the format's normal numbers.
 Devices that scale their own parts of a tensor agree on nearly all numbers.
+
+Delayed scaling takes scales from the largest magnitudes (amax) in previous steps: each matrix product observes three
+magnitudes, of x, w and the gradient of the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +22,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.config.errors import UserError
+from megajax.mesh.measures import Measure
 from megajax.mesh.observations import Observed
-from megajax.precision.amax import AmaxHistory
-from megajax.precision.config import MULTIPLE, Fp8Config
+from megajax.precision.config import MULTIPLE, DelayedScalingConfig, Fp8Config
 
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
@@ -31,6 +34,45 @@ _EXPONENT = 0x7F800000
 
 type Letters = tuple[str, str, str]
 """Letters of an einsum equation: dimensions of x, of w, of the result."""
+STARTS = (32.0, 4.0, 32.0)
+"""Initial amax of activations, weights and gradients of one token's loss, used until there is a history. Several times
+that of an untrained model: 8-bit floats have range to spare below, and larger values are clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmaxHistory:
+    """Keeps the observed amax of the last steps: an updater, see megajax.mesh.observations."""
+
+    cfg: DelayedScalingConfig
+    token_share: float
+    """Approximate weight of one token's loss in the differentiated loss."""
+
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., 3] -> [..., 3, history], the latest step first."""
+        return (*observed, self.cfg.history)
+
+    def used(self, state: Array, scale: Array) -> Array:
+        """[..., 3, history] -> [..., 3], the amax that scales are computed for; scale: of the loss, float32 []."""
+        amax = state[..., 0] if self.cfg.algorithm == "most_recent" else state.max(-1)
+        x, w, gradient = STARTS
+        start = jnp.broadcast_to(jnp.array([x, w, gradient * self.token_share], jnp.float32), amax.shape)
+        return jnp.where(amax > 0, amax, start) * _units(scale, amax.shape)
+
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
+        """[..., 3, history] after a step that observed [..., 3]; scale: the loss scale.
+
+        The history of gradients is for the unscaled loss. Products not computed in 8 bits and tensors of zeros leave
+        their history unchanged.
+        """
+        observed = (observed / _units(scale, observed.shape))[..., None]
+        return jnp.where(observed > 0, jnp.concatenate([observed, state[..., :-1]], axis=-1), state)
+
+    def measures(self) -> tuple[Measure, ...]:
+        return ()
+
+
+def _units(scale: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(jnp.stack([jnp.float32(1), jnp.float32(1), scale]), shape)
 
 
 @dataclass(frozen=True, slots=True)

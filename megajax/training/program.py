@@ -34,9 +34,8 @@ from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
 from megajax.pipeline.staged import Staged
-from megajax.precision.amax import AmaxHistory
 from megajax.precision.config import PrecisionConfig
-from megajax.precision.fp8 import refuse_old
+from megajax.precision.fp8 import AmaxHistory, refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.training.compiler_options import run_options
 from megajax.training.config import BatchConfig

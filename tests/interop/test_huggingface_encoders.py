@@ -23,7 +23,7 @@ from megajax.interop.huggingface.registry import families, family_of, lost_setti
 from megajax.interop.tokenizers.files import tokenizer_config
 from megajax.layers.configs import IdentityNormConfig
 from megajax.models.presets import gpt, llama, mamba, vit
-from megajax.models.presets.llava import llava
+from megajax.models.presets.vit import llava
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig, WordPieceTokenizerConfig
 
 TOWER = {"hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2}

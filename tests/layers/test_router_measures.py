@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megajax.layers.moe.router import REPORTED
-from megajax.layers.moe.router_measures import load_measures, report_measures
+from megajax.layers.moe.router import REPORTED, load_measures, report_measures
 from megajax.mesh.measures import layer_values
 from megajax.training.observations import measurements
 

@@ -27,8 +27,7 @@ from megajax.models.configs import DecoderConfig, PredictionConfig
 from megajax.models.decoder.config import WidthScalingConfig
 from megajax.models.decoder.prediction import shifted
 from megajax.models.presets.bert import bert
-from megajax.models.presets.llava import llava
-from megajax.models.presets.vit import vit, vit_tower
+from megajax.models.presets.vit import llava, vit, vit_tower
 from megajax.models.protocol import ModelConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training import setup

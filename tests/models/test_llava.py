@@ -30,7 +30,7 @@ from megajax.models.configs import DecoderConfig, LlavaConfig, ProjectorConfig
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.facts import demand_facts
 from megajax.models.llava.module import Llava, VisionSection
-from megajax.models.presets.llava import llava as joined
+from megajax.models.presets.vit import llava as joined
 from megajax.models.vision.config import VisionTowerConfig
 from megajax.training.program import Program
 

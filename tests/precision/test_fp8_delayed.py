@@ -17,9 +17,8 @@ from megajax.job.start.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.observations import accumulated
-from megajax.precision.amax import STARTS, AmaxHistory
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
-from megajax.precision.fp8 import Fp8Matmul
+from megajax.precision.fp8 import STARTS, AmaxHistory, Fp8Matmul
 from megajax.training.guarded.step import GuardLimits, StepControl
 from megajax.training.state import TrainState
 

@@ -21,9 +21,12 @@ from megajax.layers.moe.router import (
     balance,
     choose,
     counts,
+    load_measures,
+    losses_of,
+    report_measures,
+    setting_of_room,
     within_capacity,
 )
-from megajax.layers.moe.router_measures import load_measures, losses_of, report_measures, setting_of_room
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, observation, param
 from megajax.mesh.layout import Layout
 from megajax.mesh.measures import Measure

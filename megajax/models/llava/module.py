@@ -19,8 +19,7 @@ from megajax.mesh.layout import Layout
 from megajax.models.configs import LlavaConfig
 from megajax.models.decoder.module import DecoderLM, layer_settings
 from megajax.models.llava.config import ProjectorConfig
-from megajax.models.protocol import Section
-from megajax.models.sections import last_output
+from megajax.models.protocol import Section, last_output
 from megajax.models.vision.module import VisionTower
 
 VISION = 2

@@ -4,7 +4,7 @@ Sizes are those of the papers and the released configs; InternViT is from Chen e
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megajax.layers.configs import (
@@ -17,7 +17,7 @@ from megajax.layers.configs import (
     RMSNormConfig,
     StackConfig,
 )
-from megajax.models.configs import ViTConfig
+from megajax.models.configs import DecoderConfig, LlavaConfig, ViTConfig
 from megajax.models.presets.sizes import Size, pick
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.models.vit.config import ClassifierConfig, with_image_head
@@ -124,3 +124,14 @@ def _tower(row: Size, block: BlockConfig, image: int, patch: int) -> VisionTower
         patch=patch,
         norm=block.norm,
     )
+
+
+def llava(language: DecoderConfig, vision: VisionTowerConfig, *, image_token: int, **more: Any) -> LlavaConfig:
+    """LLaVA with the decoder `language` and the tower `vision`; `more` are other settings of LlavaConfig.
+
+    image_token: id that marks positions of images, below language.vocabulary_size.
+
+    Example: `mj.llava(mj.llama2("7b", vocabulary_size=32_001), mj.clip("l14-336"), image_token=32_000)`
+    """
+    settings = {field.name: getattr(language, field.name) for field in fields(language)}
+    return LlavaConfig(**settings | more, vision=vision, image_token=image_token)

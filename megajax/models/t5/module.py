@@ -19,8 +19,7 @@ from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.mesh.layout import Layout
 from megajax.models.configs import T5Config
 from megajax.models.decoder.module import DecoderLM, in_order, layer_settings
-from megajax.models.protocol import Section
-from megajax.models.sections import last_output
+from megajax.models.protocol import Section, last_output
 
 ENCODER = 1
 """Folded into the random key of the encoder, so it differs from that of the decoder."""

@@ -11,9 +11,8 @@ from megajax.batch import Loss, Params, Rows
 from megajax.layers.param import ParamSpec, bind
 from megajax.layers.stack.spans import Unit
 from megajax.layers.stack.stack import BLOCKS
-from megajax.models.protocol import Model
+from megajax.models.protocol import Model, last_output, with_memory
 from megajax.models.reduction import LossReduction
-from megajax.models.sections import last_output, with_memory
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.staged import MEMORY, Staged, StagedSection
 
