@@ -23,7 +23,8 @@ from megajax.metrics.record import read_metrics
 from megajax.models.protocol import ids_below, position_unit
 from megajax.optim.config import ScheduleConfig
 from megajax.storage.write_errors import write_fault
-from megajax.training.loop import Corruption, NumericFault, StepInfo
+from megajax.training.guarded.faults import Corruption, NumericFault
+from megajax.training.loop import StepInfo
 from megajax.training.session import Run
 
 type Sampler = Callable[[Run, Path], str | None]

@@ -25,7 +25,7 @@ from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.writers import Writers, open_writers
-from megajax.training.loop import Corruption, NumericFault
+from megajax.training.guarded.faults import Corruption, NumericFault
 from megajax.training.resolved import Resolved, resolve
 from megajax.training.run_config import RunConfig
 

@@ -21,7 +21,9 @@ from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writer
 from megajax.models.facts import flops_of
 from megajax.training.guarded.guard import Guard
-from megajax.training.loop import Hook, StepInfo, run_steps
+from megajax.training.guarded.hooks import Hook
+from megajax.training.guarded.loop import run_guarded_steps
+from megajax.training.loop import StepInfo
 from megajax.training.session import Run
 
 
@@ -80,7 +82,7 @@ class Steps:
     def __iter__(self) -> Iterator[StepInfo]:
         """Train until the last step, a request to stop, or a numeric fault."""
         job, rate = self._job, step_rate(self._job.run)
-        infos = run_steps(
+        infos = run_guarded_steps(
             job.run,
             job.stop.last_step,
             self.hooks,

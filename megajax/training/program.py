@@ -41,11 +41,11 @@ from megajax.training.compiler_options import run_options
 from megajax.training.config import BatchConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.gradients.accumulate import accumulate
-from megajax.training.gradients.exchange import exchanging
 from megajax.training.gradients.grads import GradFn, Weights, batch_specs, forward_sums
 from megajax.training.gradients.nonfinite import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.gradients.pipelined import pipelined, pipelined_sums
 from megajax.training.gradients.staged import Head, staged, training_loss
+from megajax.training.guarded.exchange import exchanging
 from megajax.training.guarded.step import guarded
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings

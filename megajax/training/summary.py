@@ -74,3 +74,14 @@ def state_text(state: Any) -> str:
         return f"<{len(leaves)} array{'s' * (len(leaves) != 1)}, {values:,} values>"
 
     return f"{type(state).__name__}({', '.join(f'{name}={text(value)}' for name, value in vars(state).items())})"
+
+
+def info_text(info: Any) -> str:
+    """A StepInfo on one line, without the fields that are empty or long."""
+    hidden, texts = ("phases", "measured", "by_process", "guarded"), []
+    for name, value in info._asdict().items():
+        if isinstance(value, float):
+            texts.append(f"{name}={value:.6g}")
+        elif name not in hidden and value not in (None, False, {}):
+            texts.append(f"{name}={value!r}")
+    return f"StepInfo({', '.join(texts)})"

@@ -1,15 +1,20 @@
 """Measures the time between steps by phase, and its differences between processes."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from megajax.faults.activity import DATA_WAIT, EVALUATION, SAVE
+from megajax.faults.activity import COMPILE, DATA_WAIT, EVALUATION, SAVE, STEP, Activity
 from megajax.mesh.processes.agreement import each_process
+from megajax.training.guarded.exchange import SECONDS
+from megajax.training.guarded.step import StepControl
+from megajax.training.loop import Flight, StepInfo, StepInput, Steps
 
 INTEGRITY = "integrity"
 """Checks for silent corruption: timed but not exchanged."""
@@ -80,13 +85,14 @@ class PhaseTimes:
             self.forget()
         return self._account
 
-    def received(self, seconds: np.ndarray | None, fresh: bool) -> tuple[dict[str, float], np.ndarray | None]:
+    def received(self, exchanged: Any, fresh: bool) -> tuple[dict[str, float], np.ndarray | None]:
         """The exchanged seconds as {"data_wait_min": seconds, ...} and float32 [processes, exchanged phases].
 
-        seconds: float32 [devices, exchanged phases]. ({}, None) unless `fresh`.
+        exchanged: float32 [devices, exchanged phases], or None. ({}, None) unless `fresh`.
         """
-        if seconds is None or not fresh:
+        if exchanged is None or not fresh:
             return {}, None
+        seconds = np.asarray(exchanged, np.float32)
         least, most = seconds.min(0).tolist(), seconds.max(0).tolist()
         extremes = {
             f"{name}_{end}": value
@@ -108,3 +114,48 @@ class PhaseTimes:
         totals = self.totals()
         values = [totals[name] / (max(self._steps, 1) if name in PER_STEP else 1) for name in EXCHANGED]
         return each_process(self._mesh, np.asarray(values, np.float32))
+
+
+class TimedSteps:
+    """Steps whose phases are timed, and known to the watchdog."""
+
+    def __init__(
+        self, steps: Steps, times: PhaseTimes, activity: Activity, waiting: Callable[[int], AbstractContextManager[Any]]
+    ):
+        """waiting: context around the wait for the rows of a step."""
+        self._steps, self._times, self._activity, self._waiting = steps, times, activity, waiting
+        self._first = steps.run.step + 1
+        activity.step = steps.run.step
+        # Batch sizes. Each has its own program, which another process may still compile when this one runs it.
+        self._compiled: set[int] = set()
+        self._landed: set[int] = set()
+
+    def read(self, step: int) -> StepInput:
+        """The next batch, with the seconds by phase since the one before."""
+        with self._times.measure(DATA_WAIT), self._activity.phase(DATA_WAIT, step), self._waiting(step):
+            step_input, fresh = self._steps.read(step), self._times.due(step)
+        phases = self._times.take_step()
+        return step_input._replace(phases=phases, account=self._times.account(fresh), fresh=fresh)
+
+    def dispatch(self, step_input: StepInput, control: StepControl = StepControl()) -> Flight:  # noqa: B008
+        """Dispatches a step with the seconds to exchange."""
+        phase = STEP if step_input.rows in self._compiled else COMPILE
+        self._compiled.add(step_input.rows)
+        with self._activity.phase(phase, step_input.step, first=step_input.rows not in self._landed):
+            return self._steps.dispatch(step_input, control._replace(seconds=step_input.account))
+
+    def fetch(self, flight: Flight) -> StepInfo:
+        """Waits for a step, whose report has the exchanged seconds."""
+        step, rows, fresh = flight.step_input.step, flight.step_input.rows, flight.step_input.fresh
+        with self._activity.phase(STEP, step, first=rows not in self._landed), self._times.waiting():
+            info = self._steps.fetch(flight)
+        self._activity.step = step
+        self._landed.add(rows)
+        if step == self._first:
+            self._times.forget()
+        extremes, by_process = self._times.received(info.metrics.pop(SECONDS, None), fresh)
+        return info._replace(phases=info.phases | extremes, by_process=by_process)
+
+    def land(self, flights: deque[Flight]) -> StepInfo:
+        """See `Steps.land`."""
+        return self.fetch(flights.popleft())

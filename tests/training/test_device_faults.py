@@ -25,7 +25,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.processes.installation import Installation
 from megajax.mesh.xla import MEMORY_FRACTION
 from megajax.training.config import BatchConfig
-from megajax.training.loop import _Loop
+from megajax.training.loop import Steps
 
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901888 bytes."
 
@@ -35,7 +35,7 @@ def runtime_error(text: str) -> Exception:
 
 
 def failing(text: str) -> Any:
-    def fetch(loop: object, flight: object) -> None:
+    def fetch(steps: object, flight: object) -> None:
         raise runtime_error(text)
 
     return fetch
@@ -43,7 +43,7 @@ def failing(text: str) -> Any:
 
 @pytest.mark.slow
 def test_out_of_memory_ends_a_run_with_advice_and_code_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_Loop, "fetch", failing(EXHAUSTED))
+    monkeypatch.setattr(Steps, "fetch", failing(EXHAUSTED))
     cfg = run_config(tmp_path / "run", evaluation=run_config().evaluation)
     with pytest.raises(DeviceFault) as fault:
         train(cfg)

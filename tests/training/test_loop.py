@@ -13,6 +13,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
 from megajax.training.guarded.guard import Guard
+from megajax.training.guarded.loop import run_guarded_steps
 from megajax.training.guarded.step import GuardLimits, StepControl
 from megajax.training.loop import run_steps
 
@@ -35,14 +36,14 @@ class Events:
         self.program = SimpleNamespace(observed={})
         self.batches = ((Rows("rows"), 8 * n) for n in itertools.count(step + 1))
 
-    def train_step(self, state: int, batch: str):
+    def train_step(self, state: int, batch: str, control: StepControl | None = None):
         self.seen.append(f"dispatch {state + 1}")
         assert jax.config.jax_default_matmul_precision == "highest"
         metrics = {name: jnp.float32(state + 1) for name in ("loss", "grad_norm", "lr", "loss_scale", "other")}
         return state + 1, metrics | {"skipped": jnp.asarray(state == 2)}
 
     def iterate(self, last: int, **options):
-        for info in run_steps(self, last, **options):
+        for info in run_guarded_steps(self, last, **options) if options else run_steps(self, last):
             self.seen.append(f"info {info.step}")
             yield info
 
@@ -137,6 +138,6 @@ def test_a_suspicious_step_and_the_one_after_it_are_repeated_in_order(pause):
     ]
     assert [info.step for info in infos] == [1, 2, 3, 4, 5]
     assert [info.consumed_samples for info in infos] == [8, 16, 24, 32, 40]
-    assert [info.first_try is not None for info in infos] == [False, False, True, False, False]
+    assert [info.guarded.first_try is not None for info in infos] == [False, False, True, False, False]
     if pause:
         assert run.seen.index(f"save {pause}") > run.seen.index(f"info {pause}")

@@ -20,8 +20,10 @@ from megajax.layers.param import ONES, ParamSpec
 from megajax.mesh.measures import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.training.gradients.nonfinite import nonfinite_message
+from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
 from megajax.training.guarded.guard import Guard
-from megajax.training.loop import NumericFault, StepInfo, UnrepeatedFault, run_steps
+from megajax.training.guarded.loop import run_guarded_steps
+from megajax.training.loop import StepInfo
 from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
 
@@ -72,7 +74,7 @@ def finished(parts: Parts, hooks=(), **settings) -> tuple[list[StepInfo], list]:
     guard, log = Guard(ResilienceConfig(**settings), parts.cfg.precision.floor(), run.mesh), Log()
     watch = Watch(guard, parts.cfg.precision.floor(), log, lambda line: None)
     infos = []
-    for info in run_steps(run, STEPS, hooks, guard=guard):
+    for info in run_guarded_steps(run, STEPS, hooks, guard=guard):
         infos.append(info)
         watch(info)
     assert run.step == STEPS
@@ -114,7 +116,7 @@ def test_the_optimizer_state_is_restored_too(parts, undisturbed):
     runs = []
     for settings in ({}, {"inject": ("nan:step=2", "spike:step=5"), "spike_factor": 3.0, "spike_window": 2}):
         run = fresh_run(parts)
-        list(run_steps(run, STEPS, guard=Guard(ResilienceConfig(**settings), None, run.mesh)))
+        list(run_guarded_steps(run, STEPS, guard=Guard(ResilienceConfig(**settings), None, run.mesh)))
         runs.append({path: np.asarray(w).tobytes() for path, w in run.state.params.items()})
         run.close()
     assert runs[0] == runs[1]
@@ -148,7 +150,7 @@ def test_weights_with_nonfinite_gradients_are_named(monkeypatch):
     monkeypatch.setattr(Program, "grad_fn", poisoned)
     fresh_parts = prepare(run_config(steps=STEPS, model=model(repeats=2)))
     infos, events = finished(fresh_parts, stop_on_nonfinite=False)
-    assert [info.nonfinite is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
+    assert [info.guarded.nonfinite is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
     expected = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
     assert re.fullmatch(expected, dict(events)["persistent_fault"]["blame"])
     with pytest.raises(NumericFault, match=rf"nan; {expected}; identical when the step"):
@@ -235,7 +237,7 @@ def test_overflows_above_the_floor_are_not_suspicious():
     )
     infos, events = finished(prepare(cfg), inject=("inf:step=3",))
     assert events == []
-    assert [info.first_try for info in infos] == [None] * STEPS
+    assert [info.guarded.first_try for info in infos] == [None] * STEPS
     assert [info.skipped for info in infos] == [step == 3 for step in range(1, STEPS + 1)]
     assert [info.loss_scale for info in infos] == [64.0] * 3 + [32.0] * 4
 

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from math import inf, isclose, isfinite
 
 from megajax.metrics.writers import Writer
+from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.step import GuardLimits
-from megajax.training.loop import NumericFault, StepInfo, UnrepeatedFault
+from megajax.training.loop import StepInfo
 
 KERNEL_TOLERANCE = 1e-3
 """Relative difference allowed between two runs of a step: sums on GPUs have no fixed order. As in Megatron-LM."""
@@ -24,8 +25,8 @@ class Watch:
         """Report a suspicious step. Raises NumericFault if the run has to end."""
         self._skipped += info.skipped
         self.warn(info)
-        cfg, first = self._guard.cfg, info.first_try
-        limits = (info if first is None else first).limits or GuardLimits()
+        cfg, first = self._guard.cfg, info.guarded.first_try
+        limits = (first or info).guarded.limits
         why = self._guard.suspicion(limits, info.loss, info.grad_norm)
         if first is not None and why is None:
             fields = self._fault_fields(first, limits)
@@ -48,8 +49,8 @@ class Watch:
         fields: dict[str, bool | str] = {"made": not info.skipped}
         if first is not None:
             fields["same_again"] = _bit_equal(first, info)
-        if info.nonfinite is not None:
-            fields["blame"] = info.nonfinite
+        if info.guarded.nonfinite is not None:
+            fields["blame"] = info.guarded.nonfinite
         self._log.event("persistent_fault", step=info.step, **self._fault_fields(info, limits), **fields)
         if stop:
             kind = NumericFault if first is None or _alike(first, info) else UnrepeatedFault
@@ -72,15 +73,15 @@ class Watch:
         text = f"step {info.step}: {why}; loss {info.loss}, gradient norm {info.grad_norm}"
         if self._floor and not isfinite(info.grad_norm):
             text += f" at the lowest loss scale, {self._floor:g}; {self._skipped} steps were skipped"
-        if info.nonfinite is not None:
-            text += f"; {info.nonfinite}"
-        if info.first_try is None:
+        if info.guarded.nonfinite is not None:
+            text += f"; {info.guarded.nonfinite}"
+        if (first := info.guarded.first_try) is None:
             return text
-        if _bit_equal(info.first_try, info):
+        if _bit_equal(first, info):
             return f"{text}; identical when the step was run again, so not a transient fault"
         return (
-            f"{text}; the first run from the same state and rows gave other numbers (loss {info.first_try.loss}, "
-            f"gradient norm {info.first_try.grad_norm}): suspect the hardware"
+            f"{text}; the first run from the same state and rows gave other numbers (loss {first.loss}, "
+            f"gradient norm {first.grad_norm}): suspect the hardware"
         )
 
 

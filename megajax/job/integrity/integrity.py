@@ -12,7 +12,8 @@ from megajax.job.faults.stragglers import Stalls, WatchStragglers
 from megajax.job.integrity.gpu_health import watch_gpus
 from megajax.job.integrity.recompute import CheckGradients
 from megajax.job.integrity.replicas import CheckReplicas, FlipBit, most_copies, state_hash
-from megajax.training.loop import Hook, StepInfo
+from megajax.training.guarded.hooks import Hook
+from megajax.training.loop import StepInfo
 from megajax.training.session import Run
 
 

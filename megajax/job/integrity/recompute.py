@@ -13,7 +13,7 @@ from megajax.config.errors import UserError
 from megajax.faults.drills import Drill
 from megajax.faults.integrity_config import RecomputeConfig
 from megajax.job.integrity.repeated_gradients import AXIS, Recompute, Verdict, scale_of
-from megajax.training.loop import Corruption
+from megajax.training.guarded.faults import Corruption
 from megajax.training.session import Run
 from megajax.training.timing import INTEGRITY
 

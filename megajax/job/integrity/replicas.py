@@ -14,7 +14,8 @@ from megajax.faults.drills import Drill
 from megajax.faults.integrity_config import ReplicasConfig
 from megajax.job.device_memory import size
 from megajax.job.integrity.state_hash import HashedLeaf, Mismatch, StateHash, group_hashes, mismatches
-from megajax.training.loop import Corruption, Hook
+from megajax.training.guarded.faults import Corruption
+from megajax.training.guarded.hooks import Hook
 from megajax.training.program import Program
 from megajax.training.session import Run
 from megajax.training.state import TrainState

@@ -40,6 +40,16 @@ class GuardLimits(NamedTuple):
     """Factor on the gradients; other than 1 in drills only."""
 
 
+class GuardReport(NamedTuple):
+    """What the guard did in a step."""
+
+    limits: GuardLimits = GuardLimits()
+    first_try: Any = None
+    """The report of the first run, if the step was run again."""
+    nonfinite: str | None = None
+    """The weights whose gradients were not finite in the second run; None if all were finite."""
+
+
 class StepControl(NamedTuple):
     """The inputs of a step besides state and batch; None: the step runs without the input."""
 
