@@ -46,6 +46,8 @@ class Format:
     """Whether weights may be quantized."""
     steps: bool = False
     """Whether a folder has several steps of training."""
+    with_tokenizer: bool = False
+    """Whether a folder without a tokenizer's files belongs to a model without one."""
     unknown_settings: bool = False
     """Whether its description of a model may have settings that MegaJAX does not know."""
 
@@ -87,6 +89,7 @@ FORMATS = {
         files=("config.json", "*.safetensors"),
         reader="megajax.interop.huggingface.format:read",
         writer="megajax.interop.huggingface.format:write",
+        with_tokenizer=True,
         unknown_settings=True,
     ),
     "megatron": Format(

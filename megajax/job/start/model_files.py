@@ -15,6 +15,7 @@ from megajax.config.budget import parse_json, read_file
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.interop.conversion.provenance import FILES, Ancestor, Provenance
+from megajax.interop.formats import FORMATS
 from megajax.interop.huggingface.folder import stored_extra, write_extra
 from megajax.interop.tokenizers.files import (
     GENERATION,
@@ -65,7 +66,8 @@ class ModelFiles:
         if (ancestor := self.ancestor) is None:
             return not isinstance(config, NullTokenizerConfig)
         theirs = _contents(ancestor.files, OF_TOKENIZER)
-        is_complete = bool(theirs) or ancestor.provenance.format == "hf"
+        form = FORMATS.get(ancestor.provenance.format)
+        is_complete = bool(theirs) or (form is not None and form.with_tokenizer)
         if is_complete and isinstance(config, NullTokenizerConfig | ByteTokenizerConfig):
             return ancestor.vocabulary not in (None, vocabulary)
         if isinstance(config, NullTokenizerConfig):
