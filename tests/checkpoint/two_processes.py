@@ -109,7 +109,7 @@ def main() -> None:
         CheckpointConfig().build(path / f"of_process_{index}")
         raise AssertionError("two folders passed for one")
     except UserError as error:
-        assert "not one folder for all processes" in str(error)
+        assert "is not shared by all processes" in str(error)
     # One process can't write: both refuse to start.
     if index == 1:
 

@@ -250,7 +250,6 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     same(jax.tree.map(lambda x: x[:4], expected), jax.tree.map(lambda x: x[order[:4]], among))
 
 
-@pytest.mark.slow
 def test_a_token_does_not_depend_on_the_program() -> None:
     logits, rows, tokens = everything(np.random.default_rng(7))
     plain = rows._replace(edits=edits())
@@ -274,9 +273,9 @@ def test_the_first_of_equal_logits_is_taken() -> None:
 @pytest.mark.parametrize(
     ("tensor", "data"),
     [
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(4, 1, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        (2, 1),
+        (4, 1),
+        (2, 2),
     ],
 )
 def test_devices_change_nothing(tensor: int, data: int) -> None:
@@ -310,7 +309,6 @@ def test_nonfinite_logits_give_no_token() -> None:
     assert (np.asarray(result.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
 
 
-@pytest.mark.slow
 def test_noise_does_not_depend_on_padding() -> None:
     """The same tokens for any padding of the vocabulary."""
     logits, rows, _ = everything(np.random.default_rng(10))

@@ -12,7 +12,6 @@ from megajax.interop.conversion import conversion
 FOLDERS = sorted(path.parent for path in (FOLDER / "hf").glob("*/config.json"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_run_reproduces_the_folder(folder: Path, tmp_path: Path) -> None:
     def advance(elements: int) -> None:

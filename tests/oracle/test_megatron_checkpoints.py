@@ -58,9 +58,7 @@ def weights_of(folder: Path, model: OneDevice) -> dict[str, np.ndarray]:
     return {path: source.read(path, tuple(slice(0, size) for size in shape)) for path, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(
-    "case", ["llama_base", *[pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "llama_base"]]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
     if not (FOLDER / "numerics" / f"{case}.npz").is_file():
         pytest.skip(f"no reference values at {FOLDER}: set MEGAJAX_ORACLE_DIR")

@@ -101,7 +101,6 @@ def test_batches_change_nothing():
     close(one_at_a_time, scorer().answers(windows()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -156,7 +155,6 @@ def test_generation_is_greedy():
         generate(scorer(), [Generation(prompt, 16)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "engine"),
     [
