@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.preprocessing.sentences import split_sentences
+from megajax.data.text.sentences import split_sentences
 
 
 @pytest.mark.parametrize(

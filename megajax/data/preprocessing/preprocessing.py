@@ -30,7 +30,6 @@ from megajax.config.builds import USER_FILE
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing.report import Counts, PreprocessResult
-from megajax.data.preprocessing.sentences import split_sentences
 from megajax.data.preprocessing.text_files import Chunk, TextFile, WholeFile, find_files, find_pairs
 from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions
 from megajax.data.text.indexed_dataset import (
@@ -41,6 +40,7 @@ from megajax.data.text.indexed_dataset import (
     token_dtype,
     tokens_path,
 )
+from megajax.data.text.sentences import split_sentences
 from megajax.storage.atomic_folders import delete_abandoned, hold
 from megajax.storage.reading import ReadError, is_transient
 from megajax.storage.write_errors import remedy, write_fault
