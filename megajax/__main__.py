@@ -15,7 +15,7 @@ from megajax import __version__
 from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
-from megajax.config.patch import plain_name
+from megajax.config.overrides import plain_name
 
 HOME = Path(__file__).parent
 FOLDERS = ("", "tools")

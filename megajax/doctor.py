@@ -24,7 +24,11 @@ def main(argv: list[str]) -> int:
         UserError: for anything the user has to change.
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    joint = resolve("megajax.reporting.machine.gang:joint_checks")(flags["init_timeout"]) if flags["before_run"] else ()
+    joint = (
+        resolve("megajax.reporting.machine.joint_checks:joint_checks")(flags["init_timeout"])
+        if flags["before_run"]
+        else ()
+    )
     try:
         examine = resolve("megajax.reporting.machine.examine:examine")
         return examine(flags["run_dir"], as_json=flags["json"], joint=joint)

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     flags = parse(
         _with_run_dir_flag(argv), verb="report", flags=FLAGS, with_config=False, description=DESCRIPTION
     ).flags
-    resolve("megajax.reporting.write:report")(flags["run_dir"], flags["output"], as_text=flags["text"])
+    resolve("megajax.reporting.write_report:report")(flags["run_dir"], flags["output"], as_text=flags["text"])
     return 0
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
+from megajax.config.debug_twins import advised
 from megajax.config.errors import ConfigError
-from megajax.config.twin import advised
 from megajax.faults.beats import ELASTIC, failures_reported
 from megajax.faults.output import keep_writing
 from megajax.mesh.processes.identity import find_identity
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     patience, identity = command.flags["init_timeout"], partial(find_identity, command.config, flags)
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.samples:sample")
-    reporter = resolve("megajax.reporting.write:close_run")
+    reporter = resolve("megajax.reporting.write_report:close_run")
     try:
         code = train(
             command.config,

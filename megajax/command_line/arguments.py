@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.config.coerce import Text
 from megajax.config.errors import Problem
 from megajax.config.files import SUFFIXES, split_source
-from megajax.config.patch import Additions, Mark, setting
+from megajax.config.overrides import Additions, Mark, setting
+from megajax.config.parse_scalar import Text
 
 XLA, XLA_OPTIONS = "xla", "xla.options"
 """The flag for single compiler options, and the setting that holds them."""

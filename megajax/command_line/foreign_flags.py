@@ -11,7 +11,7 @@ from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING, Problem
 from megajax.config.files import Source, assembled, root_type
 from megajax.config.nearest import did_you_mean, download_folder, download_hint, likeness
-from megajax.config.patch import Mark, patch_of, plain_name
+from megajax.config.overrides import Mark, patch_of, plain_name
 from megajax.config.tree import assemble
 
 

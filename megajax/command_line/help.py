@@ -14,7 +14,7 @@ import megajax.config.schema as schema
 from megajax.config.dump import plain, scalar_text
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean
-from megajax.config.patch import join, plain_name
+from megajax.config.overrides import join, plain_name
 
 WIDTH = 110
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import megajax.config.schema as schema
 from megajax.config.errors import ConfigError, Problem
-from megajax.config.patch import join
+from megajax.config.overrides import join
 
 
 def plain(value: Any, annotation: Any = None, where: str = "") -> Any:

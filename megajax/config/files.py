@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import download_hint, either, nearest_names
-from megajax.config.patch import Over, patch_of, setting
+from megajax.config.overrides import Over, patch_of, setting
 from megajax.config.python_file import display_path, run
 from megajax.config.tree import TRUST, assemble
 

@@ -6,16 +6,26 @@ import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import MISSING
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 import megajax.config.schema as schema
 from megajax.config.builds import error_text, own_class, reference, resolve
-from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
-from megajax.config.patch import Additions, Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
+from megajax.config.overrides import (
+    Additions,
+    Mark,
+    Over,
+    Patch,
+    join,
+    leaves,
+    patch_of,
+    plain_name,
+    setting,
+    short_type,
+)
+from megajax.config.parse_scalar import Mismatch, Text, precedence, scalar
 from megajax.config.paths import holds_path, url_problem
-from megajax.config.placeholder import Placeholder, UnknownValue
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
@@ -127,6 +137,29 @@ def _python_hint(where: str, annotation: Any, raw: Any) -> str:
     if raw is Ellipsis or (raw is None and (nodes or listed)) or (listed and schema.is_config(raw)):
         return _example(where, annotation)
     return ""
+
+
+class UnknownValue(Exception):
+    """Use of a missing or wrong value, which is reported elsewhere."""
+
+
+class Placeholder:
+    """An unknown value: it can be stored and passed on; any other use raises UnknownValue."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnknownValue(name)
+
+    def _unknown(self, *args: Any) -> NoReturn:
+        raise UnknownValue
+
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __hash__ = _unknown
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
+    __int__ = __float__ = __index__ = __str__ = __repr__ = __format__ = __round__ = _unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _unknown
+    __setattr__ = __delattr__ = __enter__ = __exit__ = _unknown
 
 
 class _Builder:

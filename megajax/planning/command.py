@@ -18,7 +18,7 @@ from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
 from megajax.config.nearest import did_you_mean
-from megajax.config.patch import Mark, patch_of, plain_name, setting
+from megajax.config.overrides import Mark, patch_of, plain_name, setting
 from megajax.config.tree import assemble, override, read_value
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.reporting.endings import FAILURES, INCOMPLETE, Ending, find_ending
 from megajax.reporting.history import Event, History
+from megajax.reporting.how_runs_end import FAILURES, INCOMPLETE, Ending, find_ending
 
 START, OPENING, RESTART, STOP = "start", "metrics_superseded", "restart", "supervisor_stop"
 """The first event of an attempt; an event that may precede it; the launcher's events at its start and the last end."""

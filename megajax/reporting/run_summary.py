@@ -10,7 +10,7 @@ import numpy as np
 from megajax.display.text import byte_size, count, duration, moment, skipped_rows
 from megajax.reporting.attempts import STOP, Attempt, attempts
 from megajax.reporting.history import ROUTINE, STATUS, Event, History
-from megajax.reporting.shares import Share, data_wait, goodput, time_by_cause
+from megajax.reporting.time_shares import Share, data_wait, goodput, time_by_cause
 from megajax.reporting.timeline import RunTimeline, timeline
 
 TIME = "Where the time went"

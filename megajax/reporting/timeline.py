@@ -9,9 +9,9 @@ from typing import NamedTuple
 from megajax.display.charts import Box, Mark, Timeline
 from megajax.display.text import duration
 from megajax.reporting.attempts import Attempt
-from megajax.reporting.endings import describe_failure
 from megajax.reporting.history import STATUS, Event
-from megajax.reporting.shares import STEPS
+from megajax.reporting.how_runs_end import describe_failure
+from megajax.reporting.time_shares import STEPS
 
 UNITS = ((120.0, 1.0, "s"), (3 * 3600.0, 60.0, "min"), (3 * 86400.0, 3600.0, "h"), (float("inf"), 86400.0, "d"))
 """Largest length in seconds, seconds of a unit, and name of the unit."""

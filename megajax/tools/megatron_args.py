@@ -15,7 +15,7 @@ from megajax.config.budget import read_file
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
-from megajax.config.patch import join
+from megajax.config.overrides import join
 from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
 from megajax.interop.megatron.shell.interpreter import read_script

@@ -17,9 +17,9 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh
 
-from megajax.config.coerce import Mismatch, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, nearest_names
+from megajax.config.parse_scalar import Mismatch, scalar
 from megajax.mesh.xla import DEFAULTS, TERMINATION_MARGIN, Defaults, Option, Value, XlaConfig, compiler_options
 from megajax.training.run_config import RunConfig
 

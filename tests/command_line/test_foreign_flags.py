@@ -13,12 +13,12 @@ from megajax.command_line.foreign_flags import corrections, similar_name
 from megajax.command_line.foreign_names import ROWS, TABLE
 from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
-from megajax.config.coerce import Text
 from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING
 from megajax.config.files import SHIPPED, functions_of
 from megajax.config.nearest import download_hint
-from megajax.config.patch import patch_of, plain_name, setting
+from megajax.config.overrides import patch_of, plain_name, setting
+from megajax.config.parse_scalar import Text
 from megajax.config.tree import assemble
 from megajax.data.preprocessing.options import parse as preprocess
 from megajax.inference.server.config import ServingConfig
@@ -68,7 +68,8 @@ def suggested(problem):
 def wrong(config, settings):
     """Problems of names and of types, not of settings that do not fit together."""
     _, problems = assemble(type(config), config, patch_of(settings))
-    return {p.setting for p in problems if p.message == NO_SETTING or p.message.startswith(("expected", "needs"))}
+    messages = (NO_SETTING, "expected", "needs a value")
+    return {problem.setting for problem in problems if problem.message.startswith(messages)}
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -8,7 +8,7 @@ import pytest
 from megajax.reporting.attempts import attempts
 from megajax.reporting.clocks import Stamp, common_times
 from megajax.reporting.history import read_history
-from megajax.reporting.shares import time_by_cause
+from megajax.reporting.time_shares import time_by_cause
 from megajax.reporting.timeline import timeline
 
 pytestmark = pytest.mark.smoke

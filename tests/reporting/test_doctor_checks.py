@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.mesh.processes.installation import Installation
-from megajax.reporting.machine import devices, gpus, host, trial
+from megajax.reporting.machine import device_checks, device_trial, gpus, host
 from megajax.reporting.machine.examine import CHECKS, examine
 from megajax.reporting.machine.machine import Check, Machine, Output, fail, ok, run_checks, warn
 
@@ -132,7 +132,7 @@ def test_findings(run: Any, machine_state: Machine, status: str | None, text: st
 
 @pytest.mark.parametrize(("name", "machine_state", "status", "text"), TRIED)
 def test_findings_of_the_trial(name: str, machine_state: Machine, status: str, text: str) -> None:
-    check(trial.check_stage(name, machine_state), status, text)
+    check(device_checks.check_stage(name, machine_state), status, text)
 
 
 @pytest.mark.parametrize(
@@ -201,25 +201,25 @@ def test_installation(
     check(gpus.installation(machine()), status, text)
 
 
-@pytest.mark.parametrize("run", [devices.matmul, devices.attention, devices.grouped])
+@pytest.mark.parametrize("run", [device_trial.matmul, device_trial.attention, device_trial.grouped])
 def test_wrong_results_fail(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "relative_error", lambda result, expected: 0.3)
+    monkeypatch.setattr(device_trial, "relative_error", lambda result, expected: 0.3)
     check(run(), "fail", "3")
 
 
 def test_results_that_are_not_reproducible_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.np, "array_equal", lambda a, b: False)
-    check(devices.matmul(), "fail", "not reproducible")
-    check(devices.all_reduce(), "fail", "is wrong on")
+    monkeypatch.setattr(device_trial.np, "array_equal", lambda a, b: False)
+    check(device_trial.matmul(), "fail", "not reproducible")
+    check(device_trial.all_reduce(), "fail", "is wrong on")
 
 
 def test_a_non_finite_result_has_an_infinite_error() -> None:
-    assert devices.relative_error(np.array([np.nan]), np.array([1.0])) == np.inf
+    assert device_trial.relative_error(np.array([np.nan]), np.array([1.0])) == np.inf
 
 
 def test_every_check_is_tested_above() -> None:
     tested = {run for run, *_ in CASES} | {host.shared_memory, host.limits, host.packages, gpus.installation}
-    assert {run for name, run in CHECKS if name not in trial.STAGES} == tested
+    assert {run for name, run in CHECKS if name not in device_checks.STAGES} == tested
     assert len({name for name, _ in CHECKS}) == len(CHECKS)
 
 
@@ -248,5 +248,5 @@ def test_exit_codes(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(("gpus", "expected"), [(8, "GROUP"), (1, None), (0, None)])
 def test_the_devices_are_tried_with_the_variables_of_a_run(gpus, expected):
     fake = FakeMachine(gpu_files=gpus)
-    trial.run_trial(fake)
+    device_checks.run_trial(fake)
     assert fake.variables.get("NCCL_LAUNCH_MODE") == expected

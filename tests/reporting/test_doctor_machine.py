@@ -14,7 +14,7 @@ from gpu_stand_in import stand_in
 
 from megajax.kernels.attention.attention import PASSES
 from megajax.kernels.grouped.matmul import grouped_matmul
-from megajax.reporting.machine import devices, gpus, host, trial
+from megajax.reporting.machine import device_checks, device_trial, gpus, host
 from megajax.reporting.machine.machine import Machine, run_checks, run_limited
 
 PYNVML = '''
@@ -109,10 +109,10 @@ def test_the_disk_below_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None
 
 def test_a_stage_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import sys, time; from megajax.reporting.machine import devices\n"
-        "devices.devices = lambda: devices.ok('one')\n"
-        "devices.matmul = lambda: time.sleep(60)\n"
-        "sys.argv = ['devices', '0.5']; devices.main()"
+        "import sys, time; from megajax.reporting.machine import device_trial\n"
+        "device_trial.devices = lambda: device_trial.ok('one')\n"
+        "device_trial.matmul = lambda: time.sleep(60)\n"
+        "sys.argv = ['devices', '0.5']; device_trial.main()"
     )
 
     class Hanging(Machine):
@@ -120,9 +120,9 @@ def test_a_stage_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) ->
             return super().run(sys.executable, "-u", "-c", program, seconds=seconds, **variables)
 
     machine = Hanging()
-    assert trial.check_stage("devices", machine).state == "one"
-    assert trial.check_stage("matmul", machine).state == "matmul gave no answer within 90 s"
-    assert "not run: matmul" in trial.check_stage("attention", machine).state
+    assert device_checks.check_stage("devices", machine).state == "one"
+    assert device_checks.check_stage("matmul", machine).state == "matmul gave no answer within 90 s"
+    assert "not run: matmul" in device_checks.check_stage("attention", machine).state
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_stages_on_GPUs_try_every_kernel_and_report_memory(monkeypatch: pytest.M
     """On CPU devices that present themselves as GPUs; kernels compute the reference."""
     local_devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
-    assert "reference (float32)" in devices.attention().state and "not tested" in devices.attention().state
+    assert "reference (float32)" in device_trial.attention().state and "not tested" in device_trial.attention().state
     stand_in(monkeypatch)
-    attended = devices.attention()
+    attended = device_trial.attention()
     assert attended.status == "ok" and "not tested" not in attended.state
     assert all(f"{name} (" in attended.state for name in ("cudnn", "pallas", "cudnn_mask", "reference"))
     assert attended.state.count("causal and documents") == 4
@@ -158,11 +158,11 @@ def test_stages_on_GPUs_try_every_kernel_and_report_memory(monkeypatch: pytest.M
         matmuls.append(kernel)
         return grouped_matmul(x, w, sizes, kernel="reference")
 
-    monkeypatch.setattr(devices, "grouped_matmul", reference)
-    assert devices.grouped().status == "ok" and set(matmuls) == {"mosaic", "triton", "reference"}
-    assert "(gpu, capability 9.0, 72.0 GiB for jax)" in devices.devices().state
-    monkeypatch.setattr(devices.Machine, "gpu_files", 2)
-    assert devices.devices().status == "warn" and "2 GPUs installed" in devices.devices().state
+    monkeypatch.setattr(device_trial, "grouped_matmul", reference)
+    assert device_trial.grouped().status == "ok" and set(matmuls) == {"mosaic", "triton", "reference"}
+    assert "(gpu, capability 9.0, 72.0 GiB for jax)" in device_trial.devices().state
+    monkeypatch.setattr(device_trial.Machine, "gpu_files", 2)
+    assert device_trial.devices().status == "warn" and "2 GPUs installed" in device_trial.devices().state
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -186,7 +186,7 @@ def test_wrong_gradients_and_documents_on_a_GPU_are_detected(
         "megajax.kernels.attention.attention.PASSES",
         {**PASSES, "cudnn": faulty, "pallas": PASSES["reference"], "cudnn_mask": PASSES["reference"]},
     )
-    finding = devices.attention()
+    finding = device_trial.attention()
     assert finding.status == "fail" and "cudnn (bfloat16)" in finding.state and "backward inf" in finding.state
     assert ("documents forward" in finding.state) == documents and "pallas" not in finding.state
 

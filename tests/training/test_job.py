@@ -18,7 +18,7 @@ from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.reporting.write import close_run
+from megajax.reporting.write_report import close_run
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 

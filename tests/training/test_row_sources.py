@@ -11,7 +11,7 @@ from megajax.data.rows.cyclic import CyclicRows
 from megajax.job.job import train
 from megajax.job.start.resume import facts
 from megajax.metrics.config import LoggingConfig
-from megajax.reporting.write import close_run
+from megajax.reporting.write_report import close_run
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.session import prepare

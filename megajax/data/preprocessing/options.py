@@ -12,7 +12,7 @@ from megajax.command_line.foreign_flags import corrections
 from megajax.config.builds import Builds
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean, download_hint
-from megajax.config.patch import plain_name
+from megajax.config.overrides import plain_name
 from megajax.config.paths import path_argument
 from megajax.config.schema import default
 from megajax.config.tree import override

@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megajax.reporting.machine import gpus, host, trial
+from megajax.reporting.machine import device_checks, gpus, host
 from megajax.reporting.machine.machine import Check, Machine, run_checks
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
-CHECKS = (*gpus.CHECKS, *host.CHECKS, *trial.CHECKS)
+CHECKS = (*gpus.CHECKS, *host.CHECKS, *device_checks.CHECKS)
 
 
 def examine(

@@ -19,7 +19,7 @@ from megajax.checkpoint.stored_arrays import OBSERVED
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.patch import patch_of
+from megajax.config.overrides import patch_of
 from megajax.config.tree import assemble
 from megajax.data.configs import MockConfig
 from megajax.interop.conversion.model_differences import describe_differences, differences

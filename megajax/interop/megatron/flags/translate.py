@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import Problem
-from megajax.config.patch import patch_of
+from megajax.config.overrides import patch_of
 from megajax.config.tree import assemble
 from megajax.interop.megatron.flags.data import data
 from megajax.interop.megatron.flags.encoders import (

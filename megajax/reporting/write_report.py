@@ -21,7 +21,7 @@ from megajax.reporting.attempts import attempts
 from megajax.reporting.curves import curves
 from megajax.reporting.history import History, read_history
 from megajax.reporting.run_summary import TIME, RunSummary, Table, summarize
-from megajax.reporting.shares import goodput
+from megajax.reporting.time_shares import goodput
 from megajax.storage.write_errors import write_fault
 
 WIDTH = 160

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megajax.config.coerce import Text
+from megajax.config.parse_scalar import Text
 
 
 class Mark(Enum):
