@@ -13,7 +13,7 @@ from gpu_stand_in import stand_in
 
 from megajax.faults.gpu_health import GpuHealth, HealthThread, Symptom, gpu_numbers, load_nvml
 from megajax.faults.integrity_config import HealthConfig
-from megajax.job.integrity.gpu_health import message, watch_gpus
+from megajax.job.integrity.integrity import message, watch_gpus
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 
@@ -158,7 +158,7 @@ def test_a_run_on_gpus_writes_events(process, tmp_path: Path, monkeypatch, capfd
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     changed = threading.Event()
     monkeypatch.setattr(
-        "megajax.job.integrity.gpu_health.append_event",
+        "megajax.job.integrity.integrity.append_event",
         lambda path, name, **fields: (path.write_text(json.dumps({"event": name} | fields)), changed.set()),
     )
     with ExitStack() as stack:
