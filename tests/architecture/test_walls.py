@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,18 @@ pytestmark = pytest.mark.smoke
 
 FILE_LINES = 500
 FUNCTION_LINES = 100
-FUNCTION_IFS = 10
+FUNCTION_CONDITIONS = 10
+"""`if` statements and conditional expressions."""
+FOLDER_FILES = 20
+TOO_MANY_CONDITIONS = {
+    "megajax/command_line/parser.py parse",
+    "megajax/command_line/parser.py _help",
+    "megajax/job/setup.py set_up_job",
+    "megajax/job/start/model_files.py write",
+    "megajax/job/start/weights.py weights",
+    "megajax/layers/attention/core.py __call__",
+}
+"""Functions that still have more; the list may only shrink."""
 GRAB_BAGS = {"utils", "util", "common", "helpers", "helper", "misc"}
 TRAIN_FLAGS = {
     *("config", "devices", "print-config", "help", "skip-train", "verify-data"),
@@ -33,14 +45,21 @@ def test_files_fit() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    violations = []
+    long, complex_functions = [], set()
     for module in modules().values():
         for function in functions(module.tree):
             lines = (function.end_lineno or 0) - function.lineno + 1
-            ifs = sum(isinstance(node, ast.If) for node in ast.walk(function))
-            if lines > FUNCTION_LINES or ifs > FUNCTION_IFS:
-                violations.append(f"{module.file}:{function.lineno} {function.name}: {lines} lines, {ifs} ifs")
-    assert not violations, "\n".join(violations)
+            if lines > FUNCTION_LINES:
+                long.append(f"{module.file}:{function.lineno} {function.name}: {lines} lines")
+            if sum(isinstance(node, ast.If | ast.IfExp) for node in ast.walk(function)) > FUNCTION_CONDITIONS:
+                complex_functions.add(f"{module.file} {function.name}")
+    assert not long, "\n".join(long)
+    assert complex_functions == TOO_MANY_CONDITIONS
+
+
+def test_folders_have_few_files() -> None:
+    folders = Counter(module.path.parent for module in modules().values() if module.path.name != "__init__.py")
+    assert not {folder: count for folder, count in folders.items() if count > FOLDER_FILES}
 
 
 def test_no_grab_bags() -> None:
