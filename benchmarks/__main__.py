@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks import outcome
 from benchmarks.parts import PARTS, Part
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse, use_devices
-from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
+from megajax.config.references import resolve
 from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla import set_process
 

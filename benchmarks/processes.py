@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megajax.config.builds import resolve
+from megajax.config.references import resolve
 
 
 def command_of(target: str, *arguments: object) -> list[str]:

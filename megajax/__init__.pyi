@@ -7,11 +7,11 @@ config class or preset is added here; tests/config/test_public_names.py checks t
 from megajax.checkpoint.config import CheckpointConfig as CheckpointConfig
 from megajax.checkpoint.config import LocalConfig as LocalConfig
 from megajax.checkpoint.config import WeightsConfig as WeightsConfig
-from megajax.config.builds import Builds as Builds
 from megajax.config.errors import ConfigError as ConfigError
 from megajax.config.errors import Problem as Problem
 from megajax.config.errors import UserError as UserError
 from megajax.config.files import load as load
+from megajax.config.references import Builds as Builds
 from megajax.data.benchmarks.config import GlueConfig as GlueConfig
 from megajax.data.benchmarks.config import MockGlueConfig as MockGlueConfig
 from megajax.data.benchmarks.config import MockRaceConfig as MockRaceConfig

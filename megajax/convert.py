@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from megajax.command_line.parser import Flag, front_door, parse, use_devices
-from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError
-from megajax.config.paths import PathText
+from megajax.config.file_paths import PathText
+from megajax.config.references import resolve
 from megajax.interop.conversion.command_line import Progress, flag_problems, reading_of
 from megajax.interop.opening.origin import IGNORE_FLAG, TRUST_FLAG
 

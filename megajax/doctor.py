@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
-from megajax.config.builds import resolve
+from megajax.config.references import resolve
 
 DESCRIPTION = """Check an installation and a machine. Prints ok, warn or fail for each check, and what to do. Takes
 seconds without a GPU; every check has a time limit. On a cluster:
@@ -25,12 +25,12 @@ def main(argv: list[str]) -> int:
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
     joint = (
-        resolve("megajax.reporting.machine.joint_checks:joint_checks")(flags["init_timeout"])
+        resolve("megajax.reporting.machine_checks.joint_checks:joint_checks")(flags["init_timeout"])
         if flags["before_run"]
         else ()
     )
     try:
-        examine = resolve("megajax.reporting.machine.examine:examine")
+        examine = resolve("megajax.reporting.machine_checks.examine:examine")
         return examine(flags["run_dir"], as_json=flags["json"], joint=joint)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.processes import memory
 from megajax.checkpoint.weights.foreign import Entry, declared_by
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.interop.huggingface.registry import families
 from megajax.interop.huggingface.safetensors import SafetensorsFolder, ShardWriter
 from megajax.models.presets.llama import llama2

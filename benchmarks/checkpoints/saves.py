@@ -17,7 +17,7 @@ from benchmarks.processes import command_of, memory, results_of
 from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config import load
 from megajax.faults.integrity_config import RecomputeConfig

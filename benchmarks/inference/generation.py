@@ -30,7 +30,7 @@ from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.step_arrays import Bucket
 from megajax.interop.huggingface.folder import open_model
-from megajax.layers.cache_facts import stored_leaves
+from megajax.layers.cache_spec import stored_leaves
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig

@@ -18,8 +18,8 @@ from benchmarks.roofline import Roof, roof_of
 from benchmarks.stopwatch import LEAST, WARM_UP, Spread, readings
 from benchmarks.virtual_gpus import kernels as custom_calls
 from megajax.batch import Batch
+from megajax.config.compose import check
 from megajax.config.errors import UserError
-from megajax.config.tree import check
 from megajax.display.banner import plain
 from megajax.display.text import count, duration
 from megajax.job.compile_log import CompileLog

@@ -9,8 +9,8 @@ import jax
 
 from benchmarks.stopwatch import LEAST, WARM_UP, readings
 from benchmarks.training.train_speed import Bench, synthetic_batch
+from megajax.config.compose import check, override
 from megajax.config.errors import UserError
-from megajax.config.tree import check, override
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -15,10 +15,10 @@ from typing import Any
 from megajax.checkpoint import folder, integrity
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.integrity import MANIFEST, Damaged
-from megajax.checkpoint.stored_arrays import StoredArray, StoredArrays
-from megajax.config.budget import read_json
+from megajax.checkpoint.zarr_reader import StoredArray, StoredArrays
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
+from megajax.config.read_limits import read_json
 
 WHOLE, DAMAGED = "whole", "damaged"
 ASIDE = {

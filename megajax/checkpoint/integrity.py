@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.folder import META
-from megajax.config.budget import DOCUMENT, read_json
+from megajax.config.read_limits import DOCUMENT, read_json
 from megajax.storage import disk
-from megajax.storage.named_files import is_below
+from megajax.storage.safe_paths import is_below
 
 MANIFEST = "manifest.json"
 FORMAT = 2

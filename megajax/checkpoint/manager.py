@@ -22,11 +22,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint import arrays, folder, integrity, saves
+from megajax.checkpoint import arrays, background_saves, folder, integrity
+from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, PendingSave, SaveReport
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
-from megajax.checkpoint.saves import Background, BackgroundSaves, CheckpointError, PendingSave, SaveReport
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.mesh.processes.peers import PartFailed, Peers
@@ -200,11 +200,11 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
     def _failed(self, save: _Save, error: Exception) -> CheckpointError:
         if save.peers.first:
             delete_folder(save.path)
-        reason = str(error) if isinstance(error, PartFailed) else saves.reason(error, save.path, save.bytes)
+        reason = str(error) if isinstance(error, PartFailed) else background_saves.reason(error, save.path, save.bytes)
         return CheckpointError(save.step, reason)
 
     def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
-        return save.peers.on_all(work, lambda error: saves.reason(error, save.path, save.bytes))
+        return save.peers.on_all(work, lambda error: background_saves.reason(error, save.path, save.bytes))
 
     def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
         """The background part of a save; runs in a thread of every process.

@@ -7,7 +7,7 @@ from typing import Any
 
 from megajax.checkpoint import arrays, folder, integrity
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
 from megajax.mesh.processes.peers import Peers
 

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 import megajax.config.schema as schema
 from megajax.command_line.arguments import read_arguments
-from megajax.command_line.foreign_flags import corrected, corrections
+from megajax.command_line.flag_suggestions import corrected, corrections
 from megajax.command_line.help import WIDTH, common_help, entry_text, settings_help
+from megajax.config.compose import read_value
 from megajax.config.debug_twins import advised
 from megajax.config.dump import default_leaves, flatten, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError, first_line
@@ -28,7 +29,6 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.optional_packages import remedy
 from megajax.config.overrides import Mark, leaves, patch_of, plain_name
 from megajax.config.time_limit import OUTPUT_SECONDS, with_time_limit
-from megajax.config.tree import read_value
 from megajax.mesh.processes.gpus import installed_gpus
 from megajax.mesh.processes.world import (
     COORDINATOR,

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from megajax.config.budget import SETTINGS, Budget, OverBudget, parse_json, read_file
 from megajax.config.errors import UserError
+from megajax.config.read_limits import SETTINGS, Budget, OverBudget, parse_json, read_file
 
 LONGEST_NUMBER = 100
 """Characters."""

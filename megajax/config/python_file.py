@@ -13,10 +13,10 @@ from typing import Any
 
 import megajax
 import megajax.config.schema as schema
-from megajax.config.builds import USER_FILE, run_file, siblings_importable
 from megajax.config.constructors import wrong_calls
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
+from megajax.config.references import USER_FILE, run_file, siblings_importable
 
 MOST_OF_AN_ERROR = 300
 """Maximum characters of a user's error in messages."""

@@ -23,7 +23,7 @@ from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
-from megajax.layers.cache_facts import EIGHT_BIT, stored_leaves
+from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
 from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig

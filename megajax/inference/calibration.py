@@ -25,7 +25,7 @@ from jax import Array
 from megajax.batch import Params
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by, one_device
-from megajax.checkpoint.weights.quantized import Calibrated
+from megajax.checkpoint.weights.quantize_on_load import Calibrated
 from megajax.config.errors import UserError
 from megajax.layers.context import Context
 from megajax.layers.param import ParamSpec, bind, matrices_of, path_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megajax.config.errors import Problem
-from megajax.config.paths import PathText
+from megajax.config.file_paths import PathText
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig

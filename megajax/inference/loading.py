@@ -20,8 +20,8 @@ from megajax.inference.programs import LoadedModel
 from megajax.layers.param import Observation, ParamSpec, specs
 from megajax.layers.quantization.layers import demand_device
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.key_value_copies import copy_heads
 from megajax.mesh.layout import Layout
+from megajax.mesh.replicated_heads import copy_heads
 from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig
 

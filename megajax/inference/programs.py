@@ -4,7 +4,7 @@ There is a program for each bucket of shapes and each chooser of tokens. All of 
 request.
 
 The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mixers declare
-(`megajax.layers.cache_facts`) is one array for all layers that have it: of tokens [layers, blocks, block, ...], of rows
+(`megajax.layers.cache_spec`) is one array for all layers that have it: of tokens [layers, blocks, block, ...], of rows
 [layers, slots, ...]. Data-parallel replicas each have a part of the blocks and slots, and number them from 0.
 """
 
@@ -34,7 +34,7 @@ from megajax.inference.step_arrays import (
     texts_of,
 )  # fmt: skip
 from megajax.kernels.paged.capability import PagedKernel
-from megajax.layers.cache_facts import CacheLeaf, stored_leaves
+from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, write
 from megajax.layers.param import bind

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
+from megajax.config.read_limits import parse_json
 from megajax.inference.request import Output, TokenScore
 from megajax.storage.write_errors import write_fault
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix

@@ -10,8 +10,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TextIO
 
-from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import OverBudget
 from megajax.display.text import visible
 from megajax.inference.engine import Engine, complete
 from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode

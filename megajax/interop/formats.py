@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megajax.config.builds import resolve
-from megajax.config.paths import format_prefix
+from megajax.config.file_paths import format_prefix
+from megajax.config.references import resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

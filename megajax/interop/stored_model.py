@@ -18,7 +18,7 @@ from megajax.checkpoint.weights.foreign import (
     declared_by,
     demand_fit,
 )
-from megajax.checkpoint.weights.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop.conversion.provenance import FILES, Provenance
 from megajax.interop.conversion.weights_config import weights_config

@@ -13,10 +13,10 @@ from megajax.faults.signals import StopWaiting
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
 from megajax.training.config import EvaluationConfig
+from megajax.training.phase_timers import EVALUATION
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer, Stopped, Task
 from megajax.training.session import Run
-from megajax.training.timing import EVALUATION
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 import jax
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.kernels.paged.attention import KERNELS
 from megajax.kernels.paged.capability import PagedKernel
-from megajax.kernels.paged.paged import KERNELS
 from megajax.kernels.paged.pools import Pools
 from megajax.layers.attention.core import CoreAttention
-from megajax.layers.cache_facts import SCALE
+from megajax.layers.cache_spec import SCALE
 from megajax.layers.context import Context
 from megajax.layers.position.module import bucket
 from megajax.mesh.layout import AxesTree, Layout

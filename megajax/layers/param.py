@@ -19,9 +19,9 @@ from jax import Array
 from megajax.batch import Params
 from megajax.layers.lora.low_rank import LowRank
 from megajax.layers.quantization.weights import AMAX, FACTOR, SCALE, Product, Quantized
-from megajax.mesh.key_value_copies import copy_heads
 from megajax.mesh.layout import Layout, Matmul
 from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
+from megajax.mesh.replicated_heads import copy_heads
 from megajax.mesh.rules import LogicalAxes
 
 

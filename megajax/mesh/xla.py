@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.config.errors import Problem
-from megajax.config.paths import PathText
+from megajax.config.file_paths import PathText
 
 type Value = bool | int | float | str
 """Value of an option; enumerations are strings."""

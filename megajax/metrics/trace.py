@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from megajax.config.budget import Limits, OverBudget, read_file, read_stream
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Limits, OverBudget, read_file, read_stream
 from megajax.display.banner import Section
 
 LIMITS = Limits(bytes=2**32)

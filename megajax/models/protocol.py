@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError, demand_members
 from megajax.kernels.paged.capability import PagedRequest
-from megajax.layers.cache_facts import CacheLeaf
+from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.configs import StackConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
@@ -90,7 +90,7 @@ class ModelConfig(Protocol):
         return 0
 
     def sampler(self) -> str | None:
-        """Sample output of a trained model: a name in `megajax.inference.samples.SAMPLERS`; None: no sample.
+        """Sample output of a trained model: a name in `megajax.inference.sample_outputs.SAMPLERS`; None: no sample.
 
         Or "module:function" of your own: (run, folder) -> a text to print; it may write pictures to the folder.
         """

@@ -34,7 +34,7 @@ from megajax.mesh.layout import Layout
 from megajax.pipeline.layer_loop import RESIDUAL, LayerLoop, Rings, add, entry, put, take
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, Work, entering
-from megajax.pipeline.staged import Rows, Staged, StagedSection, Sums
+from megajax.pipeline.staged_model import Rows, Staged, StagedSection, Sums
 
 AXIS = "pipeline"
 

@@ -13,13 +13,13 @@ from typing import Any
 import megajax.config.schema as schema
 from megajax.command_line.parser import Command
 from megajax.config import load
-from megajax.config.builds import resolve
+from megajax.config.compose import assemble, override, read_value
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
 from megajax.config.nearest import did_you_mean
 from megajax.config.overrides import Mark, patch_of, plain_name, setting
-from megajax.config.tree import assemble, override, read_value
+from megajax.config.references import resolve
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of

@@ -20,11 +20,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.config.builds import resolve
+from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.markup import parse
 from megajax.config.nearest import did_you_mean
-from megajax.config.tree import assemble
+from megajax.config.references import resolve
 from megajax.layers.configs import above_zero
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10

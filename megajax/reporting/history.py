@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.folder import step_name, steps_in
-from megajax.config.budget import DOCUMENT, read_json
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
+from megajax.config.read_limits import DOCUMENT, read_json
 from megajax.metrics.layer_history import LayerColumns, LayerHistory
 from megajax.metrics.record import parse
 from megajax.metrics.runfolder import RunFolder

@@ -18,11 +18,11 @@ from rich.table import Table
 from megajax.batch import Params
 from megajax.checkpoint.folder import locate, step_name, steps_in
 from megajax.checkpoint.integrity import MANIFEST
+from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.config.overrides import patch_of, setting
-from megajax.config.tree import assemble
 from megajax.display.text import duration
 from megajax.interop.formats import split_name
 from megajax.metrics.record import to_json

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from megajax.config import budget
-from megajax.config.budget import Limits
+from megajax.config import read_limits
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Limits
 
 
 class Tokenizer(Protocol):
@@ -144,7 +144,7 @@ LIMITS = Limits(bytes=2**29)
 def read_file(path: str, kind: str) -> bytes:
     """Content of a tokenizer's file. Raises UserError that names the file and its expected `kind`."""
     try:
-        return budget.read_file(path, LIMITS)
+        return read_limits.read_file(path, LIMITS)
     except OSError as error:
         text = f"{path}: cannot read this {kind}: {error.strerror or error}."
         raise UserError(f"{text} Set the path in the tokenizer's settings.") from error

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
+from megajax.config.read_limits import parse_json
 from megajax.tokenizers.base import BytePairTokenizer, before_last_blank, read_file
 from megajax.tokenizers.config import GPT2TokenizerConfig
 

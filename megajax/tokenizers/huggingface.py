@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
+from megajax.config.read_limits import parse_json
 from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinels_of, usual_specials
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.tokenizers.gpt2 import printable_bytes

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from megajax.config.budget import Budget, Limits
+from megajax.config.read_limits import Budget, Limits
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Delimit the text in {% generation %} blocks; Unicode reserves these characters for internal use."""

@@ -6,9 +6,9 @@ from copy import copy
 
 import numpy as np
 
-from megajax.config.budget import parse_json
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.optional_packages import require
+from megajax.config.read_limits import parse_json
 from megajax.tokenizers.base import (
     BytePairTokenizer,
     Tokenizer,

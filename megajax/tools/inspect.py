@@ -7,9 +7,9 @@ from math import isfinite
 from typing import Any
 
 from megajax.command_line.parser import Flag, front_door, parse
-from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
+from megajax.config.references import resolve
 from megajax.display.text import aligned, byte_size, count, moment
 from megajax.tools.json_output import JSON, first_word, show
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megajax.command_line.parser import Flag
 from megajax.config.errors import UserError
-from megajax.config.paths import url_problem
+from megajax.config.file_paths import url_problem
 from megajax.metrics.runfolder import write_output_file
 
 JSON = Flag("json", None | bool | Path)

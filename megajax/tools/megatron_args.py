@@ -11,11 +11,11 @@ from typing import Any
 
 from megajax.command_line.parser import front_door
 from megajax.config import schema
-from megajax.config.budget import read_file
-from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
 from megajax.config.overrides import join
+from megajax.config.read_limits import read_file
+from megajax.config.references import resolve
 from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
 from megajax.interop.megatron.shell.interpreter import read_script

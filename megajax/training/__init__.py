@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megajax.config.builds import resolve
+from megajax.config.references import resolve
 
 _ENTRIES = {
     "setup": "megajax.training.session:setup",

@@ -33,7 +33,7 @@ from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
-from megajax.pipeline.staged import Staged
+from megajax.pipeline.staged_model import Staged
 from megajax.precision.config import PrecisionConfig
 from megajax.precision.fp8 import AmaxHistory, refuse_old
 from megajax.precision.loss_scale import LossScaler
@@ -45,8 +45,8 @@ from megajax.training.gradients.grads import GradFn, Weights, batch_specs, forwa
 from megajax.training.gradients.nonfinite import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.gradients.pipelined import pipelined, pipelined_sums
 from megajax.training.gradients.staged import Head, staged, training_loss
-from megajax.training.guarded.exchange import exchanging
 from megajax.training.guarded.step import guarded
+from megajax.training.guarded.stop_flags import exchanging
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from megajax.config.compose import demand_fit
 from megajax.config.errors import ConfigError
-from megajax.config.tree import demand_fit
 from megajax.kernels.attention.capability import Choice, Device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices

@@ -7,11 +7,11 @@ from math import lcm
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.compose import UnknownValue
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
+from megajax.config.file_paths import PathText
 from megajax.config.nearest import divisors_of, either
-from megajax.config.paths import PathText
-from megajax.config.tree import UnknownValue
 from megajax.data.configs import DataConfig, RowsConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side

@@ -13,9 +13,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.batch import Leaf, Params
+from megajax.config.compose import check
 from megajax.config.errors import UserError, demand_members
 from megajax.config.schema import members
-from megajax.config.tree import check
 from megajax.data.configs import DataConfig, RowsConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.loader import Loader

@@ -1,7 +1,7 @@
 """The train step and the evaluation step.
 
 The plain step is complete by itself. A run wraps it: `megajax.training.guarded.step` applies limits from the host, and
-`megajax.training.guarded.exchange` exchanges stop flags and times between processes.
+`megajax.training.guarded.stop_flags` exchanges stop flags and times between processes.
 """
 
 from collections.abc import Callable, Mapping

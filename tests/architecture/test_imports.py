@@ -36,7 +36,7 @@ UPWARD = {
     ),
     (
         "megajax.config.files",
-        "megajax.command_line.foreign_flags",
+        "megajax.command_line.flag_suggestions",
     ): "`load` answers other trainers' names as the commands do",
 }
 """Reviewed names of a higher rank; there are none by statement."""

@@ -21,7 +21,7 @@ ALLOWED = {
     "megajax.launcher.attempt": "which files of stacks are new, by the clock of the file system",
     "megajax.job.start.compile_cache": "which programs have not been used for weeks, by the clock of the file system",
     "megajax.reporting.write_report": "when a page was written",
-    "megajax.reporting.machine.examine": "when a machine was examined",
+    "megajax.reporting.machine_checks.examine": "when a machine was examined",
     "megajax.tasks.command": "when a task was measured",
     "megajax.tokenizers.template_sandbox": "the date that templates ask for",
     "megajax.inference.server.openai": "`created` in answers",

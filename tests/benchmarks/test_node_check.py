@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu import node_check
 from benchmarks.gpu.node_check import LAYOUTS, TINY, Node, largest_error
 from megajax.config import load
-from megajax.config.tree import check
+from megajax.config.compose import check
 
 
 def write(run: Path, losses: list[float]) -> None:

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import integrity
+from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.saves import CheckpointError
 from megajax.storage import disk
 
 SHAPES = {"a": (256, 1024), "b": (64,), "c": (32, 512)}

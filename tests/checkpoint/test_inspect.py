@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.checkpoint import integrity, stored_arrays
+from megajax.checkpoint import integrity, zarr_reader
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.tools import inspect as tool
@@ -146,7 +146,7 @@ def test_a_step_without_a_config_is_described(tmp_path, capsys):
 
 
 def test_statistics_of_an_array_in_blocks(checkpoints, capsys, monkeypatch):
-    monkeypatch.setattr(stored_arrays, "BLOCK", 37)
+    monkeypatch.setattr(zarr_reader, "BLOCK", 37)
     actual = as_json(capsys, checkpoints, "--array=params.stack.w")["array"]
     exact = VALUES.astype(np.float64)
     assert (actual["count"], actual["nonfinite"]) == (2048, 0)

@@ -15,7 +15,7 @@ from test_restore import bits, mesh_of, state_on
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.local.sets import SetWriter
 from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError

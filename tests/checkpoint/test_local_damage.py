@@ -17,7 +17,7 @@ from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local import manager
 from megajax.checkpoint.local.exchange import Members, RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.local.sets import (
     OWN_FILE,
     REPLICAS_FILE,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import arrays
+from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.saves import CheckpointError
 from megajax.config.errors import UserError
 
 
@@ -241,7 +241,7 @@ def test_a_failing_disk_keeps_older_steps_and_gives_one_line(tmp_path):
 import resource, sys
 import jax, jax.numpy as jnp
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.saves import CheckpointError
+from megajax.checkpoint.background_saves import CheckpointError
 with CheckpointConfig(keep_last=1).build(sys.argv[1]) as manager:
     state = {"w": jnp.ones((512, 512))}
     manager.save(1, state)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from megajax.checkpoint import arrays, folder
+from megajax.checkpoint.background_saves import CheckpointError, reason
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.manager import finish_at_exit
-from megajax.checkpoint.saves import CheckpointError, reason
 from megajax.config.errors import UserError
 from megajax.storage import disk
 from megajax.storage.write_errors import remedy

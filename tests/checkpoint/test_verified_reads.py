@@ -15,10 +15,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import blocks, integrity, stored_arrays
+from megajax.checkpoint import block_reader, integrity, zarr_reader
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
-from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
 from megajax.storage import disk
 
@@ -28,7 +28,7 @@ BLOCK = 512
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch) -> None:
     monkeypatch.setattr(integrity, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(block_reader, "BLOCK_BYTES", BLOCK)
 
 
 def layout(*axes: str | None) -> NamedSharding:
@@ -198,7 +198,7 @@ def test_a_step_that_is_saved_again_is_read_again(tmp_path: Path) -> None:
 def test_columns_of_many_arrays_take_little_memory(tmp_path: Path, monkeypatch) -> None:
     """The rows between the parts of a column are read and hashed too, but not for all arrays at a time."""
     monkeypatch.setattr(integrity, "BLOCK_BYTES", 2**15)
-    monkeypatch.setattr(stored_arrays, "BUFFER_BYTES", 2**18)
+    monkeypatch.setattr(zarr_reader, "BUFFER_BYTES", 2**18)
     with CheckpointConfig().build(tmp_path) as manager:
         manager.save(1, {f"columns{number:02}": jnp.full((256, 256), number, jnp.float32) for number in range(24)})
     stored = StoredArrays(tmp_path / "00000001")
@@ -232,6 +232,6 @@ def test_an_index_whose_nodes_refer_to_each_other_ends(tmp_path, monkeypatch) ->
     pages[node] = {"entries": [{"location": node, "subtree_common_prefix": b""}]}
     ocdbt = SimpleNamespace(dump=lambda base, location=None: SimpleNamespace(result=lambda: pages[location]))
     opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: None))
-    monkeypatch.setattr(stored_arrays, "ts", SimpleNamespace(KvStore=opened, ocdbt=ocdbt))
+    monkeypatch.setattr(zarr_reader, "ts", SimpleNamespace(KvStore=opened, ocdbt=ocdbt))
     with pytest.raises(ValueError, match=f"two nodes of its index refer to {node}"):
-        stored_arrays.read_index(tmp_path, lambda place: None)
+        zarr_reader.read_index(tmp_path, lambda place: None)

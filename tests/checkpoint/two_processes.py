@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.checkpoint import folder, integrity
+from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import DamagedStep
-from megajax.checkpoint.saves import CheckpointError
 from megajax.config.errors import UserError
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from megajax.config.budget import Budget, Limits, OverBudget, parse_json, read_file, read_json
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Budget, Limits, OverBudget, parse_json, read_file, read_json
 
 
 def test_beyond_a_limit_the_message_names_file_limit_and_remedy():
@@ -85,9 +85,9 @@ def test_duplicate_names_are_found_in_one_pass():
 
         __hash__ = str.__hash__
 
-    from megajax.config import budget
+    from megajax.config import read_limits
 
     with pytest.raises(ValueError, match="name999 is given twice"):
-        budget._unique([(Counted(f"name{number}"), 0) for number in [*range(1000), 999]])
+        read_limits._unique([(Counted(f"name{number}"), 0) for number in [*range(1000), 999]])
     assert comparisons[0] < 5000
     assert parse_json(json.dumps({str(number): 0 for number in range(9)})) == {str(number): 0 for number in range(9)}

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
+from megajax.config.compose import override
 from megajax.config.dump import diff, diff_from_defaults, flatten, to_yaml
 from megajax.config.files import load
-from megajax.config.tree import override
 
 text = st.text(max_size=12) | st.sampled_from(
     ["none", "null", "yes", "1e3", "~", "on", "a: b", "# c", "x\ny", " ", "é\x85"]

@@ -6,7 +6,7 @@ import pytest
 from config_samples import AdamWConfig, GuardConfig, MambaConfig, ModelConfig, MuonConfig, RunConfig
 
 from megajax.config import ConfigError
-from megajax.config.tree import check, override
+from megajax.config.compose import check, override
 
 pytestmark = pytest.mark.smoke
 

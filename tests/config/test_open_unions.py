@@ -10,9 +10,9 @@ from config_samples import AdamWConfig, GuardConfig, MuonConfig
 
 from megajax.command_line.help import settings_help
 from megajax.config import ConfigError, Problem, load
+from megajax.config.compose import override
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.schema import example
-from megajax.config.tree import override
 
 
 class ModelProtocol(Protocol):

@@ -10,7 +10,7 @@ from megajax.batch import Leaf
 from megajax.config.errors import UserError
 from megajax.data.benchmarks import glue, race, squad
 from megajax.data.benchmarks.config import GLUE
-from megajax.data.benchmarks.examples import SequenceBuilder, clean_text, truncate_pair
+from megajax.data.benchmarks.features import SequenceBuilder, clean_text, truncate_pair
 from megajax.data.configs import GlueConfig, MockGlueConfig, MockRaceConfig, MockSquadConfig, RaceConfig, SquadConfig
 from megajax.data.rows.splits import Rows
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig

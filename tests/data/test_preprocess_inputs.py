@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Limits, OverBudget
 from megajax.data.preprocessing import text_formats
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess

@@ -14,7 +14,7 @@ import errno
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from megajax.config.builds import Builds
+from megajax.config.references import Builds
 from megajax.data.configs import LoaderConfig, MockConfig, Rows, Splits
 from small_jobs import run_config
 

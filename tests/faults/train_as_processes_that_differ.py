@@ -12,8 +12,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # Before the
 from jax._src import compiler
 from jax._src.lib.mlir import ir
 
+from megajax.checkpoint.background_saves import SaveReport
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.saves import SaveReport
 from megajax.command_line.parser import front_door
 from megajax.faults.signals import Signals
 from megajax.job import ending

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megajax.inference.samples import greedy, sample_blanks, sample_spans, split_spans
+from megajax.inference.sample_outputs import greedy, sample_blanks, sample_spans, split_spans
 from megajax.models.presets.bert import bert
 from megajax.models.presets.t5 import t5
 from megajax.tokenizers.config import WordPieceTokenizerConfig

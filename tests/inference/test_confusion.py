@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megajax.inference.samples import PICTURE, SAMPLERS, confused_pairs, confusion, sample_confusion
+from megajax.inference.sample_outputs import PICTURE, SAMPLERS, confused_pairs, confusion, sample_confusion
 from megajax.models.presets.vit import vit
 from megajax.models.vit.config import SegmenterConfig
 
@@ -71,7 +71,7 @@ def test_without_matplotlib_the_table_is_printed(tmp_path: Path, monkeypatch: py
     def missing(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
 
-    monkeypatch.setattr("megajax.inference.samples.save_png", missing)
+    monkeypatch.setattr("megajax.inference.sample_outputs.save_png", missing)
     rows = Rows(np.array([0, 1]), np.array([0, 0]))
     text = sample_confusion(run_of(None, valid=rows), tmp_path)
     assert text is not None and text.startswith("validation: 50.00% of 2 right") and "not drawn" in text

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.inference.samples import text_sample
+from megajax.inference.sample_outputs import text_sample
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 
 LENGTH = 16

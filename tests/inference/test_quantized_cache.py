@@ -9,7 +9,7 @@ from test_programs import HEADS, LATENT, LENGTH, ROPE, VOCABULARY, Logits, Row, 
 
 from megajax.inference.programs import CacheSize, LoadedModel, Programs, like_cache
 from megajax.inference.step_arrays import Bucket
-from megajax.layers.cache_facts import CacheLeaf
+from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.decoding import in_cache
 
 SIZE = CacheSize(blocks=8, block=4, slots=2)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megajax.config import load
-from megajax.inference.samples import SAMPLERS, TrainedRun, sample
+from megajax.inference.sample_outputs import SAMPLERS, TrainedRun, sample
 
 pytestmark = pytest.mark.smoke
 

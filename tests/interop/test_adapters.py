@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
-from megajax.checkpoint.weights.tensor_table import tensors_of
+from megajax.checkpoint.weights.name_mapping import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
 from megajax.interop.conversion import conversion

@@ -19,8 +19,8 @@ from megajax import convert
 from megajax.checkpoint import arrays, boxes, integrity
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.folder import META
-from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.checkpoint.weights.foreign import Entry, contiguous, converted, declared_by
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.configs import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig

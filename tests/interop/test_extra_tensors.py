@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop.conversion import conversion
 from megajax.interop.huggingface.families.llava import TOWER

@@ -14,7 +14,7 @@ import pytest
 from test_tensor_table import Arrays
 
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.format import config_for

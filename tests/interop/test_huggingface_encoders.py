@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.weights.foreign import Entry, declared_by, demand_fit
-from megajax.checkpoint.weights.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop.conversion import conversion
 from megajax.interop.huggingface.family import Settings

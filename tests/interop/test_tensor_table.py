@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.weights.foreign import Entry, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.tensor_table import Mapped, Row, resolved
+from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.config.errors import UserError
 from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig, StackConfig
 from megajax.models.configs import DecoderConfig

@@ -11,7 +11,7 @@ import pytest
 
 from megajax.kernels.attention.attention import reference_attention
 from megajax.kernels.attention.mask import Mask
-from megajax.kernels.paged.paged import KERNELS, tiled
+from megajax.kernels.paged.attention import KERNELS, tiled
 from megajax.kernels.paged.pools import Pools
 
 ANYWHERE = ("reference", "tiled")

@@ -15,8 +15,8 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.inference.assembly import choose_kernel
 from megajax.kernels.attention.capability import Device
+from megajax.kernels.paged.attention import KERNELS, reference
 from megajax.kernels.paged.capability import PAGED_BACKENDS, PagedRequest, choose_paged
-from megajax.kernels.paged.paged import KERNELS, reference
 from megajax.kernels.paged.pools import Pools
 from megajax.kernels.paged.triton import paged_attention
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options

@@ -9,7 +9,7 @@ from gangs import CONFIG, TINY, TRAIN, launcher, steps
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config import load
 from megajax.interop.huggingface.registry import families
 

@@ -9,8 +9,8 @@ import pytest
 from tiny_runs import LENGTH, ONE, QUICK, build_program, gpt, llama, place, rows, within
 
 from megajax.batch import Grads
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.layers.configs import BlockConfig, StackConfig
 from megajax.layers.param import bind, initial_values
 from megajax.layers.stack.config import SegmentsConfig

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, gpt, llama
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.layers.configs import BlockConfig, StackConfig
 from megajax.layers.param import bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig

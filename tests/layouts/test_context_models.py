@@ -14,7 +14,7 @@ from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe, shards
 from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentiate, gpt, llama, train
 
 from megajax.batch import Batch, Leaf
-from megajax.inference.samples import sample_continuation
+from megajax.inference.sample_outputs import sample_continuation
 from megajax.layers.configs import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
 from megajax.mesh.config import ParallelConfig

@@ -6,9 +6,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.key_value_copies import copy_heads, sum_copies
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.replicated_heads import copy_heads, sum_copies
 from megajax.mesh.rules import Plan
 
 PARALLEL = ParallelConfig(data=2, tensor=4, data_sharding="zero1")

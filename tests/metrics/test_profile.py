@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Limits, OverBudget
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
 from megajax.metrics.trace import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiate, train
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny_runs import ONE, build_program, llama
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.tree import check
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

@@ -10,8 +10,8 @@ from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, differentiat
 from tiny_runs import rows as plain_rows
 
 from megajax.batch import Batch, Placeholder
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

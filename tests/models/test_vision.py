@@ -12,8 +12,8 @@ from flax import nnx
 from tiny_runs import ONE, ROWS, build_program, differentiate
 
 from megajax.batch import Batch
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.layers.configs import (
     AttentionConfig,
     BlockConfig,

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from megajax.config import load
+from megajax.config.compose import override
 from megajax.config.errors import UserError
-from megajax.config.tree import override
 from megajax.layers.param import ONES, Normal, ParamSpec
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

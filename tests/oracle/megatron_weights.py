@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.tensor_table import Mapped, Row, resolved
+from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.interop.megatron.checkpoints.tables import blocks, table
 from megajax.models.vision.config import VisionTowerConfig
 

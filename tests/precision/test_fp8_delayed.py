@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, Program, build_program, place, rows, start, wide, within
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.job.start.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

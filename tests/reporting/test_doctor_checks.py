@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megajax.mesh.processes.installation import Installation
-from megajax.reporting.machine import device_checks, device_trial, gpus, host
-from megajax.reporting.machine.examine import CHECKS, examine
-from megajax.reporting.machine.machine import Check, Machine, Output, fail, ok, run_checks, warn
+from megajax.reporting.machine_checks import device_checks, device_trial, gpus, host
+from megajax.reporting.machine_checks.examine import CHECKS, examine
+from megajax.reporting.machine_checks.machine import Check, Machine, Output, fail, ok, run_checks, warn
 
 NEEDS = {"megajax": ["jax>=0.11.2", "orbax-checkpoint<0.13,>=0.12.4", "tiktoken; extra == 'tokenizers'"]}
 INSTALLED = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "orbax-checkpoint": "0.12.8"}

@@ -14,8 +14,8 @@ from gpu_stand_in import stand_in
 
 from megajax.kernels.attention.attention import PASSES
 from megajax.kernels.grouped.matmul import grouped_matmul
-from megajax.reporting.machine import device_checks, device_trial, gpus, host
-from megajax.reporting.machine.machine import Machine, run_checks, run_limited
+from megajax.reporting.machine_checks import device_checks, device_trial, gpus, host
+from megajax.reporting.machine_checks.machine import Machine, run_checks, run_limited
 
 PYNVML = '''
 """NVML with two H100 GPUs; the second does not support remapped rows."""
@@ -109,7 +109,7 @@ def test_the_disk_below_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None
 
 def test_a_stage_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import sys, time; from megajax.reporting.machine import device_trial\n"
+        "import sys, time; from megajax.reporting.machine_checks import device_trial\n"
         "device_trial.devices = lambda: device_trial.ok('one')\n"
         "device_trial.matmul = lambda: time.sleep(60)\n"
         "sys.argv = ['devices', '0.5']; device_trial.main()"

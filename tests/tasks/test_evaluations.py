@@ -14,7 +14,7 @@ from tiny_runs import LENGTH, QUICK, VOCABULARY, llama
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.configs import BlendConfig

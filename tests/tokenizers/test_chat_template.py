@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Limits, OverBudget
 from megajax.data.chat.files import tokenize_parts
 from megajax.tokenizers import template_sandbox
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import OverBudget
 from megajax.interop.tokenizers import tokenizer_json as module
 from megajax.interop.tokenizers.files import copy_files, files_of, tokenizer_config
 from megajax.interop.tokenizers.tokenizer_json import parsed

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from small_jobs import VOCABULARY, model, run_config
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.data.configs import BlendConfig, LoaderConfig, MockConfig
 from megajax.data.rows.balancing import RowWork
 from megajax.data.text.indexed_dataset import IndexedWriter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_jobs import losses, run_config
 
-from megajax.checkpoint import blocks, integrity
+from megajax.checkpoint import block_reader, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.job.job import train
@@ -17,7 +17,7 @@ from megajax.job.job import train
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(block_reader, "BLOCK_BYTES", 512)
 
 
 @pytest.fixture(scope="module")

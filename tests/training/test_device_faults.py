@@ -9,7 +9,7 @@ from gpu_stand_in import KIND, stand_in
 from small_jobs import model, run_config
 
 from megajax.command_line.parser import front_door
-from megajax.config.tree import override
+from megajax.config.compose import override
 from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
 from megajax.job.faults.device_faults import (
     DeviceFault,

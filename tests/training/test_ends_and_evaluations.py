@@ -8,8 +8,8 @@ import pytest
 from small_jobs import VOCABULARY, run_config
 
 from megajax.command_line.parser import parse
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.tree import check
 from megajax.data.configs import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.faults.config import ResilienceConfig

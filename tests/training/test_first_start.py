@@ -20,7 +20,7 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.configs import MockConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.inference.samples import sample
+from megajax.inference.sample_outputs import sample
 from megajax.job.job import train
 from megajax.job.start.compile_cache import use_cache
 from megajax.mesh.config import ParallelConfig

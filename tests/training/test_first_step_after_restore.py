@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint import arrays, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
 from megajax.training.session import Parts, Run, setup
 from megajax.training.state import TrainState, own_buffers

@@ -5,8 +5,8 @@ import json
 import pytest
 from small_jobs import model, run_config
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig

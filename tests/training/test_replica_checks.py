@@ -5,8 +5,8 @@ import json
 import pytest
 from small_jobs import model, run_config
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.drills import Drill
 from megajax.faults.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig

@@ -7,9 +7,9 @@ import sys
 import pytest
 from small_jobs import model, run_config
 
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.config.schema import names
-from megajax.config.tree import check
 from megajax.layers.configs import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig

@@ -12,8 +12,8 @@ from flax import nnx
 from tiny_runs import ONE, QUICK, VOCABULARY, build_program, differentiate, llama, place, rows, start, within
 
 from megajax.batch import Leaf
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.layers.attention.module import Attention
 from megajax.layers.configs import AttentionConfig, StackConfig
 from megajax.layers.context import Context

@@ -10,8 +10,8 @@ import pytest
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.tree import check
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.spikes import SpikeRule
 from megajax.job.faults.watch import Watch

@@ -15,7 +15,7 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.data.configs import MockConfig
 from megajax.interop.huggingface.family import Settings

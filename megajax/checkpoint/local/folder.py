@@ -21,8 +21,8 @@ from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.reader import say
-from megajax.config.budget import read_json
 from megajax.config.errors import UserError
+from megajax.config.read_limits import read_json
 from megajax.display.text import byte_size
 from megajax.storage import disk
 from megajax.storage.disk import write_durably

@@ -18,7 +18,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint import arrays, saves
+from megajax.checkpoint import arrays, background_saves
+from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, SaveReport
 from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.local.exchange import Members
@@ -39,7 +40,6 @@ from megajax.checkpoint.local.sets import (
     shards_of_processes,
 )
 from megajax.checkpoint.reader import Meta, Tree, say
-from megajax.checkpoint.saves import Background, BackgroundSaves, CheckpointError, SaveReport
 from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
 
@@ -57,7 +57,7 @@ class _Save(NamedTuple):
 
 
 class LocalCheckpoints(BackgroundSaves):
-    """The writer of a run's local checkpoints; `megajax.checkpoint.local.reader` finds and restores them.
+    """The writer of a run's local checkpoints; `megajax.checkpoint.local.restore` finds and restores them.
 
     All processes call the methods in the same order. `close` it, or use it as a context manager.
     """
@@ -189,7 +189,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     def _write(self, save: _Save, path: Path) -> int:
         def on_all[T](work: Callable[[], T]) -> T:
-            return save.peers.on_all(work, lambda error: saves.reason(error, path, self.need))
+            return save.peers.on_all(work, lambda error: background_saves.reason(error, path, self.need))
 
         writer = on_all(lambda: self._write_own(save, path))
         on_all(lambda: self._write_replicas(save, writer))
@@ -265,7 +265,7 @@ class LocalCheckpoints(BackgroundSaves):
                 writer.append(OWN_FILE, copy)
             writer.rename(writer.finish(info), self.folder.process_folder / step_name(step))
         except OSError as error:
-            raise CheckpointError(step, saves.reason(error, path, self.need)) from error
+            raise CheckpointError(step, background_saves.reason(error, path, self.need)) from error
         return info.parts
 
     def clear(self) -> None:

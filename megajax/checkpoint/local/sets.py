@@ -24,7 +24,7 @@ import numpy as np
 from megajax.checkpoint.boxes import Box, box_of, shape_of
 from megajax.checkpoint.integrity import Damaged, in_threads, seal
 from megajax.checkpoint.weights.foreign import contiguous
-from megajax.config.budget import DOCUMENT, parse_json, read_file
+from megajax.config.read_limits import DOCUMENT, parse_json, read_file
 from megajax.storage.disk import flush_to_disk, write_durably
 
 SET = "set.json"

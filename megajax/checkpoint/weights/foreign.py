@@ -20,7 +20,7 @@ from flax import nnx
 from jax import Array
 
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
-from megajax.checkpoint.weights.tensor_table import Mapped, Row
+from megajax.checkpoint.weights.name_mapping import Mapped, Row
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names
 from megajax.layers.param import Observation, ParamSpec, specs

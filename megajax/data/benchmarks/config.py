@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.config.paths import PathText
+from megajax.config.file_paths import PathText
+from megajax.config.references import Builds, resolve
 from megajax.data.config import LoaderConfig, at_least
 
 VALIDATION, TEST = "validation", "test"

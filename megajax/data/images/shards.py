@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
+from megajax.config.read_limits import parse_json
 from megajax.data.images.config import ImageShardsConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
 from megajax.data.images.labelled import ClassRows, class_rows, demand_classes

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megajax.command_line.foreign_flags import corrections
-from megajax.config.builds import Builds
+from megajax.command_line.flag_suggestions import corrections
+from megajax.config.compose import override
 from megajax.config.errors import UserError
+from megajax.config.file_paths import path_argument
 from megajax.config.nearest import did_you_mean, download_hint
 from megajax.config.overrides import plain_name
-from megajax.config.paths import path_argument
+from megajax.config.references import Builds
 from megajax.config.schema import default
-from megajax.config.tree import override
 from megajax.data.preprocessing.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
+from megajax.config.read_limits import Budget, Limits
 from megajax.data.preprocessing.text_files import Chunk, DocumentRule, EachLine, TextFile, WholeFile, open_text
 
 LIMITS = Limits(bytes=2**31)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.config.paths import PathText
+from megajax.config.file_paths import PathText
+from megajax.config.references import Builds
 from megajax.data.config import LoaderConfig, TokenFilesConfig, between, split_problems
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megajax.config.budget import OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import OverBudget
 from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.body import RequestError, invalid
 from megajax.inference.worker import Worker

@@ -16,7 +16,7 @@ import numpy as np
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of, shape_of
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, converted, export_tensor
-from megajax.checkpoint.weights.tensor_table import Mapped
+from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.conversion.provenance import Provenance
 from megajax.interop.formats import FORMATS, Reading, format_of, open_stored, split_name

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from megajax.checkpoint.weights.foreign import WEIGHT_DTYPES, ForeignModel, Tensors
-from megajax.checkpoint.weights.tensor_table import Mapped
+from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
 
 FILES = "tokenizer"

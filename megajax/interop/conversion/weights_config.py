@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.config.budget import read_file
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
+from megajax.config.read_limits import read_file
 from megajax.data.configs import (
     BlendConfig,
     ClassFoldersConfig,

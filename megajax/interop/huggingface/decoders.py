@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import log
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, linear, norm, tokens
 from megajax.interop.huggingface.family import attention as attention_rows
 from megajax.layers.configs import (

@@ -21,11 +21,11 @@ from megajax.checkpoint.weights.foreign import (
     declared_by,
     demand_fit,
 )
-from megajax.checkpoint.weights.tensor_table import Mapped, resolved
-from megajax.config.budget import read_json
+from megajax.checkpoint.weights.name_mapping import Mapped, resolved
+from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import download_hint
-from megajax.config.tree import check
+from megajax.config.read_limits import read_json
 from megajax.interop.huggingface.family import Family, Settings
 from megajax.interop.huggingface.quantized import dequantizer
 from megajax.interop.huggingface.registry import family_of

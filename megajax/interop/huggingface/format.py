@@ -21,10 +21,10 @@ from megajax.checkpoint.weights.foreign import (
     declared_by,
     export_tensor,
 )
-from megajax.checkpoint.weights.tensor_table import Mapped, resolved
-from megajax.config.budget import read_json
+from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean, listed
+from megajax.config.read_limits import read_json
 from megajax.interop.conversion.model_differences import differences
 from megajax.interop.conversion.weights_config import special_tokens
 from megajax.interop.formats import Reading, split_name

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.weights.foreign import Entry
-from megajax.config.budget import DOCUMENT, Budget, Limits, parse_json, read_json
 from megajax.config.errors import UserError
-from megajax.storage.named_files import demand_inside, is_plain
+from megajax.config.read_limits import DOCUMENT, Budget, Limits, parse_json, read_json
+from megajax.storage.safe_paths import demand_inside, is_plain
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),

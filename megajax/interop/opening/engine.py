@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
+from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig

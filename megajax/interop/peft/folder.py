@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.tensor_table import Mapped, Piece, Row, tensors_of
+from megajax.checkpoint.weights.name_mapping import Mapped, Piece, Row, tensors_of
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names
 from megajax.interop.huggingface.family import Family

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.config.budget import read_json
 from megajax.config.errors import UserError
+from megajax.config.read_limits import read_json
 from megajax.layers.configs import LoRAConfig
 
 CONFIG = "adapter_config.json"

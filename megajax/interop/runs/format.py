@@ -18,8 +18,8 @@ import numpy as np
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.reader import Meta, open_checkpoints
-from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS, StoredArrays
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
+from megajax.checkpoint.zarr_reader import OBSERVED, WEIGHTS, StoredArrays
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import ROOT, Source, assembled

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megajax.config import budget
-from megajax.config.budget import read_json
+from megajax.config import read_limits
 from megajax.config.errors import UserError
+from megajax.config.read_limits import read_json
 from megajax.interop.tokenizers.tokenizer_json import parsed, tokenizer_json
-from megajax.storage.named_files import demand_inside
+from megajax.storage.safe_paths import demand_inside
 from megajax.tokenizers.base import LIMITS, Tokenizer, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
 from megajax.tokenizers.config import (
@@ -62,7 +62,7 @@ def copy_files(source: Path, target: Path) -> list[str]:
     present = present_files(source)
     for name in present:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(budget.read_file(source / name, LIMITS))
+        (target / name).write_bytes(read_limits.read_file(source / name, LIMITS))
     return present
 
 

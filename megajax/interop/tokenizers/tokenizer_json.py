@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megajax.config.budget import parse_json
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
+from megajax.config.read_limits import parse_json
 from megajax.tokenizers.base import Tokenizer, read_file
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,

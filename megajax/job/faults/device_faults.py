@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from megajax.config.compose import override
 from megajax.config.errors import UserError
-from megajax.config.tree import override
 from megajax.job.device_memory import compiled_memory, size
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 from megajax.faults.integrity_config import StragglersConfig
 from megajax.training.loop import StepInfo
-from megajax.training.timing import EXCHANGED, HOST, STALLED
+from megajax.training.phase_timers import EXCHANGED, HOST, STALLED
 
 WINDOW = 64
 """Number of steps in the median step time."""

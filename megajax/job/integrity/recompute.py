@@ -14,8 +14,8 @@ from megajax.faults.drills import Drill
 from megajax.faults.integrity_config import RecomputeConfig
 from megajax.job.integrity.repeated_gradients import AXIS, Recompute, Verdict, scale_of
 from megajax.training.guarded.faults import Corruption
+from megajax.training.phase_timers import INTEGRITY
 from megajax.training.session import Run
-from megajax.training.timing import INTEGRITY
 
 
 class CheckGradients:

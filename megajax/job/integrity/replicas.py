@@ -16,10 +16,10 @@ from megajax.job.device_memory import size
 from megajax.job.integrity.state_hash import HashedLeaf, Mismatch, StateHash, group_hashes, mismatches
 from megajax.training.guarded.faults import Corruption
 from megajax.training.guarded.hooks import Hook
+from megajax.training.phase_timers import INTEGRITY
 from megajax.training.program import Program
 from megajax.training.session import Run
 from megajax.training.state import TrainState
-from megajax.training.timing import INTEGRITY
 
 MANTISSA_BIT = 1 << 12
 """A bit of a float32's mantissa: the drill changes a weight by about one part in two thousand."""

@@ -7,20 +7,20 @@ from typing import Any
 
 import jax
 
+from megajax.checkpoint.background_saves import CheckpointError, SaveReport
 from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.reader import LocalReader, SkippedStep
+from megajax.checkpoint.local.restore import LocalReader, SkippedStep
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
-from megajax.checkpoint.saves import CheckpointError, SaveReport
 from megajax.config.errors import UserError
 from megajax.faults.activity import BACKGROUND_SAVE, Activity
 from megajax.faults.peer_status import runtime_error_of
 from megajax.job.saves.save import note_committed
 from megajax.metrics.event_log import append_event
+from megajax.training.phase_timers import SAVE
 from megajax.training.resolved import Resolved
 from megajax.training.session import Run
-from megajax.training.timing import SAVE
 
 LOST_SECONDS = 5.0
 """How long to wait for a step's state: it may need a process that is gone."""

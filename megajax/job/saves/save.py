@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megajax.checkpoint.background_saves import CheckpointError, SaveReport
 from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.saves import CheckpointError, SaveReport
 from megajax.config.errors import UserError
 from megajax.faults.activity import Activity
+from megajax.training.phase_timers import SAVE
 from megajax.training.session import Run
-from megajax.training.timing import SAVE
 
 
 class SavesFailed(UserError):

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megajax.config.budget import parse_json, read_file
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
+from megajax.config.read_limits import parse_json, read_file
 from megajax.interop.conversion.provenance import FILES, Ancestor, Provenance
 from megajax.interop.formats import FORMATS
 from megajax.interop.huggingface.folder import stored_extra, write_extra

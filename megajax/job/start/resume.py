@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError

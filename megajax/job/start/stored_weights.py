@@ -11,9 +11,9 @@ import numpy as np
 from jax import Array
 
 from megajax.checkpoint.reader import DamagedStep, open_checkpoints
-from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit, placed
-from megajax.checkpoint.weights.tensor_table import tensors_of
+from megajax.checkpoint.weights.name_mapping import tensors_of
+from megajax.checkpoint.zarr_reader import OBSERVED, WEIGHTS
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.interop.conversion.provenance import Ancestor

@@ -8,7 +8,7 @@ from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of, either
 from megajax.kernels.attention.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
 from megajax.kernels.paged.capability import PagedRequest
-from megajax.layers.cache_facts import CacheLeaf, cached_heads
+from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, below_one, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.norm.config import NormConfig

@@ -8,7 +8,7 @@ from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Kernel, Request
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.attention.config import PER_HEAD, AttentionConfig, MultiHeadConfig
-from megajax.layers.cache_facts import CacheLeaf
+from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.checks import above_zero
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Weight, prefixed
 from megajax.layers.norm.config import NormConfig, RMSNormConfig

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.references import Builds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

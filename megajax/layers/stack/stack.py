@@ -29,7 +29,7 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Params
-from megajax.layers.cache_facts import below
+from megajax.layers.cache_spec import below
 from megajax.layers.configs import shared_bias
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache

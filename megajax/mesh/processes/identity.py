@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megajax.config.schema as schema
-from megajax.config.builds import USER_FILE, beside
 from megajax.config.dump import default_leaves, flatten
+from megajax.config.references import USER_FILE, beside
 from megajax.mesh.processes.installation import jax_packages
 from megajax.mesh.xla import program_variables
 

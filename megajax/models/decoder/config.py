@@ -6,10 +6,10 @@ from math import inf, lcm
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
+from megajax.config.references import Builds
 from megajax.kernels.paged.capability import PagedRequest
-from megajax.layers.cache_facts import CacheLeaf, paged_requests, stack_leaves
+from megajax.layers.cache_spec import CacheLeaf, paged_requests, stack_leaves
 from megajax.layers.configs import (
     LARGEST,
     BlockConfig,

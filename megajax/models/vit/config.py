@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from megajax.batch import Leaf
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.references import Builds
 from megajax.layers.configs import (
     LARGEST,
     CrossAttentionConfig,

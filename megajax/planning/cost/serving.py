@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.layers.cache_facts import stored_leaves
+from megajax.layers.cache_spec import stored_leaves
 from megajax.layers.facts import CUT_AXES, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
 from megajax.planning.cost.traffic import Span, seconds

@@ -26,10 +26,10 @@ from megajax.mesh.collectives import (
     row_major,
 )
 from megajax.mesh.config import MESH_AXES
-from megajax.mesh.key_value_copies import COPIED, copy_heads, sum_copies
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.observations import Reduction, reduction_of
+from megajax.mesh.replicated_heads import COPIED, copy_heads, sum_copies
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.precision.cast import to_compute, to_optimizer, to_reduce

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from megajax.faults.activity import Activity
 from megajax.faults.signals import StopWaiting, agree
 from megajax.training.loop import StepInfo
-from megajax.training.timing import PhaseTimes
+from megajax.training.phase_timers import PhaseTimes
 
 
 class Hook(Protocol):

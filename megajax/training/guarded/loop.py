@@ -11,13 +11,13 @@ import numpy as np
 
 from megajax.faults.activity import Activity
 from megajax.training.gradients.nonfinite import nonfinite_message
-from megajax.training.guarded.exchange import ExchangingSteps
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.hooks import Hook, HooksBetween
 from megajax.training.guarded.step import RERUN, GuardLimits, GuardReport, StepControl
+from megajax.training.guarded.stop_flags import ExchangingSteps
 from megajax.training.loop import Flight, StepInfo, StepInput, Steps, computing, run_steps
 from megajax.training.observations import measurements
-from megajax.training.timing import PhaseTimes, TimedSteps
+from megajax.training.phase_timers import PhaseTimes, TimedSteps
 
 
 class GuardedSteps:

@@ -11,7 +11,7 @@ from megatron_folders import Shares, write_ranks, write_sharded
 from test_megatron_folders import MODELS, random_tensors
 
 from megajax.checkpoint.reader import CheckpointReader
-from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
 from megajax.convert import main
 from megajax.interop.megatron.checkpoints.format import open_model

@@ -10,7 +10,7 @@ import pytest
 from megatron_folders import Shares, write_ranks, write_sharded
 
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.tensor_table import resolved
+from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
 from megajax.interop.megatron.checkpoints.format import model_config, open_model, write_model

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config.budget import Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Limits, OverBudget
 from megajax.interop.megatron.checkpoints import archive
 from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map, write_archive, write_archive_to
 from megajax.interop.megatron.checkpoints.names import LazyTensor

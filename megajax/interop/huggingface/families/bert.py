@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import (
     Family,
     Names,

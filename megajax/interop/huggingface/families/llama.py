@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, NORMS, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of

@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.conversion.model_differences import differences
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.families.vit import read_tower, tower_rows, vision_config

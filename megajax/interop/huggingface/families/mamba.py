@@ -7,7 +7,7 @@ gate, x, b, c and dt, in this order; the convolution is over x, b and c.
 from math import ceil, inf
 from typing import Any
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Names, Settings, norm, to_settings, tokens
 from megajax.layers.configs import (
     BlockConfig,

@@ -1,6 +1,6 @@
 """OLMo 2: Llama's blocks with norms of the sub-layers' outputs, and of queries and keys over all heads."""
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, norm

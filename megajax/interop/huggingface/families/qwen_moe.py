@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import (
     ACTIVATIONS,
     Family,

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.config.budget import Budget, Limits, OverBudget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Budget, Limits, OverBudget
 from megajax.interop.megatron.checkpoints.names import LazyTensor
 from megajax.interop.megatron.checkpoints.pickles import DTYPES, Name, Record, Storage, TensorPlace, read_pickle
 

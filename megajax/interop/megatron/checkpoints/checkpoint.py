@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
 from megajax.interop.megatron.checkpoints.names import (
@@ -40,7 +40,7 @@ from megajax.interop.megatron.checkpoints.ranks import (
 )
 from megajax.interop.megatron.checkpoints.tables import second_names, table
 from megajax.layers.param import ParamSpec
-from megajax.storage.named_files import is_plain
+from megajax.storage.safe_paths import is_plain
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"

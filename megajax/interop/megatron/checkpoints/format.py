@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.stored_arrays import OBSERVED
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
-from megajax.checkpoint.weights.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.name_mapping import Mapped, resolved
+from megajax.checkpoint.zarr_reader import OBSERVED
+from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.overrides import patch_of
-from megajax.config.tree import assemble
 from megajax.data.configs import MockConfig
 from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.formats import Reading, split_name

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.config.budget import Budget, Limits, OverBudget, inner_values
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Budget, Limits, OverBudget, inner_values
 
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(dtype)

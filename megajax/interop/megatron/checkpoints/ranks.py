@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.weights.tensor_table import Mapped
+from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
 from megajax.interop.megatron.checkpoints.names import (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.tensor_table import Row
+from megajax.checkpoint.weights.name_mapping import Row
 from megajax.layers.configs import (
     AttentionConfig,
     GatedMLPConfig,

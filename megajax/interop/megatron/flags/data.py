@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megajax.config.budget import DOCUMENT, parse_json, read_json
 from megajax.config.errors import UserError
+from megajax.config.read_limits import DOCUMENT, parse_json, read_json
 from megajax.data.configs import BlendConfig, ChatConfig, CyclicConfig, FillInMiddleConfig, LoaderConfig, MockConfig
 from megajax.data.rows.splits import NAMES, parse_paths
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megajax.config.compose import assemble
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.overrides import patch_of
-from megajax.config.tree import assemble
 from megajax.interop.megatron.flags.data import data
 from megajax.interop.megatron.flags.encoders import (
     bert_embedding,

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megajax.config.budget import read_file
 from megajax.config.errors import UserError
+from megajax.config.read_limits import read_file
 from megajax.interop.megatron.shell.state import Command, State, Value, is_known, plain
 from megajax.interop.megatron.shell.syntax import DEPTH, NAME, Body, Simple, array_entries, parse
 from megajax.interop.megatron.shell.words import Test, Truth, Words, checked_text

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megajax.config.budget import Budget, Limits
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Budget, Limits
 from megajax.interop.megatron.shell.commands import Commands, Left
 from megajax.interop.megatron.shell.state import Command, Report, State, is_known, plain
 from megajax.interop.megatron.shell.syntax import Body, Condition, Node, Simple, parse

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megajax.config.budget import Budget
 from megajax.config.errors import UserError
+from megajax.config.read_limits import Budget
 from megajax.interop.megatron.flags.reading import UNKNOWN, Word
 from megajax.interop.megatron.shell.syntax import Node
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from megajax.faults.activity import COMPILE, DATA_WAIT, EVALUATION, SAVE, STEP, Activity
 from megajax.mesh.processes.agreement import each_process
-from megajax.training.guarded.exchange import SECONDS
 from megajax.training.guarded.step import StepControl
+from megajax.training.guarded.stop_flags import SECONDS
 from megajax.training.loop import Flight, StepInfo, StepInput, Steps
 
 INTEGRITY = "integrity"

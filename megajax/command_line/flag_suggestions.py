@@ -7,12 +7,12 @@ from typing import Any
 
 import megajax.config.schema as schema
 from megajax.command_line.foreign_names import TABLE, Answer, Row, matches, pretrained
+from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING, Problem
 from megajax.config.files import Source, assembled, root_type
 from megajax.config.nearest import did_you_mean, download_folder, download_hint, likeness
 from megajax.config.overrides import Mark, patch_of, plain_name
-from megajax.config.tree import assemble
 
 
 def corrections(

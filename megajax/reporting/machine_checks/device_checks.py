@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from megajax.mesh.processes.nccl import set_variables
-from megajax.reporting.machine.machine import Check, Finding, Machine, fail, warn
+from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, warn
 
 STAGES = ("devices", "matmul", "attention", "grouped matmul", "all-reduce")
 STAGE_SECONDS = 90.0
@@ -21,7 +21,7 @@ def run_trial(machine: Machine) -> tuple[Mapping[str, Finding], str, str]:
 
     The process ends itself when a stage takes too long. The limit here applies if a driver keeps it from doing so.
     """
-    command = (sys.executable, "-u", "-m", "megajax.reporting.machine.device_trial", str(STAGE_SECONDS))
+    command = (sys.executable, "-u", "-m", "megajax.reporting.machine_checks.device_trial", str(STAGE_SECONDS))
     # As in a run of one process that drives all of them.
     environment = dict(machine.environment)
     set_variables(len(machine.visible_gpus), processes=1, environment=environment)

@@ -13,7 +13,7 @@ from typing import Any
 from megajax.display.text import byte_size
 from megajax.faults.gpu_health import NOT_INSTALLED, SLOWDOWNS
 from megajax.mesh.processes.installation import find_installation
-from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
+from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, ok, warn
 
 NVML_SECONDS = 20.0
 """Time limit of the query: without persistence mode, the driver must initialize first."""
@@ -28,7 +28,7 @@ def driver(machine: Machine) -> Mapping[str, Any]:
 
 
 def _query_driver(machine: Machine) -> Mapping[str, Any]:
-    output = machine.run(sys.executable, "-m", "megajax.reporting.machine.gpus", seconds=NVML_SECONDS)
+    output = machine.run(sys.executable, "-m", "megajax.reporting.machine_checks.gpus", seconds=NVML_SECONDS)
     if output.code == 0:
         return json.loads(output.out.splitlines()[-1])
     missing = "No module named 'pynvml'" in output.err

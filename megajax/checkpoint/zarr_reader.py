@@ -17,11 +17,11 @@ import numpy as np
 import tensorstore as ts
 
 from megajax.checkpoint import integrity
-from megajax.checkpoint.blocks import BlockReader, ByteRange
+from megajax.checkpoint.block_reader import BlockReader, ByteRange
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
 from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
-from megajax.config.budget import parse_json
+from megajax.config.read_limits import parse_json
 
 WEIGHTS, OBSERVED = "params.", "observed."
 """Prefixes of the array names of weights and of observations."""

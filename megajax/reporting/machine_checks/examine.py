@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megajax.reporting.machine import device_checks, gpus, host
-from megajax.reporting.machine.machine import Check, Machine, run_checks
+from megajax.reporting.machine_checks import device_checks, gpus, host
+from megajax.reporting.machine_checks.machine import Check, Machine, run_checks
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 CHECKS = (*gpus.CHECKS, *host.CHECKS, *device_checks.CHECKS)

@@ -22,8 +22,8 @@ from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.processes.agreement import each_process
-from megajax.reporting.machine.device_checks import FIRST_AID, STAGES
-from megajax.reporting.machine.machine import Finding, Machine, fail, ok, warn
+from megajax.reporting.machine_checks.device_checks import FIRST_AID, STAGES
+from megajax.reporting.machine_checks.machine import Finding, Machine, fail, ok, warn
 
 SIZE = 512
 """Rows and columns of the matrices."""

@@ -9,8 +9,8 @@ from dataclasses import MISSING
 from typing import Any, NoReturn, get_args, get_origin
 
 import megajax.config.schema as schema
-from megajax.config.builds import error_text, own_class, reference, resolve
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
+from megajax.config.file_paths import holds_path, url_problem
 from megajax.config.nearest import did_you_mean, either
 from megajax.config.overrides import (
     Additions,
@@ -25,7 +25,7 @@ from megajax.config.overrides import (
     short_type,
 )
 from megajax.config.parse_scalar import Mismatch, Text, precedence, scalar
-from megajax.config.paths import holds_path, url_problem
+from megajax.config.references import error_text, own_class, reference, resolve
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:

@@ -4,10 +4,10 @@ import faulthandler
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from megajax.config.builds import resolve
 from megajax.config.errors import UserError
+from megajax.config.references import resolve
 from megajax.mesh.processes.identity import find_identity
-from megajax.reporting.machine.machine import Check, Finding, Machine, fail
+from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail
 
 SECONDS = 180.0
 """Total time limit of all tests."""

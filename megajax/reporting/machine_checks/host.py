@@ -15,7 +15,7 @@ from megajax.mesh.processes.gpus import VISIBLE
 from megajax.mesh.processes.nccl import ONE_GPU, SEVERAL_GPUS
 from megajax.mesh.processes.nccl import variables as nccl_variables
 from megajax.mesh.xla import flag_names
-from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
+from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, ok, warn
 
 MIB, GIB = 2**20, 2**30
 MIN_SHARED, MIN_SHARED_FOR_NCCL = GIB, 128 * MIB
