@@ -16,7 +16,7 @@ from tiny_runs import Trained, gpt, llama, pair, train
 
 from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 STEPS = 5
 TOLERANCE = 1e-5

@@ -11,9 +11,10 @@ import numpy as np
 from tiny_runs import ROWS, VOCABULARY, Differentiated, differentiate, gpt, llama
 
 from megajax.batch import Batch
-from megajax.layers.configs import LatentAttentionConfig, StackConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ContextStrategy, ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 LONG = 64
 """Positions of a row: eight devices have eight each, in two chunks of four."""

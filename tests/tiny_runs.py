@@ -12,21 +12,20 @@ import jax
 import numpy as np
 
 from megajax.batch import Batch, Grads
-from megajax.data.configs import LoaderConfig, MockConfig, Splits
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    LayerNormConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.data.config import LoaderConfig
+from megajax.data.rows.splits import Splits
+from megajax.data.text.config import MockConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import Normal, ParamSpec
+from megajax.layers.position.config import RopeConfig
 from megajax.layers.recompute import Recompute
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.training.config import BatchConfig

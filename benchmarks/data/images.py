@@ -16,9 +16,10 @@ from PIL import Image
 
 from benchmarks.outcome import rounded
 from megajax.batch import Leaf
-from megajax.data.configs import AugmentConfig, ClassFoldersConfig, Rows
+from megajax.data.images.config import AugmentConfig, ClassFoldersConfig
 from megajax.data.images.decoding import StoredPicture
 from megajax.data.images.transforms import tile_image
+from megajax.data.rows.splits import Rows
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 RAND_AUGMENT = AugmentConfig(operations=2, magnitude=9)

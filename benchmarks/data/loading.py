@@ -15,21 +15,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks.outcome import rounded
 from benchmarks.stopwatch import best
 from megajax.batch import SAMPLE, Leaf
-from megajax.data.configs import (
-    BlendConfig,
-    ChatConfig,
-    LoaderConfig,
-    MaskedSentencesConfig,
-    MaskedSpansConfig,
-    MockConfig,
-    Rows,
-)
+from megajax.data.chat.config import ChatConfig
+from megajax.data.config import LoaderConfig
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.rows.blend import weighted_index
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.packing import best_fit
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.gpt_index import IndexRequest, build_index
 from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.models.presets.bert import bert
 from megajax.models.presets.t5 import t5
 from megajax.tokenizers.config import ByteTokenizerConfig

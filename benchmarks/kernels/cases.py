@@ -12,7 +12,7 @@ from megajax.kernels.attention.capability import Device
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
-from megajax.layers.configs import LayerNormConfig, RMSNormConfig
+from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -19,8 +19,11 @@ from megajax.kernels.grouped.capability import GroupedKernel
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
 from megajax.kernels.ssm.ssd import Scan, ssd
-from megajax.layers.configs import AttentionConfig, BlockConfig, CrossAttentionConfig, DenseMLPConfig, LayerNormConfig
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
 from megajax.mesh.xla import FP8, GPU
 from megajax.precision.config import Fp8Config

@@ -6,10 +6,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks.outcome import RESULTS
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.recompute import PARTS, Recompute
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ContextStrategy, ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3

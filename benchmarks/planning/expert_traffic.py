@@ -6,9 +6,12 @@ from math import comb
 from typing import Any
 
 from megajax.config import load
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, SharedExpertConfig
 from megajax.layers.moe.facts import ExpertSharding
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.planning import virtual_devices as devices
 from megajax.planning.cost.estimate import Case, bytes_per_step

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from benchmarks.training.train_speed import synthetic_batch
 from megajax.config.compose import check
 from megajax.config.errors import UserError
-from megajax.layers.configs import MoEConfig
+from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.processes.world import process_index

@@ -14,7 +14,9 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.display.banner import plain
 from megajax.display.text import count
-from megajax.layers.configs import AttentionConfig, DenseMLPConfig, GatedMLPConfig, RopeConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.position.config import RopeConfig
 from megajax.optim.config import AdamWConfig
 from megajax.training.run_config import RunConfig
 

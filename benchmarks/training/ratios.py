@@ -22,8 +22,8 @@ from benchmarks.stopwatch import alternate, milliseconds, ratios, timed
 from megajax.config import UserError, load
 from megajax.job.banner import saved_by_layers
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
-from megajax.layers.configs import GatedMLPConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
 from megajax.planning.program.train_step import compile_train_step
 from megajax.planning.virtual_devices import GIB, MIB, prepare, read_cluster

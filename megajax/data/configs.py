@@ -5,7 +5,6 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 """
 
 from megajax.data.benchmarks.config import (
-    BenchmarkConfig,
     GlueConfig,
     MockGlueConfig,
     MockRaceConfig,
@@ -14,17 +13,12 @@ from megajax.data.benchmarks.config import (
     SquadConfig,
 )
 from megajax.data.chat.config import ChatConfig
-from megajax.data.config import CyclicConfig, LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.images.config import (
-    AugmentConfig,
     ClassFoldersConfig,
-    ClassImagesConfig,
-    CropConfig,
     DigitCaptionsConfig,
     DigitsConfig,
     ImageShardsConfig,
     ImageTextConfig,
-    ImageTextRowsConfig,
     MaskFoldersConfig,
     MockCaptionsConfig,
     MockImagesConfig,
@@ -33,57 +27,11 @@ from megajax.data.images.config import (
 from megajax.data.masked.config import (
     LibrarySentencesConfig,
     LibrarySpansConfig,
-    LibraryWordPieceConfig,
-    MaskedConfig,
     MaskedSentencesConfig,
     MaskedSpansConfig,
     PairsConfig,
 )
-from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
-
-__all__ = [
-    "AugmentConfig",
-    "BenchmarkConfig",
-    "BlendConfig",
-    "ChatConfig",
-    "ClassFoldersConfig",
-    "ClassImagesConfig",
-    "CropConfig",
-    "CyclicConfig",
-    "DataConfig",
-    "DigitCaptionsConfig",
-    "DigitsConfig",
-    "FillInMiddleConfig",
-    "GlueConfig",
-    "ImageShardsConfig",
-    "ImageTextConfig",
-    "ImageTextRowsConfig",
-    "LibrarySentencesConfig",
-    "LibrarySpansConfig",
-    "LibraryWordPieceConfig",
-    "LoaderConfig",
-    "MaskFoldersConfig",
-    "MaskedConfig",
-    "MaskedSentencesConfig",
-    "MaskedSpansConfig",
-    "MockCaptionsConfig",
-    "MockConfig",
-    "MockGlueConfig",
-    "MockImagesConfig",
-    "MockMasksConfig",
-    "MockRaceConfig",
-    "MockSquadConfig",
-    "PairsConfig",
-    "RaceConfig",
-    "Rows",
-    "RowsConfig",
-    "Splits",
-    "SquadConfig",
-    "StandardLibraryConfig",
-    "TokenFilesConfig",
-]
-
 
 DataConfig = (
     BlendConfig

@@ -9,7 +9,7 @@ from megajax.config.file_paths import PathText
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.protocol import ModelConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 

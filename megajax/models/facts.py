@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.checks import missing_members
-from megajax.layers.configs import BlockConfig, LoRAConfig, StackConfig
 from megajax.layers.facts import (
     BlockFacts,
     LayerBuilder,
@@ -27,8 +27,9 @@ from megajax.layers.facts import (
     prefixed,
     total_size,
 )
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.recompute import Recomputing
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.protocol import ModelConfig, ids_below
 
 

@@ -9,7 +9,7 @@ grouped queries and gated MLPs, and biases and learned positions are not counted
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megajax.layers.configs import BlockConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.facts import BlockFacts, Norm, Share, total_size
 from megajax.layers.recompute import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig

@@ -15,8 +15,7 @@ from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError, demand_members
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_spec import CacheLeaf
-from megajax.layers.configs import StackConfig
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 
 

@@ -7,10 +7,13 @@ from typing import Any, ClassVar, Literal, Self
 from megajax.config.errors import Problem
 from megajax.config.references import Builds
 from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.layers.configs import BlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Side, SupportsContext
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.norm.config import NormConfig
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.recompute import Part, Recompute, Recomputing, format_recompute
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.models.facts import ParameterCount, count_parameters
 

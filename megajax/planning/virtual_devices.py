@@ -25,7 +25,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.markup import parse
 from megajax.config.nearest import did_you_mean
 from megajax.config.references import resolve
-from megajax.layers.configs import above_zero
+from megajax.layers.checks import above_zero
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 

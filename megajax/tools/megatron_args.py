@@ -20,7 +20,7 @@ from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
 from megajax.interop.megatron.shell.interpreter import read_script
 from megajax.interop.megatron.shell.state import Command
-from megajax.layers.configs import BlockConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.storage.write_errors import write_fault
 from megajax.tools.json_output import first_word
 from megajax.training.run_config import RunConfig

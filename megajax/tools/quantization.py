@@ -18,7 +18,7 @@ from megajax.interop.conversion.provenance import FILES
 from megajax.interop.formats import Reading
 from megajax.interop.stored_model import StoredModel
 from megajax.interop.tokenizers.files import copy_files
-from megajax.layers.configs import QuantizationConfig
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
 from megajax.tasks.files import read_text

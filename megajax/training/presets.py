@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import BlendConfig, MockConfig, StandardLibraryConfig
+from megajax.data.text.config import BlendConfig, MockConfig, StandardLibraryConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.optim.config import AdamWConfig, ScheduleConfig

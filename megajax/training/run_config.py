@@ -12,14 +12,15 @@ from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.config.nearest import divisors_of, either
-from megajax.data.configs import DataConfig, RowsConfig
+from megajax.data.config import RowsConfig
+from megajax.data.configs import DataConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ModelConfig
 from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig

@@ -16,7 +16,8 @@ from megajax.batch import Leaf, Params
 from megajax.config.compose import check
 from megajax.config.errors import UserError, demand_members
 from megajax.config.schema import members
-from megajax.data.configs import DataConfig, RowsConfig
+from megajax.data.config import RowsConfig
+from megajax.data.configs import DataConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
@@ -358,7 +359,7 @@ def demand_rows(splits: Any, data: Any) -> None:
     """Raises UserError unless a data config has built `Splits` of row sources."""
     whose = f"{type(data).__name__}.build"
     if not isinstance(splits, Splits):
-        raise UserError(f"{whose} returned a {type(splits).__name__}, not a megajax.data.configs.Splits of row sources")
+        raise UserError(f"{whose} returned a {type(splits).__name__}, not an mj.Splits of row sources")
     for name, part in zip(splits._fields, splits, strict=True):
         if part is not None:
             demand_members(part, ("__len__", "__getitem__"), f"the {name} split of {whose}, a {type(part).__name__},")

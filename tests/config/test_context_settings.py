@@ -11,7 +11,7 @@ import pytest
 from megajax.config import load
 from megajax.config.references import Builds
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.training.run_config import RunConfig
 
 

@@ -9,9 +9,10 @@ from tiny_runs import llama
 
 from megajax.command_line.parser import parse
 from megajax.config.errors import Problem, UserError
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.job.banner import _experts, _fp8
-from megajax.layers.configs import CapacityConfig, DispatchConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.moe.facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

@@ -10,7 +10,7 @@ import pytest
 import megajax.command_line.parser as cli
 from megajax.config import ConfigError, UserError, load, schema
 from megajax.config.compose import assemble
-from megajax.layers.configs import AttentionConfig
+from megajax.layers.attention.config import AttentionConfig
 from megajax.optim.config import MuonConfig
 from megajax.training.config import BatchConfig, LinearRampConfig
 from megajax.training.run_config import RunConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write_random
 
-from megajax.data.configs import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
+from megajax.data.config import CyclicConfig
 from megajax.data.rows.balancing import (
     Imbalance,
     RowWork,
@@ -19,8 +19,10 @@ from megajax.data.rows.balancing import (
     lengths_of_row,
     scores,
 )
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig
 from megajax.mesh.sequence_sharding import SequenceSharding
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 
 pytestmark = pytest.mark.smoke
 

@@ -9,9 +9,16 @@ import pytest
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
 from megajax.data.benchmarks import glue, race, squad
-from megajax.data.benchmarks.config import GLUE
+from megajax.data.benchmarks.config import (
+    GLUE,
+    GlueConfig,
+    MockGlueConfig,
+    MockRaceConfig,
+    MockSquadConfig,
+    RaceConfig,
+    SquadConfig,
+)
 from megajax.data.benchmarks.features import SequenceBuilder, clean_text, truncate_pair
-from megajax.data.configs import GlueConfig, MockGlueConfig, MockRaceConfig, MockSquadConfig, RaceConfig, SquadConfig
 from megajax.data.rows.splits import Rows
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
 

@@ -9,11 +9,11 @@ import pytest
 from token_files import tokenizer, write, write_random
 
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, Rows
 from megajax.data.rows import blend as blend_module
 from megajax.data.rows.blend import BlendedDataset, exhaustive_index, normalize_weights, rows_by_weight, weighted_index
-from megajax.data.rows.splits import Evaluation, parse_paths, parse_split, requested_rows, split_bounds
-from megajax.models.configs import text_schema
+from megajax.data.rows.splits import Evaluation, Rows, parse_paths, parse_split, requested_rows, split_bounds
+from megajax.data.text.config import BlendConfig
+from megajax.models.decoder.config import text_schema
 
 
 def by_definition(weights: list[float], rows: int, limits: list[int] | None = None) -> list[tuple[int, int]]:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.configs import ChatConfig, Rows
+from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.balancing import document_lengths, scores
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
+from megajax.data.rows.splits import Rows
 from megajax.kernels.attention import cudnn
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 EOD = 256

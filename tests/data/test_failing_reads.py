@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write
 
-from megajax.data.configs import BlendConfig, Rows
 from megajax.data.images.decoding import read_at, read_bounded
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.shuffled_items import UnreadableItem
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedTokens, index_path, tokens_path
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.storage import reading
 from megajax.storage.reading import ChangedFile, ReadError, ReadFile, with_retries
 

@@ -10,8 +10,9 @@ import pytest
 from token_files import EOD, write, write_random
 
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, FillInMiddleConfig, Rows
-from megajax.models.configs import text_schema
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig, FillInMiddleConfig
+from megajax.models.decoder.config import text_schema
 
 PREFIX, MIDDLE, SUFFIX = 100, 101, 102
 

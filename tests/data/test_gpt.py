@@ -9,10 +9,11 @@ import pytest
 from token_files import EOD, tokenizer, write, write_random
 
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, MockConfig, Rows
 from megajax.data.preprocessing.preprocessing import preprocess_text
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.mock import MockTokens
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 pytestmark = pytest.mark.smoke

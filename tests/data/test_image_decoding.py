@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from megajax.config import optional_packages as missing
 from megajax.config.errors import UserError
-from megajax.data.configs import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
+from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
 from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
 from megajax.data.images.transforms import (
     OPERATIONS,

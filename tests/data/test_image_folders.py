@@ -10,8 +10,9 @@ from image_files import COLOURS, class_folders, gradient, mask_schema, plain, sa
 from PIL import Image
 
 from megajax.config.errors import UserError
-from megajax.data.configs import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig, Rows
+from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
 from megajax.data.rows.loader import read_rows
+from megajax.data.rows.splits import Rows
 
 ONE_PASS = Rows(None)
 

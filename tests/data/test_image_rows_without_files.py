@@ -7,9 +7,10 @@ import pytest
 from image_files import mask_schema, schema
 
 from megajax.config.errors import UserError
-from megajax.data.configs import DigitsConfig, MockImagesConfig, MockMasksConfig, Rows
+from megajax.data.images.config import DigitsConfig, MockImagesConfig, MockMasksConfig
 from megajax.data.images.digits import load_digits
 from megajax.data.rows.loader import read_rows
+from megajax.data.rows.splits import Rows
 
 
 def build(config: Any, rows: Rows, size: int = 16, reads: Any = None) -> Any:

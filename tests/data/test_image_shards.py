@@ -12,8 +12,9 @@ import pytest
 from image_files import gradient, schema
 
 from megajax.config.errors import UserError
-from megajax.data.configs import ImageShardsConfig, Rows
 from megajax.data.images import shards as image_shards
+from megajax.data.images.config import ImageShardsConfig
+from megajax.data.rows.splits import Rows
 
 type Files = Iterable[tuple[str, bytes]]
 

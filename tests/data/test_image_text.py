@@ -14,12 +14,13 @@ from image_files import gradient, plain, saved
 
 from megajax.batch import Leaf, Placeholder
 from megajax.config.errors import UserError
-from megajax.data.configs import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig, Rows
+from megajax.data.images.config import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
 from megajax.data.images.decoding import ArrayPicture
 from megajax.data.images.digits import NAMES
 from megajax.data.images.transforms import affordable_tiles, fit_image, grid, tile_image
 from megajax.data.rows.loader import read_rows
-from megajax.models.configs import text_schema
+from megajax.data.rows.splits import Rows
+from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig, MultimodalTokenizerConfig
 
 TOKEN, EOD = 257, 256

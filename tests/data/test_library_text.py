@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.configs import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig, Rows
+from megajax.data.masked.config import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
 from megajax.data.masked.library_text import corpus, sentences
+from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedTokens
 from megajax.models.presets.bert import bert
 from megajax.models.presets.t5 import t5

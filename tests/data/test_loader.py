@@ -12,11 +12,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
-from megajax.data.configs import LoaderConfig
+from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import Balancing, RowWork, balance_rows, scores
 from megajax.data.rows.loader import Loader, LocalRows, read_rows
 from megajax.mesh.sequence_sharding import SequenceSharding
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.storage.reading import ReadError
 
 pytestmark = pytest.mark.smoke

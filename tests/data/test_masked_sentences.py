@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, MaskedSentencesConfig, Rows
+from megajax.data.masked.config import MaskedSentencesConfig
 from megajax.data.masked.masking import Masking, NgramMasking
 from megajax.data.masked.sample_map import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
 from megajax.data.masked.sentences import truncate
 from megajax.data.rows.loader import read_rows
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
-from megajax.models.configs import BertConfig, text_schema
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.bert.config import BertConfig
+from megajax.models.decoder.config import text_schema
 
 VOCABULARY = 100
 CONTINUES = np.arange(VOCABULARY) % 3 == 0

@@ -7,12 +7,16 @@ import pytest
 
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
-from megajax.data.configs import MaskedSpansConfig, Rows
+from megajax.data.masked.config import MaskedSpansConfig
 from megajax.data.masked.spans import with_sentinels
 from megajax.data.rows.loader import read_rows
+from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.layers.configs import AttentionConfig, BlockConfig, CrossAttentionConfig, DenseMLPConfig, StackConfig
-from megajax.models.configs import T5Config
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.t5.config import T5Config
 
 VOCABULARY = 100
 PAD, BOS, EOS = 7, 4, 5

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data.configs import ChatConfig, Rows
+from megajax.data.chat.config import ChatConfig
+from megajax.data.rows.splits import Rows
 from megajax.interop.megatron.flags.data import FORMATS
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.chat_template import named_tokens
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 

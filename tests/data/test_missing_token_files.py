@@ -5,9 +5,10 @@ import shlex
 import pytest
 
 from megajax.config import UserError
-from megajax.data.configs import BlendConfig, MaskedSentencesConfig, MockConfig, PairsConfig
+from megajax.data.masked.config import MaskedSentencesConfig, PairsConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.preprocessing.options import parse, tokenizer_options
+from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

@@ -7,11 +7,12 @@ import pytest
 
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
-from megajax.data.configs import MaskedSpansConfig, PairsConfig, Rows
+from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
 from megajax.data.pairs import shuffled_passes
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.rows.loader import read_rows
+from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedWriter
 
 PAD, BOS, EOS = 7, 4, 5

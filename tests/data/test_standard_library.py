@@ -9,10 +9,11 @@ import pytest
 from token_files import tokenizer
 
 from megajax.config.errors import UserError
-from megajax.data.configs import Rows, StandardLibraryConfig
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import StandardLibraryConfig
 from megajax.data.text.indexed_dataset import tokens_path
 from megajax.data.text.standard_library import choose, corpus, source_files
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 
 BYTES = tokenizer(vocabulary_size=257, eod=256)
 

@@ -15,16 +15,17 @@ from peer_threads import ThreadPeers, together
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, CyclicConfig, Rows
+from megajax.data.config import CyclicConfig
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.rows.row_source import index_files_of
-from megajax.data.rows.splits import Splits
+from megajax.data.rows.splits import Rows, Splits
+from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.start import data_files
 from megajax.job.start import resume as resuming
 from megajax.job.start.data_files import DataFiles
 from megajax.job.start.resume import Resume
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.optim.config import ScheduleConfig
 
 

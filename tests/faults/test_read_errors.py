@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megajax.config.references import Builds
-from megajax.data.configs import LoaderConfig, MockConfig, Rows, Splits
+from megajax.data.config import LoaderConfig
+from megajax.data.rows.splits import Rows, Splits
+from megajax.data.text.config import MockConfig
 from small_jobs import run_config
 
 FAILURES = {failures}

@@ -16,7 +16,7 @@ from megajax.inference.programs import CacheSize, LoadedModel, Programs
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.step_arrays import Bucket
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 ROWS, CHUNK, BLOCK = 3, 8, 4
 

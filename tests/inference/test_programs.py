@@ -13,25 +13,20 @@ from jax.sharding import NamedSharding
 
 from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput, buckets_up_to
 from megajax.inference.step_arrays import Bucket
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    Mamba1Config,
-    Mamba2Config,
-    RelativeBiasConfig,
-    RMSNormConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import Observation, bind, initial_values, specs
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 BLOCK, CHUNK, LENGTH, VOCABULARY = 4, 8, 32, 250
 HEADS = AttentionConfig(heads=4, kv_heads=2, kernel="reference")

@@ -9,17 +9,14 @@ from test_programs import CHUNK, HEADS, LENGTH, VOCABULARY, Logits, Step, loaded
 
 from megajax.inference.programs import CacheSize, LoadedModel, Programs
 from megajax.inference.step_arrays import Bucket, lengths_up_to
-from megajax.layers.configs import (
-    BlockConfig,
-    CrossAttentionConfig,
-    GatedMLPConfig,
-    LayerNormConfig,
-    RelativeBiasConfig,
-    RMSNormConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import bind
-from megajax.models.configs import T5Config
+from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.t5.config import T5Config
 
 TEXT = 21
 CROSS = CrossAttentionConfig(heads=4, kv_heads=2, kernel="reference", bias=True)

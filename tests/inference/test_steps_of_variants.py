@@ -22,26 +22,18 @@ from test_programs import (
 )
 
 from megajax.inference.programs import LoadedModel
-from megajax.layers.configs import (
-    BlockConfig,
-    CapacityConfig,
-    DispatchConfig,
-    GatedMLPConfig,
-    Llama3ScalingConfig,
-    MoEConfig,
-    RMSNormConfig,
-    RopeConfig,
-    RouterConfig,
-    StackConfig,
-    YarnScalingConfig,
-)
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
-from megajax.layers.norm.config import LayerScaleConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
+from megajax.layers.norm.config import LayerScaleConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings, Observation, bind, initial_values, specs
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig, WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.gpt_oss import gpt_oss
 

@@ -39,7 +39,7 @@ from megajax.interop.peft.folder import (
 )
 from megajax.interop.peft.settings import CONFIG, read_settings
 from megajax.interop.stored_model import StoredModel
-from megajax.layers.configs import LoRAConfig
+from megajax.layers.lora.config import LoRAConfig
 from megajax.optim.config import AdamWConfig
 from megajax.storage.atomic_folders import new_folder
 

@@ -23,7 +23,8 @@ from megajax.checkpoint.weights.foreign import Entry, contiguous, converted, dec
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.data.configs import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.images.config import ClassFoldersConfig
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop.conversion import conversion
 from megajax.interop.conversion.weights_config import DATA, special_tokens, weights_config
 from megajax.interop.huggingface.folder import open_model
@@ -33,7 +34,7 @@ from megajax.interop.runs import format as run_format
 from megajax.interop.runs.format import StepWeights, open_step
 from megajax.interop.runs.writer import ArrayWriter, write_step
 from megajax.interop.stored_model import Options, StoredModel
-from megajax.layers.configs import Mamba1Config
+from megajax.layers.mamba.config import Mamba1Config
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition
 from megajax.storage import disk

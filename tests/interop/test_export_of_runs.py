@@ -22,7 +22,8 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config import load
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
-from megajax.data.configs import ChatConfig, MockConfig
+from megajax.data.chat.config import ChatConfig
+from megajax.data.text.config import MockConfig
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.terminal import Session
@@ -37,7 +38,8 @@ from megajax.interop.runs.format import open_step
 from megajax.interop.tokenizers.files import NAMES, tokenizer_config, with_copies
 from megajax.job.job import train
 from megajax.job.start.model_files import ModelFiles
-from megajax.layers.configs import LoRAConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig

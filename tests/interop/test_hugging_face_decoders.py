@@ -19,8 +19,8 @@ from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
-from megajax.layers.configs import RopeConfig, YarnScalingConfig
-from megajax.models.configs import PredictionConfig
+from megajax.layers.position.config import RopeConfig, YarnScalingConfig
+from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets import deepseek, gpt_oss, llama, mixtral, qwen
 
 type Shapes = dict[str, tuple[int, ...]]

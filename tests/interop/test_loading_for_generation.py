@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import ConfigError, UserError
 from megajax.convert import main as convert
-from megajax.data.configs import ChatConfig
+from megajax.data.chat.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
 from megajax.interop.huggingface.folder import open_model
@@ -24,7 +24,7 @@ from megajax.interop.opening.engine import Loaded, load, start_engine
 from megajax.interop.opening.origin import Origin, folder_stop_tokens, generation_config, origin_of
 from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
-from megajax.layers.configs import LoRAConfig
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import bind
 
 LORA = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mlp.down"))

@@ -30,11 +30,11 @@ from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import open_step
 from megajax.interop.runs.writer import write_step
 from megajax.job.start.stored_weights import all_weights
-from megajax.layers.configs import QuantizationConfig
 from megajax.layers.param import bind
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.command import prepare
 from megajax.tasks.config import EvaluatedConfig

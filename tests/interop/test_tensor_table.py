@@ -9,8 +9,13 @@ import pytest
 from megajax.checkpoint.weights.foreign import Entry, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.config.errors import UserError
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig, StackConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.decoder.config import DecoderConfig
 
 LAYER = "layers.{layer}"
 ENDS = [Row("table", "tokens", index=(slice(0, 10),)), Row("norm", "norm.gain"), Row("head", "head")]

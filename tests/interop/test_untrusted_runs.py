@@ -31,7 +31,7 @@ from megajax.tools.inspect import main as inspect
 EVIL = """
 from pathlib import Path
 Path({marker!r}).write_text("run")
-from megajax.models.configs import DecoderConfig as Foo
+from megajax.models.decoder.config import DecoderConfig as Foo
 from megajax.config import load
 def config():
     return load({run!r})

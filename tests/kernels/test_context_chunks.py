@@ -17,7 +17,7 @@ from megajax.config.errors import UserError
 from megajax.kernels.attention import cudnn
 from megajax.kernels.attention.attention import PASSES, local_device
 from megajax.kernels.attention.mask import Mask
-from megajax.layers.configs import AttentionConfig
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig

@@ -16,10 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.kernels.attention.attention import OUTPUT, PASSES, STATISTICS, Mask, attend, reference_attention
 from megajax.kernels.attention.cudnn import Documents
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.layers.recompute import Recomputing
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

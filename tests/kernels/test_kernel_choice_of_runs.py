@@ -10,18 +10,15 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.kernels.attention.capability import Device
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    RelativeBiasConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
+from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig, T5Config
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.t5.config import T5Config
 from megajax.training.program import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 28, 0))

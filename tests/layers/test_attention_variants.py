@@ -8,20 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    RelativeBiasConfig,
-    RMSNormConfig,
-    RopeConfig,
-    StackConfig,
-    YarnScalingConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, specs
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.position.module import bucket
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

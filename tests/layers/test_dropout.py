@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context, dropout
+from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.param import LayerSettings, bind, specs
+from megajax.layers.position.config import RopeConfig
 from megajax.layers.recompute import Recomputing
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from megajax.layers.attention.module import _add_head_bias
-from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.context import Context
-from megajax.layers.mlp.config import FeedForward
+from megajax.layers.mlp.config import DenseMLPConfig, FeedForward, GatedMLPConfig
 from megajax.layers.mlp.module import ACTIVATIONS
+from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -14,21 +14,15 @@ from tiny_runs import QUICK
 from megajax.config.errors import UserError
 from megajax.interop.peft.folder import LORA_A, LORA_B, leading, merge
 from megajax.kernels.grouped.capability import GroupedSizes, capable_grouped
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    LoRAConfig,
-    Mamba1Config,
-    Mamba2Config,
-    MoEConfig,
-    RopeConfig,
-    SharedExpertConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.lora.module import drop_inputs
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.param import (
     Adapter,
     LayerSettings,
@@ -40,10 +34,12 @@ from megajax.layers.param import (
     matrix,
     specs,
 )
+from megajax.layers.position.config import RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 LAYOUT = Layout(Plan.of(ParallelConfig(data=1)))
 LORA = LoRAConfig(rank=3, alpha=6.0)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.configs import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import StepRows
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

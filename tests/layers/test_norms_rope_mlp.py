@@ -7,18 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.configs import (
-    DenseMLPConfig,
-    GatedMLPConfig,
-    L2NormConfig,
-    LayerNormConfig,
-    Llama3ScalingConfig,
-    RMSNormConfig,
-    RopeConfig,
-    YarnScalingConfig,
-)
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, specs
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

@@ -14,14 +14,14 @@ from test_lora import model
 from tiny_runs import ONE, QUICK, wide
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import QuantizationConfig
 from megajax.layers.param import Observation, bind, matrices_of, specs
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.quantization.weights import Quantized
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 ODD = ("stack.blocks.1.mixer.*", "stack.blocks.3.mixer.up_dt")
 """Matrices of these with an odd number of inputs do not fit int4."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from megajax.layers.configs import CapacityConfig, RouterConfig
+from megajax.layers.moe.config import CapacityConfig, RouterConfig
 from megajax.layers.moe.module import ExpertLoad
 from megajax.layers.moe.router import Routing, TokenAxes, add_gradient, balance, choose, sinkhorn, within_capacity
 

@@ -9,25 +9,23 @@ import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
 
 from megajax.kernels.attention.capability import Request
-from megajax.layers.configs import (
-    BlockConfig,
-    CrossAttentionConfig,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    Mamba1Config,
-    Mamba2Config,
-    MoEConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import CrossAttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.facts import Share
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
 from megajax.layers.moe.facts import ExpertSharding
 from megajax.layers.recompute import NAMES, PARTS, SELECTIVE, Recomputing
+from megajax.layers.stack.config import StackConfig
 from megajax.layers.stack.spans import Span
 from megajax.layers.stack.stack import BLOCKS
-from megajax.models.configs import DecoderConfig, T5Config
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import block_facts
 from megajax.models.memory import saved_bytes
+from megajax.models.t5.config import T5Config
 from megajax.pipeline.layer_loop import differentiated
 from megajax.training.program import Program
 

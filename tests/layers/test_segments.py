@@ -11,9 +11,9 @@ from tiny_runs import LENGTH, ONE, QUICK, build_program, gpt, llama, place, rows
 from megajax.batch import Grads
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.configs import BlockConfig, StackConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.param import bind, initial_values
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 
 A = replace(llama().stack.pattern[0], dropout=0.1)

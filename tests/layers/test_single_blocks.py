@@ -10,12 +10,13 @@ from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, gpt, llama
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.configs import BlockConfig, StackConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.param import bind, initial_values, specs
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.llama import llama3

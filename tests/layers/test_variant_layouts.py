@@ -11,27 +11,20 @@ import pytest
 from flax import nnx
 
 from megajax.batch import Batch, batch_schema
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    L2NormConfig,
-    LatentAttentionConfig,
-    LayerNormConfig,
-    Mamba1Config,
-    Mamba2Config,
-    RelativeBiasConfig,
-    RMSNormConfig,
-    RopeConfig,
-    StackConfig,
-    YarnScalingConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.param import Normal, specs
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.reduction import LossReduction
 from megajax.precision.config import PrecisionConfig
 from megajax.training.gradients.accumulate import accumulate

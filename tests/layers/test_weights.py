@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    LayerNormConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, ParamSpec, bind, initial_values, param, specs
+from megajax.layers.position.config import RopeConfig
 from megajax.layers.recompute import Recomputing
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

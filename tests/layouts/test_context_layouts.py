@@ -17,7 +17,7 @@ from tiny_runs import ONE, Trained, build_program, differentiate, gpt, llama, st
 
 from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.training.scoring import Scorer
 
 RUN = 1e-4

@@ -15,16 +15,17 @@ from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentia
 
 from megajax.batch import Batch, Leaf
 from megajax.inference.sample_outputs import sample_continuation
-from megajax.layers.configs import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
-from megajax.models.configs import DecoderConfig, PredictionConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.decoder.prediction import shifted
 from megajax.models.presets.bert import bert
 from megajax.models.presets.vit import llava, vit, vit_tower

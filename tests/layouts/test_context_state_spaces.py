@@ -15,21 +15,18 @@ from jax.sharding import PartitionSpec
 from test_hybrid_layouts import hybrid
 from tiny_runs import ONE, QUICK, differentiate, llama
 
-from megajax.layers.configs import (
-    BlockConfig,
-    GatedMLPConfig,
-    Mamba1Config,
-    Mamba2Config,
-    StackConfig,
-)
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.mesh.sequence_sharding import SequenceSharding
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 HIDDEN, ROWS = 16, 2
 LAYERS = {

@@ -8,16 +8,10 @@ import pytest
 from test_layouts_train_alike import assert_same_training
 from tiny_runs import ONE, Trained, llama, train
 
-from megajax.layers.configs import (
-    CapacityConfig,
-    DispatchConfig,
-    GatedMLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertConfig,
-)
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 EXPERTS = 8
 LOSSES = RouterConfig(aux_loss=0.01, row_loss=0.01, z_loss=0.001)

@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, Trained, build_program, differentiate, llama, place, rows, start, train, within
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    MoEConfig,
-    RopeConfig,
-    RouterConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
+from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 MIXTURE = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=16), router=RouterConfig(z_loss=1e-3))
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, gpt, llama, rows, train
 
-from megajax.layers.configs import RelativeBiasConfig
+from megajax.layers.position.config import RelativeBiasConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 
 def with_relative(relative: RelativeBiasConfig) -> DecoderConfig:

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from tiny_runs import ONE, Trained, gpt, llama, train
 
-from megajax.layers.configs import GatedMLPConfig, LoRAConfig, MoEConfig
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig, PredictionConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 

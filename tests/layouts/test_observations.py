@@ -12,8 +12,8 @@ from jax import Array
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, llama, place, rows, start, within
 
 from megajax.batch import Grads
-from megajax.layers.configs import GatedMLPConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.mlp.module import MLP
 from megajax.layers.param import LayerSettings, observation
 from megajax.layers.recompute import Recompute

@@ -6,7 +6,9 @@ import pytest
 from test_hybrid_layouts import assert_same_training
 from tiny_runs import ONE, llama, train
 
-from megajax.layers.configs import BlockConfig, Mamba2Config, StackConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 
 SPACE = BlockConfig(mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8))

@@ -15,15 +15,17 @@ from megajax.layers.param import bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.classifier.config import TextClassifierConfig, TextHead, with_text_head
-from megajax.models.classifier.module import POOLINGS
-from megajax.models.configs import (
+from megajax.models.classifier.config import (
     ChoiceHeadConfig,
     ClassHeadConfig,
-    DecoderConfig,
     RegressionHeadConfig,
     SpanHeadConfig,
+    TextClassifierConfig,
+    TextHead,
+    with_text_head,
 )
+from megajax.models.classifier.module import POOLINGS
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of
 from megajax.models.presets.bert import bert
 from megajax.models.reduction import LossReduction

@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    LayerNormConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
+from megajax.layers.position.config import RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig, WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 from megajax.training.state import parameter_shardings
 
 pytestmark = pytest.mark.smoke

@@ -8,22 +8,18 @@ from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiat
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    IdentityNormConfig,
-    LayerNormConfig,
-    LoRAConfig,
-    RelativeBiasConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
 from megajax.layers.recompute import Recompute
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import BertConfig, DecoderConfig, PredictionConfig, T5Config
+from megajax.models.bert.config import BertConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.models.t5.config import T5Config
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
 READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)

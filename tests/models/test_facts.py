@@ -10,7 +10,7 @@ import pytest
 from megajax.config.errors import Problem, UserError
 from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe

@@ -21,18 +21,15 @@ from jax.extend.core import Literal
 
 from megajax.config import load
 from megajax.config.files import functions_of
-from megajax.layers.configs import (
-    BlockConfig,
-    LatentAttentionConfig,
-    Mamba1Config,
-    Mamba2Config,
-    MoEConfig,
-    StackConfig,
-)
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.facts import BlockFacts, Elements, Matmul, Share, Weight, unsharded
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import LayerSettings, Observation, path_of, specs
 from megajax.layers.recompute import NAMES, Part, Recompute, Recomputing
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

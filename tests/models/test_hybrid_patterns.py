@@ -7,13 +7,10 @@ from tiny_runs import ONE, build_program, llama
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    StackConfig,
-)
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
 

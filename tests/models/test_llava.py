@@ -12,23 +12,21 @@ from tiny_runs import rows as plain_rows
 from megajax.batch import Batch, Placeholder
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    LayerNormConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.facts import total_size
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind
+from megajax.layers.position.config import RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.configs import DecoderConfig, LlavaConfig, ProjectorConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.facts import demand_facts
+from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.llava.module import Llava, VisionSection
 from megajax.models.presets.vit import llava as joined
 from megajax.models.vision.config import VisionTowerConfig

@@ -12,7 +12,7 @@ from megajax.layers.embedding import VocabularyLoss
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig, PredictionConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.decoder.prediction import shifted
 from megajax.models.reduction import LossReduction

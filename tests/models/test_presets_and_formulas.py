@@ -7,23 +7,18 @@ import pytest
 from flax import nnx
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    L2NormConfig,
-    LatentAttentionConfig,
-    LayerNormConfig,
-    RelativeBiasConfig,
-    RMSNormConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.param import specs
+from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3

@@ -11,13 +11,15 @@ import pytest
 from flax import nnx
 from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, build_program, gpt, llama
 
-from megajax.layers.configs import CrossAttentionConfig, DenseMLPConfig, StackConfig
+from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.facts import norm_weights
+from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.param import specs
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.vit.config import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig

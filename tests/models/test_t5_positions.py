@@ -9,20 +9,16 @@ import pytest
 from flax import nnx
 from tiny_runs import ONE
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    GatedMLPConfig,
-    RelativeBiasConfig,
-    RMSNormConfig,
-    RopeConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import bind, specs
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import T5Config
+from megajax.models.t5.config import T5Config
 
 HEADS, SIZE, HIDDEN, WORDS = 2, 8, 12, 50
 RELATIVE = RelativeBiasConfig(buckets=8, distance=12, shared=True)

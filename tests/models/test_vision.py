@@ -14,18 +14,13 @@ from tiny_runs import ONE, ROWS, build_program, differentiate
 from megajax.batch import Batch
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    DenseMLPConfig,
-    LayerNormConfig,
-    LayerScaleConfig,
-    RMSNormConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from megajax.layers.param import Normal, bind, specs
 from megajax.layers.recompute import Recompute
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

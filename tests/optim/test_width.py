@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.param import bind, initial_values, specs
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, ScheduleConfig, SGDConfig
 from megajax.optim.optimizer import constant_rates
 

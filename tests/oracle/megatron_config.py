@@ -8,25 +8,15 @@ from typing import Any
 from megatron_cases import Settings, unsupported
 from megatron_moe import flag_mixtures, mixtures
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    L2NormConfig,
-    LatentAttentionConfig,
-    LayerNormConfig,
-    Llama3ScalingConfig,
-    Mamba2Config,
-    MLPConfig,
-    NormConfig,
-    RMSNormConfig,
-    RopeConfig,
-    StackConfig,
-    YarnScalingConfig,
-)
-from megajax.layers.stack.config import stack_of
-from megajax.models.configs import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, MLPConfig
+from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, NormConfig, RMSNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.stack.config import StackConfig, stack_of
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting
 from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig

@@ -4,13 +4,8 @@ from dataclasses import replace
 
 from megatron_cases import Settings, unsupported
 
-from megajax.layers.configs import (
-    CapacityConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertConfig,
-)
+from megajax.layers.mlp.config import MLPConfig
+from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig, SharedExpertConfig
 
 SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 LOSSES = {"aux_loss": "aux_loss", "seq_aux_loss": "row_loss", "global_aux_loss": "global_loss"}

@@ -10,15 +10,16 @@ import numpy as np
 from flax import nnx
 
 from megajax.batch import Batch, batch_schema
-from megajax.layers.configs import AttentionConfig, LayerNormConfig
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.moe.router import REPORTED
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.reduction import LossReduction
 from megajax.optim.config import OptimizerConfig, ScheduleConfig
 from megajax.optim.schedule import Schedule

@@ -9,9 +9,13 @@ from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights, noise_of
 
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind
-from megajax.models.configs import BertConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.bert.config import BertConfig
 
 META = load_json("numerics/other_models_meta.json")
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from megajax.batch import Leaf
-from megajax.data.configs import BlendConfig, CyclicConfig, MaskedSentencesConfig, MaskedSpansConfig, Rows
+from megajax.data.config import CyclicConfig
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.rows.blend import BlendedDataset, weighted_index
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.rows.loader import LocalRows
-from megajax.data.rows.splits import NAMES, parse_split, split_bounds
+from megajax.data.rows.splits import NAMES, Rows, parse_split, split_bounds
+from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import (
     IndexedTokens,
     IndexedWriter,
@@ -24,7 +26,7 @@ from megajax.data.text.indexed_dataset import (
     token_dtype,
     tokens_path,
 )
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 
 FOLDER = (
     Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER, cases, load_arrays, load_json, unsupported
 
-from megajax.data.configs import ChatConfig, FillInMiddleConfig, Rows
-from megajax.data.rows.splits import NAMES
-from megajax.models.configs import text_schema
+from megajax.data.chat.config import ChatConfig
+from megajax.data.rows.splits import NAMES, Rows
+from megajax.data.text.config import FillInMiddleConfig
+from megajax.models.decoder.config import text_schema
 
 META = load_json("data/masked_fim_sft_meta.json")
 CHATS = {key: (case, "data/masked_fim_sft.npz") for key, case in META.items() if key.startswith("sft/")}

@@ -7,8 +7,8 @@ import pytest
 from megatron_cases import Comparison, cases, load_json
 from megatron_config import flag_config, memory_setting
 
-from megajax.layers.configs import MoEConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.memory import activation_bytes, memory_report
 
 TOLERANCE = 1e-9

@@ -9,7 +9,7 @@ from megatron_moe import pattern
 from megatron_run import OneDevice
 from megatron_weights import layer_places, to_megatron, to_ours
 
-from megajax.layers.configs import MoEConfig
+from megajax.layers.moe.config import MoEConfig
 
 PLAIN = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 24,
          "hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm"}  # fmt: skip

@@ -11,15 +11,13 @@ from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
-from megajax.layers.configs import (
-    BlockConfig,
-    CrossAttentionConfig,
-    IdentityNormConfig,
-    RelativeBiasConfig,
-    StackConfig,
-)
+from megajax.layers.attention.config import CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.norm.config import IdentityNormConfig
 from megajax.layers.param import bind
-from megajax.models.configs import T5Config
+from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.t5.config import T5Config
 
 META = load_json("numerics/other_models_meta.json")
 SECTIONS = ("encoder", "decoder")

@@ -15,12 +15,10 @@ from megatron_run import OneDevice
 from megatron_weights import tensors, to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
-from megajax.layers.configs import (
-    BlockConfig,
-    IdentityNormConfig,
-    StackConfig,
-)
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.norm.config import IdentityNormConfig
 from megajax.layers.param import bind
+from megajax.layers.stack.config import StackConfig
 from megajax.models.vision.config import VisionTowerConfig
 
 META = load_json("numerics/other_models_meta.json")

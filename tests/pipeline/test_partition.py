@@ -8,7 +8,7 @@ from tiny_runs import ONE, build_program, llama, pair, start, within
 
 from megajax.layers.param import bind, initial_values
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.pipeline.partition import Partition
 from megajax.training.program import Program
 

@@ -16,7 +16,7 @@ from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, gpt, in_order, ll
 from megajax.batch import Grads
 from megajax.layers.stack.spans import Span
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.pipeline import executor
 from megajax.pipeline.executor import Stage, TickLoop, tick_loops
 from megajax.pipeline.layer_loop import LayerLoop

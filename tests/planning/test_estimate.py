@@ -14,7 +14,7 @@ from descriptions import llama3_8b
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure

@@ -10,8 +10,8 @@ from math import prod
 import pytest
 
 from megajax.config import load
-from megajax.layers.configs import GatedMLPConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.planning.program.audit import Audit, Kernel, audit
 from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import TrainPlan, compile_train_step

@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import ONE, QUICK, VOCABULARY, build_program, llama, place, rows, start, within
 
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 
 LARGE = 16_000
 """Rows of the head. At 192 tokens in a microbatch a softmax of them, times 1 / 192, is 3e-7, of which float16 keeps 2

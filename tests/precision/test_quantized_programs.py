@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import QuantizationConfig
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.quantization.layers import demand_device
 from megajax.layers.quantization.weights import Quantized, form_of
 from megajax.mesh.xla import GPU, INFERENCE

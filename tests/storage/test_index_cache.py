@@ -21,9 +21,10 @@ import pytest
 from token_files import tokenizer, write
 
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, Rows
+from megajax.data.rows.splits import Rows
 from megajax.data.text import gpt
-from megajax.models.configs import text_schema
+from megajax.data.text.config import BlendConfig
+from megajax.models.decoder.config import text_schema
 from megajax.storage.index_cache import load_or_build, verify
 
 

@@ -15,14 +15,15 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.data.configs import GlueConfig, LoaderConfig, MockGlueConfig, Splits
+from megajax.data.benchmarks.config import GlueConfig, MockGlueConfig
+from megajax.data.config import LoaderConfig
+from megajax.data.rows.splits import Splits
 from megajax.interop.conversion.model_differences import differences
 from megajax.job.job import train
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.stored_weights import all_weights
 from megajax.job.start.weights import InitialWeights
-from megajax.models.classifier.config import with_text_head
-from megajax.models.configs import ClassHeadConfig
+from megajax.models.classifier.config import ClassHeadConfig, with_text_head
 from megajax.models.presets.bert import bert
 from megajax.tasks.command import Evaluation, evaluate
 from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig

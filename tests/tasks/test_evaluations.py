@@ -17,7 +17,7 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.data.configs import BlendConfig
+from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.evaluate import folder_config, main
 from megajax.interop.huggingface.registry import families

@@ -13,7 +13,7 @@ from tiny_runs import LENGTH, VOCABULARY, llama
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
 from megajax.config.dump import to_yaml
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig

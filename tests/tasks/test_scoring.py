@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, llama
 
 from megajax.config.errors import UserError
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.inference.assembly import engine_refusal
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig

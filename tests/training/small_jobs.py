@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import MockConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
+from megajax.data.text.config import MockConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.position.config import RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import NullTokenizerConfig

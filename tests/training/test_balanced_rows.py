@@ -13,22 +13,18 @@ from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.data.configs import BlendConfig, LoaderConfig, MockConfig
+from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import RowWork
+from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.banner import banner
 from megajax.job.start.resume import facts
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CapacityConfig,
-    DispatchConfig,
-    GatedMLPConfig,
-    MoEConfig,
-    RouterConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 from megajax.models.facts import count_flops
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.row_balance import balance_problems

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from small_jobs import model, run_config
 
-from megajax.data.configs import ChatConfig, Rows
+from megajax.data.chat.config import ChatConfig
+from megajax.data.rows.splits import Rows
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.attention.pallas import Blocks, _split_into_blocks, blocks_for
 from megajax.tokenizers.config import ByteTokenizerConfig

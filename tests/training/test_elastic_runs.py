@@ -16,7 +16,9 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.job.job import train
 from megajax.job.start.resume import facts
-from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, MoEConfig, RouterConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
+from megajax.layers.norm.config import LayerNormConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig

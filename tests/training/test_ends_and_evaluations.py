@@ -10,7 +10,7 @@ from small_jobs import VOCABULARY, run_config
 from megajax.command_line.parser import parse
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
-from megajax.data.configs import BlendConfig, MockConfig
+from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.faults.config import ResilienceConfig
 from megajax.job.hooks import Evaluate, PaddedRows

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.inference.sample_outputs import sample
 from megajax.job.job import train

@@ -13,7 +13,7 @@ from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.job.start.resume import Resume
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig

@@ -13,11 +13,12 @@ from small_jobs import model, run_config
 
 from megajax.job.faults.watch import Watch
 from megajax.job.job import train
-from megajax.layers.configs import CapacityConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.measures import Measure, Measured
 from megajax.metrics.config import LoggingConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.training.session import setup
 
 CAPACITY = CapacityConfig(factor=0.98, drop="position")

@@ -16,9 +16,9 @@ from megajax.faults.config import ResilienceConfig
 from megajax.interop.runs.format import open_step
 from megajax.job.job import train
 from megajax.job.start.weights import frozen_weights_warning
-from megajax.layers.configs import LoRAConfig
 from megajax.layers.facts import total_size
-from megajax.models.configs import DecoderConfig
+from megajax.layers.lora.config import LoRAConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import adapter_share
 from megajax.optim.config import AdamWConfig
 from megajax.training.program import Program

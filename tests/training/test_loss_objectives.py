@@ -10,7 +10,7 @@ from tiny_runs import ONE, QUICK, VOCABULARY, build_program, llama, place, rows,
 
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 
 SMOOTHING, Z = 0.1, 1e-2
 MODEL = replace(llama(), label_smoothing=SMOOTHING, z_loss=Z)

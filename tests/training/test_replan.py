@@ -9,7 +9,8 @@ from small_jobs import model, run_config
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, Problem, TooFewDevices
-from megajax.layers.configs import GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.training.config import BatchConfig, LinearRampConfig
 from megajax.training.elastic.replan import Replan, elastic_hint, replanned

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from small_jobs import model, run_config
 
-from megajax.data.configs import ChatConfig, CyclicConfig, LoaderConfig, MockConfig
+from megajax.data.chat.config import ChatConfig
+from megajax.data.config import CyclicConfig, LoaderConfig
 from megajax.data.rows.cyclic import CyclicRows
+from megajax.data.text.config import MockConfig
 from megajax.job.job import train
 from megajax.job.start.resume import facts
 from megajax.metrics.config import LoggingConfig

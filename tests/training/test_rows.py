@@ -13,7 +13,7 @@ from tiny_runs import ONE, Program, build_program, llama, start
 
 from megajax.job.start import layer_order
 from megajax.job.start.layer_order import like_stored, reorder
-from megajax.layers.configs import BlockConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig

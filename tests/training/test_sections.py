@@ -14,15 +14,16 @@ from tiny_runs import ONE, QUICK, VOCABULARY, build_program, differentiate, llam
 from megajax.batch import Leaf
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.module import Attention
-from megajax.layers.configs import AttentionConfig, StackConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, Normal, bind, param
 from megajax.layers.recompute import Recompute, Recomputing
+from megajax.layers.stack.config import StackConfig
 from megajax.layers.stack.stack import Stack
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.models.configs import text_schema
+from megajax.models.decoder.config import text_schema
 from megajax.models.protocol import ModelConfig
 from megajax.models.reduction import LossReduction
 from megajax.training.gradients.staged import forward

@@ -9,7 +9,7 @@ from IPython.lib.pretty import pretty
 from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.errors import ConfigError, UserError
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig

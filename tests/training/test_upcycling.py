@@ -14,10 +14,11 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.errors import UserError
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.weights import InitialWeights
-from megajax.layers.configs import DenseMLPConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.layers.moe.upcycling import derived, weight_sum
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup

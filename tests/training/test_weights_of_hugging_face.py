@@ -17,16 +17,21 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.registry import families
 from megajax.interop.megatron.checkpoints.format import write_model
 from megajax.job.start.layer_order import layers_of
 from megajax.job.start.weights import InitialWeights
-from megajax.layers.configs import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.session import Run, setup
 

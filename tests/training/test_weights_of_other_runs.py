@@ -14,15 +14,18 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
-from megajax.data.configs import MockImagesConfig, MockMasksConfig
+from megajax.data.images.config import MockImagesConfig, MockMasksConfig
 from megajax.job.job import train
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.weights import InitialWeights
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.configs import ViTConfig
 from megajax.models.vision.module import interpolation_matrix
-from megajax.models.vit.config import ClassifierConfig, SegmenterConfig
+from megajax.models.vit.config import ClassifierConfig, SegmenterConfig, ViTConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig

@@ -8,14 +8,10 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_file
-from megajax.data.configs import (
-    BlendConfig,
-    ClassFoldersConfig,
-    DataConfig,
-    ImageTextConfig,
-    MaskedSentencesConfig,
-    MaskedSpansConfig,
-)
+from megajax.data.configs import DataConfig
+from megajax.data.images.config import ClassFoldersConfig, ImageTextConfig
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.text.config import BlendConfig
 from megajax.interop.tokenizers.files import special_token_ids, vocabulary_files, with_copies
 from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below

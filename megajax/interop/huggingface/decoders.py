@@ -11,22 +11,14 @@ from typing import Any, NamedTuple
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, linear, norm, tokens
 from megajax.interop.huggingface.family import attention as attention_rows
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    GatedMLPConfig,
-    Llama3ScalingConfig,
-    MixerConfig,
-    MoEConfig,
-    NormPlacement,
-    RMSNormConfig,
-    RopeConfig,
-    RouterConfig,
-    YarnScalingConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig, MixerConfig, NormPlacement
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.stack.config import stack_of
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 LAYER = "model.layers.{layer}"
 

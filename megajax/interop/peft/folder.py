@@ -21,7 +21,7 @@ from megajax.config.nearest import nearest_names
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.safetensors import SafetensorsFile
 from megajax.interop.peft.settings import CONFIG, AdapterSettings, read_settings
-from megajax.layers.configs import LoRAConfig
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import ParamSpec
 
 TENSORS = "adapter_model.safetensors"

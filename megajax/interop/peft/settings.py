@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
-from megajax.layers.configs import LoRAConfig
+from megajax.layers.lora.config import LoRAConfig
 
 CONFIG = "adapter_config.json"
 REFUSED: Mapping[str, Any] = {

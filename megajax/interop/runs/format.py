@@ -25,7 +25,8 @@ from megajax.config.errors import UserError
 from megajax.config.files import ROOT, Source, assembled
 from megajax.config.markup import read_yaml
 from megajax.config.nearest import listed
-from megajax.data.configs import ImageTextConfig, MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.images.config import ImageTextConfig
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.conversion.provenance import FILES, META, Provenance
 from megajax.interop.conversion.weights_config import continued_config, model_facts

@@ -11,7 +11,8 @@ from megajax.kernels.attention.attention import AttentionDropout, Mask, attend, 
 from megajax.kernels.attention.capability import Kernel, Request, choose
 from megajax.kernels.context.all_gather import whole_keys
 from megajax.kernels.context.strategy import over_context
-from megajax.layers.configs import AttentionConfig, SelfAttentionConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import SelfAttentionConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.layers.position.module import biases

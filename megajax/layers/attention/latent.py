@@ -10,10 +10,11 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention.core import CoreAttention
-from megajax.layers.configs import LatentAttentionConfig, YarnScalingConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, attend_to_cache
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
+from megajax.layers.position.config import YarnScalingConfig
 
 
 class LatentAttention(nnx.Module):

@@ -9,8 +9,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config.errors import UserError
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import below
-from megajax.layers.configs import BlockConfig
 from megajax.layers.context import Context, dropout
 from megajax.layers.decoding import Cache
 from megajax.layers.param import LayerSettings

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssm.selective_scan import SelectiveScan, selective_scan, selective_transition
-from megajax.layers.configs import Mamba1Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
+from megajax.layers.mamba.config import Mamba1Config
 from megajax.layers.mamba.mamba2 import Filter, StepBias, masked_steps, silu_conv
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
 from megajax.layers.remat import save_only_inputs

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssm.ssd import Scan, causal_conv, gated_norm, ssd, ssd_transition
-from megajax.layers.configs import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param, with_head_copies
 from megajax.layers.remat import save_only_inputs
 from megajax.mesh.layout import AxesTree

@@ -10,8 +10,8 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.configs import DenseMLPConfig, MLPConfig
 from megajax.layers.context import Context
+from megajax.layers.mlp.config import DenseMLPConfig, MLPConfig
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 from megajax.layers.remat import save_only_inputs
 

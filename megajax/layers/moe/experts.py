@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.grouped.capability import GroupedKernel
 from megajax.kernels.grouped.matmul import grouped_matmul
-from megajax.layers.configs import MLPConfig
+from megajax.layers.mlp.config import MLPConfig
 from megajax.layers.mlp.module import activated
 from megajax.layers.param import ZEROS, LayerSettings, Matrix, Normal, param
 

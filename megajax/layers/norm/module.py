@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.layers.configs import IdentityNormConfig, L2NormConfig, LayerNormConfig, LayerScaleConfig, RMSNormConfig
+from megajax.layers.norm.config import (
+    IdentityNormConfig,
+    L2NormConfig,
+    LayerNormConfig,
+    LayerScaleConfig,
+    RMSNormConfig,
+)
 from megajax.layers.param import ONES, ZEROS, Constant, LayerSettings, param
 from megajax.layers.remat import save_only_inputs
 

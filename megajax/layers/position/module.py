@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from megajax.layers.configs import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.param import LayerSettings, Normal, param
+from megajax.layers.position.config import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Params
+from megajax.layers.block.config import shared_bias
 from megajax.layers.cache_spec import below
-from megajax.layers.configs import shared_bias
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache
 from megajax.layers.param import LayerSettings, bind, path_of, stacked

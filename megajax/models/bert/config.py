@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
-from megajax.layers.configs import LayerNormConfig, NormConfig
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, dense, norm_weights
+from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import HeadFacts, SectionFacts
 

@@ -10,7 +10,7 @@ from megajax.layers.context import Context
 from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
-from megajax.models.configs import BertConfig
+from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.module import DecoderLM, in_order, layer_settings
 from megajax.models.reduction import LossReduction
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.config.references import Builds
-from megajax.layers.configs import LARGEST, below_one
+from megajax.layers.checks import LARGEST, below_one
 from megajax.layers.facts import dense
 from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.config import DecoderConfig

@@ -9,21 +9,15 @@ from megajax.batch import Leaf
 from megajax.config.errors import Problem, UserError
 from megajax.config.references import Builds
 from megajax.kernels.paged.capability import PagedRequest
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import CacheLeaf, paged_requests, stack_leaves
-from megajax.layers.configs import (
-    LARGEST,
-    BlockConfig,
-    LoRAConfig,
-    NormConfig,
-    QuantizationConfig,
-    RMSNormConfig,
-    StackConfig,
-    above_zero,
-    below_one,
-)
+from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import LayerBuilder, Weight
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.norm.config import NormConfig, RMSNormConfig
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.recompute import Part, Recompute
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.facts import Flops, HeadFacts, SectionFacts, count_flops
 from megajax.models.protocol import ModelConfig
 from megajax.models.transformer import AdaptedConfig, TransformerConfig

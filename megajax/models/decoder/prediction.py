@@ -14,12 +14,13 @@ from jax import Array, lax
 
 from megajax.batch import Rows
 from megajax.kernels.context.collectives import gather_rows
-from megajax.layers.configs import BlockConfig, NormConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.norm.config import NormConfig
 from megajax.layers.param import LayerSettings, Matrix, matrix
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
-from megajax.models.configs import PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 from megajax.models.reduction import LossReduction
 
 TOKENS = ("batch", "seq")

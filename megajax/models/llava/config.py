@@ -8,9 +8,9 @@ from megajax.batch import Leaf, Placeholder
 from megajax.config.errors import Problem
 from megajax.config.references import Builds
 from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.layers.configs import NormConfig, StackConfig
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Side, Weight, norm_weights, prefixed
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.norm.config import NormConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts

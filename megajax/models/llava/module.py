@@ -16,9 +16,8 @@ from megajax.layers.context import Context, keys_of_rows
 from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
-from megajax.models.configs import LlavaConfig
 from megajax.models.decoder.module import DecoderLM, layer_settings
-from megajax.models.llava.config import ProjectorConfig
+from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.protocol import Section, last_output
 from megajax.models.vision.module import VisionTower
 

@@ -1,7 +1,11 @@
 """BERT (Devlin et al. 2019, section 3), and Megatron-LM's larger sizes (Shoeybi et al. 2019, table 4)."""
 
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
-from megajax.models.configs import BertConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.bert.config import BertConfig
 from megajax.models.presets.sizes import Size, pick
 
 BERT_VOCABULARY = 30524

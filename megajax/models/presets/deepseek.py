@@ -3,21 +3,14 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from megajax.layers.configs import (
-    BlockConfig,
-    DispatchConfig,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    MoEConfig,
-    RMSNormConfig,
-    RopeConfig,
-    RouterConfig,
-    SharedExpertConfig,
-    StackConfig,
-    YarnScalingConfig,
-)
-from megajax.layers.stack.config import SegmentsConfig
-from megajax.models.configs import DecoderConfig, PredictionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig, SharedExpertConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import RopeConfig, YarnScalingConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
 from megajax.models.presets.sizes import pick
 
 

@@ -1,7 +1,10 @@
 """GPT-2 (Radford et al. 2019, table 2) and GPT-3 (Brown et al. 2020, table 2.1)."""
 
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 GPT_VOCABULARY = 50257

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import BlockConfig, StackConfig
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.decoder.config import PredictionConfig
 
 CHUNK, AHEAD = "|", "/"

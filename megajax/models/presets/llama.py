@@ -1,14 +1,11 @@
 """Llama 2 (Touvron et al. 2023, table 1 and the released configs) and Llama 3 (Llama team 2024, table 3)."""
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    Llama3ScalingConfig,
-    RMSNormConfig,
-    RopeConfig,
-)
-from megajax.models.configs import DecoderConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 LLAMA2 = {

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    Mamba2Config,
-    RMSNormConfig,
-)
-from megajax.models.configs import DecoderConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.hybrid import hybrid_stack
 from megajax.models.presets.sizes import Size, decoder, pick
 

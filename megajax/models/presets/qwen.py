@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    GatedMLPConfig,
-    MoEConfig,
-    RMSNormConfig,
-    RopeConfig,
-    RouterConfig,
-)
-from megajax.models.configs import DecoderConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import RopeConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 RELEASED = 151936

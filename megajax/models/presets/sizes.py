@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import BlockConfig, StackConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.decoder.config import DecoderConfig
 
 
 class Size(NamedTuple):

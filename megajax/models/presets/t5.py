@@ -2,20 +2,13 @@
 
 from typing import Any
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    LayerNormConfig,
-    MLPConfig,
-    NormConfig,
-    RMSNormConfig,
-    StackConfig,
-)
-from megajax.models.configs import T5Config
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, MLPConfig
+from megajax.layers.norm.config import LayerNormConfig, NormConfig, RMSNormConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.models.presets.sizes import Size, pick
+from megajax.models.t5.config import T5Config
 
 T5_VOCABULARY = 30624
 """Size of the vocabulary of bert-base-uncased with [BOS], [EOS] and 100 sentinels."""

@@ -7,20 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    IdentityNormConfig,
-    LayerNormConfig,
-    LayerScaleConfig,
-    RMSNormConfig,
-    StackConfig,
-)
-from megajax.models.configs import DecoderConfig, LlavaConfig, ViTConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig, LayerScaleConfig, RMSNormConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.llava.config import LlavaConfig
 from megajax.models.presets.sizes import Size, pick
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, with_image_head
+from megajax.models.vit.config import ClassifierConfig, ViTConfig, with_image_head
 
 VIT = {
     "debug": Size(2, 64, 4, ffn=256),

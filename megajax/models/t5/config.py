@@ -7,9 +7,10 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Request
-from megajax.layers.configs import BlockConfig, LayerNormConfig, NormConfig, StackConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.layers.facts import LayerBuilder, Weight
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.norm.config import LayerNormConfig, NormConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import HeadFacts, SectionFacts
 

@@ -17,9 +17,9 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, rows_of
 from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.mesh.layout import Layout
-from megajax.models.configs import T5Config
 from megajax.models.decoder.module import DecoderLM, in_order, layer_settings
 from megajax.models.protocol import Section, last_output
+from megajax.models.t5.config import T5Config
 
 ENCODER = 1
 """Folded into the random key of the encoder, so it differs from that of the decoder."""

@@ -9,10 +9,11 @@ from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.config.references import Builds, resolve
 from megajax.kernels.attention.capability import Request
-from megajax.layers.configs import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero, below_one
+from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights
+from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.layers.recompute import Part, Recompute
-from megajax.layers.stack.config import SegmentsConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.facts import SectionFacts
 from megajax.models.transformer import TransformerConfig
 

@@ -7,17 +7,13 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.config.references import Builds
-from megajax.layers.configs import (
-    LARGEST,
-    CrossAttentionConfig,
-    DenseMLPConfig,
-    LayerNormConfig,
-    LoRAConfig,
-    QuantizationConfig,
-    above_zero,
-    below_one,
-)
+from megajax.layers.attention.config import CrossAttentionConfig
+from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import Matmul, Weight, dense, prefixed
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.models.facts import HeadFacts
 from megajax.models.protocol import ModelConfig
 from megajax.models.transformer import AdaptedConfig

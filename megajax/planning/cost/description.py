@@ -12,8 +12,8 @@ from math import gcd, prod
 from typing import Literal
 
 from megajax.config.errors import UserError
-from megajax.layers.configs import LoRAConfig
 from megajax.layers.facts import BlockFacts, Share, Weight
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.moe.facts import ExpertSharding
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig

@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.layers.configs import BlockConfig
+from megajax.layers.block.config import BlockConfig
 from megajax.models.facts import demand_facts
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.planning.cost.description import describe

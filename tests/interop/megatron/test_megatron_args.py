@@ -13,12 +13,16 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
 from megajax.config.dump import diff
 from megajax.config.errors import UserError
-from megajax.data.configs import BlendConfig, MockConfig
+from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig

@@ -6,18 +6,15 @@ import pytest
 from flag_lines import BERT, T5, config, convert_line, problem
 
 from megajax.config import load
-from megajax.data.configs import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    DenseMLPConfig,
-    IdentityNormConfig,
-    LayerNormConfig,
-    RelativeBiasConfig,
-    StackConfig,
-)
-from megajax.models.configs import BertConfig, T5Config
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
+from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.bert.config import BertConfig
+from megajax.models.t5.config import T5Config
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.tools.megatron_args import main
 

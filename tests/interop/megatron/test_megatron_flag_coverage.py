@@ -9,7 +9,8 @@ from flag_lines import config, convert_line, problem
 
 from megajax.interop.megatron.flags.reading import Mapped, Noted, Refused, Unnecessary, Word, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, ROWS, convert
-from megajax.layers.configs import AttentionConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 
 REPOSITORY = Path(__file__).parents[3]
 ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", REPOSITORY.parent / "shared" / "oracle"))

@@ -10,10 +10,13 @@ from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATI
 from megajax.checkpoint.config import LocalConfig
 from megajax.config import schema
 from megajax.config.dump import flatten
-from megajax.data.configs import ChatConfig, FillInMiddleConfig
+from megajax.data.chat.config import ChatConfig
+from megajax.data.text.config import FillInMiddleConfig
 from megajax.interop.megatron.flags.reading import Flag, Mapped, Noted, Refused, Unnecessary, Word
 from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
-from megajax.models.configs import BertConfig, LlavaConfig, T5Config
+from megajax.models.bert.config import BertConfig
+from megajax.models.llava.config import LlavaConfig
+from megajax.models.t5.config import T5Config
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
 from megajax.training.config import StepRampConfig

@@ -3,15 +3,10 @@
 import pytest
 from flag_lines import HYBRID, MOE, config, convert_line, problem
 
-from megajax.layers.configs import (
-    AttentionConfig,
-    CapacityConfig,
-    DispatchConfig,
-    LatentAttentionConfig,
-    Mamba2Config,
-    MoEConfig,
-    RouterConfig,
-)
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.mamba import nemotron_h

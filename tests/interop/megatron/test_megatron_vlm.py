@@ -8,19 +8,14 @@ import pytest
 from flag_lines import VLM, config, convert_line, problem
 
 from megajax.config import load
-from megajax.data.configs import MockCaptionsConfig
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    IdentityNormConfig,
-    LayerNormConfig,
-    Llama3ScalingConfig,
-    RopeConfig,
-    StackConfig,
-)
-from megajax.models.configs import LlavaConfig, ProjectorConfig
+from megajax.data.images.config import MockCaptionsConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig, MultimodalTokenizerConfig
 from megajax.tools.megatron_args import main

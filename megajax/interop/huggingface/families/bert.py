@@ -15,8 +15,12 @@ from megajax.interop.huggingface.family import (
     to_settings,
     tokens,
 )
-from megajax.layers import configs as layers
-from megajax.models.configs import BertConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.bert.config import BertConfig
 
 UNUSED = frozenset({
     "attention_probs_dropout_prob", "classifier_dropout", "directionality", "gradient_checkpointing",
@@ -37,20 +41,20 @@ MEGATRON = {"vocab_size": 29056, "hidden_size": 1024, "intermediate_size": 4096,
 def _read(settings: Settings) -> BertConfig:
     before = settings.remaining.get("model_type") == "megatron-bert"
     settings.assume({**MEGATRON, "num_hidden_layers": 24} if before else {})
-    norm = layers.LayerNormConfig(epsilon=settings.take("layer_norm_eps", 1e-12))
+    norm = LayerNormConfig(epsilon=settings.take("layer_norm_eps", 1e-12))
     activation: Any = settings.activation("hidden_act", "gelu")
     settings.only("position_embedding_type", "absolute")
     settings.only("is_decoder", False)
-    block = layers.BlockConfig(
-        mixer=layers.AttentionConfig(heads=settings.take("num_attention_heads", 12), bias=True, causal=False),
-        mlp=layers.DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation),
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=settings.take("num_attention_heads", 12), bias=True, causal=False),
+        mlp=DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation),
         norm=norm,
         norm_placement="pre" if before else "post",
     )
     return BertConfig(
         **settings.fields(MODEL),
-        stack=layers.StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
-        norm=norm if before else layers.IdentityNormConfig(),
+        stack=StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
+        norm=norm if before else IdentityNormConfig(),
         embedding_norm=None if before else norm,
         head_norm=None if before else norm,
         head_activation=activation,

@@ -18,10 +18,9 @@ from megajax.interop.huggingface.families.vit import (
     vision_config,
 )
 from megajax.interop.huggingface.family import Family, Settings, dense
-from megajax.layers.configs import IdentityNormConfig
-from megajax.models.configs import ViTConfig
+from megajax.layers.norm.config import IdentityNormConfig
 from megajax.models.vision.config import VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, with_image_head
+from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, ViTConfig, with_image_head
 
 
 def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:

@@ -12,15 +12,11 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows, rope, rope_settings
 from megajax.interop.huggingface.family import Settings, layers_of, linear
-from megajax.layers.configs import (
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    MoEConfig,
-    RMSNormConfig,
-    RouterConfig,
-    SharedExpertConfig,
-)
-from megajax.models.configs import DecoderConfig, PredictionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig, SharedExpertConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
 
 V2: Mapping[str, Any] = {
     "hidden_size": 4096,

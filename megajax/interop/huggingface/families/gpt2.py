@@ -5,8 +5,12 @@ from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, norm, tokens
-from megajax.layers.configs import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import LayerNormConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.decoder.config import DecoderConfig
 
 UNUSED = frozenset({
     "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",

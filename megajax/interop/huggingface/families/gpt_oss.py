@@ -6,8 +6,9 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.configs import GatedMLPConfig, MoEConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.models.decoder.config import DecoderConfig
 
 DEFAULTS = {
     "hidden_size": 2880,

@@ -13,9 +13,9 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, NORMS, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.configs import MoEConfig, RMSNormConfig
-from megajax.models.configs import DecoderConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
 COMMON: Mapping[str, Any] = {
     "hidden_size": 4096,

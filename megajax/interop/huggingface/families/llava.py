@@ -8,8 +8,8 @@ from megajax.interop.conversion.model_differences import differences
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.families.vit import read_tower, tower_rows, vision_config
 from megajax.interop.huggingface.family import Family, Settings, activation_name, linear
-from megajax.models.configs import DecoderConfig, LlavaConfig
-from megajax.models.llava.config import ProjectorConfig
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 
 LANGUAGES = {family.name: family for family in llama.FAMILIES}
 

@@ -9,15 +9,11 @@ from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Names, Settings, norm, to_settings, tokens
-from megajax.layers.configs import (
-    BlockConfig,
-    Mamba1Config,
-    Mamba2Config,
-    MixerConfig,
-    RMSNormConfig,
-    StackConfig,
-)
-from megajax.models.configs import DecoderConfig
+from megajax.layers.block.config import BlockConfig, MixerConfig
+from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.decoder.config import DecoderConfig
 
 LAYER = "backbone.layers.{layer}"
 RENAMED = ((r"^(embeddings?|layers|norm_f)\.", r"backbone.\1."), (r"\.embedding\.", ".embeddings."))

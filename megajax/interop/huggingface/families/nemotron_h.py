@@ -27,9 +27,13 @@ from megajax.interop.huggingface.family import (
     norm,
     to_settings,
 )
-from megajax.layers import configs as layers
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.stack.config import stack_of
-from megajax.models.configs import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig
 
 UNUSED = frozenset({
     "attention_bias", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "mtp_*",
@@ -56,17 +60,17 @@ LEAST_STEP = 1e-9
 def _read(settings: Settings) -> DecoderConfig:
     settings.only("mamba_hidden_act", "silu", "swish")
     settings.only("num_nextn_predict_layers", 0)
-    mamba = layers.Mamba2Config(**settings.fields(MAMBA))
+    mamba = Mamba2Config(**settings.fields(MAMBA))
     # transformers keeps steps above time_step_min, whatever time_step_limit says.
     mamba = replace(mamba, dt_limit=(0.0 if mamba.dt_min <= LEAST_STEP else mamba.dt_min, inf))
-    attention = layers.AttentionConfig(**settings.fields(ATTENTION))
+    attention = AttentionConfig(**settings.fields(ATTENTION))
     activation: Any = settings.activation("mlp_hidden_act", "relu2")
-    mlp = layers.DenseMLPConfig(**settings.fields(MLP), activation=activation)
-    norm = layers.RMSNormConfig(epsilon=mamba.norm_epsilon)
-    blocks: dict[str, layers.BlockConfig] = {
-        "M": layers.BlockConfig(mixer=mamba, norm=norm),
-        "*": layers.BlockConfig(mixer=attention, norm=norm),
-        "-": layers.BlockConfig(mlp=mlp, norm=norm),
+    mlp = DenseMLPConfig(**settings.fields(MLP), activation=activation)
+    norm = RMSNormConfig(epsilon=mamba.norm_epsilon)
+    blocks: dict[str, BlockConfig] = {
+        "M": BlockConfig(mixer=mamba, norm=norm),
+        "*": BlockConfig(mixer=attention, norm=norm),
+        "-": BlockConfig(mlp=mlp, norm=norm),
     }
     return DecoderConfig(
         hidden=settings.take("hidden_size", 4096),

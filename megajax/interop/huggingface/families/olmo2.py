@@ -4,8 +4,8 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, norm
-from megajax.layers.configs import RMSNormConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.models.decoder.config import DecoderConfig
 
 DEFAULTS = {
     "hidden_size": 4096,

@@ -9,8 +9,9 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.configs import FeedForwardConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
-from megajax.models.configs import DecoderConfig
+from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, SharedExpertConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.models.decoder.config import DecoderConfig
 
 COMMON: Mapping[str, Any] = {
     "hidden_size": 2048,

@@ -16,9 +16,14 @@ from megajax.interop.huggingface.family import (
     to_settings,
     tokens,
 )
-from megajax.layers import configs as layers
-from megajax.layers.configs import BlockConfig, CrossAttentionConfig
-from megajax.models.configs import T5Config, WidthScalingConfig
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, MLPConfig
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.t5.config import T5Config
 
 UNUSED = frozenset({"classifier_dropout", "dense_act_fn", "dropout_rate", "is_gated_act", "output_past"})
 SIZES: Names = {
@@ -46,34 +51,34 @@ def _read(settings: Settings) -> T5Config:
     scaling = (
         WidthScalingConfig(base_hidden=sizes["hidden"], output=max(1, sizes["hidden"]) ** -0.5) if scaled else None
     )
-    relative = layers.RelativeBiasConfig(**settings.fields(BUCKETS), shared=True)
-    norm = layers.RMSNormConfig(epsilon=settings.take("layer_norm_epsilon", 1e-6))
+    relative = RelativeBiasConfig(**settings.fields(BUCKETS), shared=True)
+    norm = RMSNormConfig(epsilon=settings.take("layer_norm_epsilon", 1e-6))
     parts: dict[str, Any] = {"mlp": feed_forward(settings), "norm": norm}
     settings.only("is_encoder_decoder", True)
-    mixer = layers.AttentionConfig(**heads, relative=relative)
+    mixer = AttentionConfig(**heads, relative=relative)
     around = replace(mixer, relative=replace(relative, both_ways=True), causal=False)
-    reads = layers.BlockConfig(mixer=around, **parts)
+    reads = BlockConfig(mixer=around, **parts)
     writes = BlockConfig(mixer=mixer, cross=CrossAttentionConfig(**heads), **parts)
     count = settings.layers("num_layers", 6)
-    encoder = layers.StackConfig(pattern=(reads,), repeats=count)
-    stack = layers.StackConfig(pattern=(writes,), repeats=settings.layers("num_decoder_layers", count))
+    encoder = StackConfig(pattern=(reads,), repeats=count)
+    stack = StackConfig(pattern=(writes,), repeats=settings.layers("num_decoder_layers", count))
     return T5Config(**sizes, encoder=encoder, stack=stack, norm=norm, head_bias=False, width_scaling=scaling)
 
 
-def feed_forward(settings: Settings) -> layers.MLPConfig:
+def feed_forward(settings: Settings) -> MLPConfig:
     """The MLP of `feed_forward_proj`, for example relu or gated-gelu, which is the tanh form."""
     name = settings.take("feed_forward_proj", "relu")
     activation: Any = ACTIVATIONS.get("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-"))
     if activation is None:
         names = ", ".join(ACTIVATIONS)
         settings.refuse("feed_forward_proj", name, f"only {names} are supported, with gated- or without")
-    make = layers.GatedMLPConfig if name.startswith("gated-") else layers.DenseMLPConfig
+    make = GatedMLPConfig if name.startswith("gated-") else DenseMLPConfig
     return make(ffn=settings.take("d_ff", 2048), activation=activation or "relu", bias=False)
 
 
-def feed_forward_name(mlp: layers.DenseMLPConfig | layers.GatedMLPConfig) -> str:
+def feed_forward_name(mlp: DenseMLPConfig | GatedMLPConfig) -> str:
     """`feed_forward_proj` in config.json."""
-    if isinstance(mlp, layers.DenseMLPConfig):
+    if isinstance(mlp, DenseMLPConfig):
         return activation_name(mlp.activation)
     special = {"gelu_tanh": "gated-gelu", "gelu": "gated-gelu_python"}
     return special.get(mlp.activation, f"gated-{activation_name(mlp.activation)}")
@@ -116,7 +121,7 @@ def section(tensor: str, path: str, last: int, up: str) -> list[Row]:
 
 
 def _rows(cfg: Any) -> list[Row]:
-    up = "wi_1" if isinstance(cfg.stack.pattern[0].mlp, layers.GatedMLPConfig) else "wi"
+    up = "wi_1" if isinstance(cfg.stack.pattern[0].mlp, GatedMLPConfig) else "wi"
     return [
         *tokens(cfg, "shared.weight", "lm_head.weight"),
         *section("encoder", "encoder.", 1, up),

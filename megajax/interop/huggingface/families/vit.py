@@ -15,10 +15,13 @@ from megajax.interop.huggingface.family import (
     norm,
     patches,
 )
-from megajax.layers import configs as layers
-from megajax.models.configs import ViTConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, with_image_head
+from megajax.models.vit.config import ClassifierConfig, ViTConfig, with_image_head
 
 
 class Tower(NamedTuple):
@@ -62,16 +65,16 @@ def pixels(settings: Settings, patch: int) -> dict[str, Any]:
 
 def tower(settings: Settings, kind: Tower, *, qkv_bias: bool = True) -> VisionTowerConfig:
     """The tower of a config.json, or of its vision_config: pre-norm blocks with bidirectional attention."""
-    mixer = layers.AttentionConfig(
+    mixer = AttentionConfig(
         heads=settings.take("num_attention_heads", 12), bias=True, qkv_bias=None if qkv_bias else False, causal=False
     )
     activation: Any = settings.activation("hidden_act", kind.activation)
-    mlp = layers.DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation)
-    norm = layers.LayerNormConfig(epsilon=settings.take("layer_norm_eps", kind.epsilon))
-    block = layers.BlockConfig(mixer=mixer, mlp=mlp, norm=norm)
+    mlp = DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation)
+    norm = LayerNormConfig(epsilon=settings.take("layer_norm_eps", kind.epsilon))
+    block = BlockConfig(mixer=mixer, mlp=mlp, norm=norm)
     return VisionTowerConfig(
         hidden=settings.take("hidden_size", 768),
-        stack=layers.StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
+        stack=StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
         **pixels(settings, kind.patch),
         patch_bias=not kind.entry_norm,
         class_tokens=int(kind.class_token),
@@ -162,7 +165,7 @@ def read_tower(settings: Settings) -> tuple[VisionTowerConfig, bool]:
         count = total
     # The model reads the output of the last block, before the final norm.
     stack = replace(full_tower.stack, repeats=count)
-    return replace(full_tower, stack=stack, norm=layers.IdentityNormConfig()), strategy == "full"
+    return replace(full_tower, stack=stack, norm=IdentityNormConfig()), strategy == "full"
 
 
 def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:

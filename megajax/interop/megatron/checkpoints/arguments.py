@@ -5,20 +5,15 @@ from typing import Any
 
 from megajax.interop.megatron.flags.model import SINKS
 from megajax.interop.megatron.flags.moe import LOSSES, SCORES
-from megajax.layers.configs import (
-    AttentionConfig,
-    DenseMLPConfig,
-    GatedMLPConfig,
-    IdentityNormConfig,
-    L2NormConfig,
-    LatentAttentionConfig,
-    LayerNormConfig,
-    Llama3ScalingConfig,
-    MoEConfig,
-    RopeConfig,
-    YarnScalingConfig,
-)
-from megajax.models.configs import BertConfig, DecoderConfig, T5Config
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.layers.norm.config import IdentityNormConfig, L2NormConfig, LayerNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.models.bert.config import BertConfig
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.t5.config import T5Config
 
 
 def script_of(model: DecoderConfig) -> str:

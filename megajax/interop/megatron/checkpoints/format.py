@@ -21,7 +21,7 @@ from megajax.checkpoint.zarr_reader import OBSERVED
 from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.overrides import patch_of
-from megajax.data.configs import MockConfig
+from megajax.data.text.config import MockConfig
 from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.formats import Reading, split_name
 from megajax.interop.megatron.checkpoints.archive import NAMESPACE, write_archive

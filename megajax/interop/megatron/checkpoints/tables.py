@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
-from megajax.layers.configs import (
-    AttentionConfig,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    Mamba2Config,
-    MoEConfig,
-)
-from megajax.models.configs import BertConfig, DecoderConfig, T5Config
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.models.bert.config import BertConfig
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.t5.config import T5Config
 
 DECODER, ENCODER = "decoder.layers.{layer}", "encoder.layers.{layer}"
 

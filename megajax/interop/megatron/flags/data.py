@@ -8,8 +8,10 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import DOCUMENT, parse_json, read_json
-from megajax.data.configs import BlendConfig, ChatConfig, CyclicConfig, FillInMiddleConfig, LoaderConfig, MockConfig
+from megajax.data.chat.config import ChatConfig
+from megajax.data.config import CyclicConfig, LoaderConfig
 from megajax.data.rows.splits import NAMES, parse_paths
+from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.tokenizers.chat_template import named_tokens
 from megajax.tokenizers.config import (

@@ -4,7 +4,8 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from megajax.data.configs import MaskedSentencesConfig, MaskedSpansConfig, MockCaptionsConfig
+from megajax.data.images.config import MockCaptionsConfig
+from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop.megatron.flags.data import IMAGE, files, ordered, tokenizer_with_images
 from megajax.interop.megatron.flags.layout import recompute
 from megajax.interop.megatron.flags.model import (
@@ -21,19 +22,14 @@ from megajax.interop.megatron.flags.model import (
 )
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.interop.megatron.flags.run import optimizer
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    CrossAttentionConfig,
-    GatedMLPConfig,
-    IdentityNormConfig,
-    LatentAttentionConfig,
-    Llama3ScalingConfig,
-    RelativeBiasConfig,
-    RopeConfig,
-    StackConfig,
-)
-from megajax.models.configs import ProjectorConfig
+from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.norm.config import IdentityNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.models.llava.config import ProjectorConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 
 

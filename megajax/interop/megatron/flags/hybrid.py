@@ -16,12 +16,9 @@ from megajax.interop.megatron.flags.model import (
 )
 from megajax.interop.megatron.flags.moe import mixture
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
-from megajax.layers.configs import (
-    BlockConfig,
-    FeedForwardConfig,
-    Mamba2Config,
-    MixerConfig,
-)
+from megajax.layers.block.config import BlockConfig, MixerConfig
+from megajax.layers.mamba.config import Mamba2Config
+from megajax.layers.moe.config import FeedForwardConfig
 from megajax.models.presets.hybrid import HybridPattern, hybrid_pipeline, hybrid_prediction, hybrid_stack
 
 STANDARD_LAYERS = ("mamba_stack_spec", "hybrid_stack_spec", "local", "transformer_engine")

@@ -9,25 +9,15 @@ from typing import Any
 from megajax.interop.megatron.flags.data import tokenizer_of
 from megajax.interop.megatron.flags.moe import mixture
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
-from megajax.layers.configs import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    FeedForwardConfig,
-    GatedMLPConfig,
-    L2NormConfig,
-    LatentAttentionConfig,
-    LayerNormConfig,
-    Llama3ScalingConfig,
-    MLPConfig,
-    NormConfig,
-    RMSNormConfig,
-    RopeConfig,
-    StackConfig,
-    YarnScalingConfig,
-)
-from megajax.layers.stack.config import SegmentsConfig
-from megajax.models.configs import PredictionConfig, WidthScalingConfig
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, MLPConfig
+from megajax.layers.moe.config import FeedForwardConfig
+from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, NormConfig, RMSNormConfig
+from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
+from megajax.models.decoder.config import PredictionConfig, WidthScalingConfig
 from megajax.tokenizers.config import TokenizerConfig
 
 MOST_LAYERS = 100_000

@@ -6,14 +6,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megajax.interop.megatron.flags.reading import Arguments
-from megajax.layers.configs import (
-    CapacityConfig,
-    DispatchConfig,
-    MLPConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertConfig,
-)
+from megajax.layers.mlp.config import MLPConfig
+from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig, SharedExpertConfig
 
 LOSSES: Mapping[str, str] = MappingProxyType(
     {"aux_loss": "aux_loss", "seq_aux_loss": "row_loss", "global_aux_loss": "global_loss"}
