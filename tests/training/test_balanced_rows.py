@@ -53,7 +53,8 @@ def config(text: Path, balance: str, **changes: Any) -> RunConfig:
 
 def under(run: Run, text: Path, balance: str, **start: Any) -> Run:
     """The same program with another balancing of rows."""
-    parts = replace(run.parts, cfg=replace(run.cfg, data=config(text, balance).data))
+    cfg = replace(run.cfg, data=config(text, balance).data)
+    parts = replace(run.parts, resolved=replace(run.parts.resolved, cfg=cfg))
     state = start.get("state") or run.program.fresh_state()()
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
 

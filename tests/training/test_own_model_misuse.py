@@ -77,7 +77,11 @@ def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
         ("def embed(self, batch)", "def embedding(self, batch)", "Classifier lacks embed\n"),
         ("def schema(self)", "def leaves(self)", "ClassifierConfig.*abstract method 'schema'"),
         ("def __len__(self)", "def length(self)", "the train split of StripesConfig.build, a Stripes, lacks __len__"),
-        ("return Splits(*(", "return list((", "StripesConfig.build returned a list, not an mj.Splits"),
+        (
+            "return mj.Splits(\n            *(",
+            "return list(\n            (",
+            "StripesConfig.build returned a list, not an mj.Splits",
+        ),
     ],
     ids=range(15),
 )

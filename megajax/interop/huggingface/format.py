@@ -128,7 +128,10 @@ def family_for(model: Any, name: str = "", recorded: str = "") -> Family:
     losses = {candidate: lost_settings(model, families()[candidate]) for candidate in dict.fromkeys(order)}
     if lossless := [candidate for candidate, lines in losses.items() if not lines]:
         return families()[lossless[0]]
-    nearest = sorted(losses.items(), key=lambda item: len(item[1]))[:3]
+    # Families of other kinds of models last: those that ask the config for what it does not have.
+    nearest = sorted(losses.items(), key=lambda item: (f"{type(model).__name__}' object" in item[1][0], len(item[1])))[
+        :3
+    ]
     summary = "\n".join(f"  {candidate}: {_shortened(lines)}" for candidate, lines in nearest)
     raise UserError(f"no family of Hugging Face models can express this model. It would lose:\n{summary}")
 

@@ -11,7 +11,7 @@ from megajax.interop.huggingface.family import Family, Settings, activation_name
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 
-LANGUAGES = {family.name: family for family in llama.FAMILIES}
+LANGUAGES = {family.name: family for family in llama.FAMILIES if family.name in llama.KINDS}
 
 
 def _read(settings: Settings) -> LlavaConfig:
