@@ -31,7 +31,7 @@ from megajax.interop.formats import Reading, split_name
 from megajax.interop.huggingface.decoders import ROPE, with_rope
 from megajax.interop.huggingface.family import Family, Settings, is_unused
 from megajax.interop.huggingface.folder import CONFIG, read_model
-from megajax.interop.huggingface.registry import families, hint, lost_settings
+from megajax.interop.huggingface.registry import OTHER_MODEL, families, hint, lost_settings
 from megajax.interop.huggingface.safetensors import ShardWriter
 from megajax.interop.runs.writer import Advance
 from megajax.interop.stored_model import Options, StoredModel, stored_foreign
@@ -128,10 +128,8 @@ def family_for(model: Any, name: str = "", recorded: str = "") -> Family:
     losses = {candidate: lost_settings(model, families()[candidate]) for candidate in dict.fromkeys(order)}
     if lossless := [candidate for candidate, lines in losses.items() if not lines]:
         return families()[lossless[0]]
-    # Families of other kinds of models last: those that ask the config for what it does not have.
-    nearest = sorted(losses.items(), key=lambda item: (f"{type(model).__name__}' object" in item[1][0], len(item[1])))[
-        :3
-    ]
+    comparable = {name: lines for name, lines in losses.items() if not lines[0].startswith(OTHER_MODEL)} or losses
+    nearest = sorted(comparable.items(), key=lambda item: len(item[1]))[:3]
     summary = "\n".join(f"  {candidate}: {_shortened(lines)}" for candidate, lines in nearest)
     raise UserError(f"no family of Hugging Face models can express this model. It would lose:\n{summary}")
 

@@ -13,6 +13,9 @@ from megajax.interop.conversion.model_differences import describe_differences, d
 from megajax.interop.huggingface import families as folder
 from megajax.interop.huggingface.family import Family, Settings
 
+OTHER_MODEL = "it is not a"
+"""Begins the line of a family of another kind of models."""
+
 
 @cache
 def families() -> Mapping[str, Family]:
@@ -37,7 +40,7 @@ def lost_settings(cfg: object, family: Family) -> list[str]:
     try:
         restored = family.read(Settings(family.config_json(cfg)))
     except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
-        return [f"it is not a {family.name} model ({error})"]
+        return [f"{OTHER_MODEL} {family.name} model ({error})"]
     return describe_differences(differences(cfg, restored))
 
 
