@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CONFIG = f"{REPOSITORY / 'tests/training/small_jobs.py'}:run_config"
+CONFIG = f"{REPOSITORY / 'tests/small_jobs.py'}:run_config"
 PATIENCE = 120.0
 
 TRAIN = (sys.executable, "-m", "megajax.train")

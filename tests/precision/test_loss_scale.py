@@ -65,7 +65,7 @@ def test_scales_are_for_gradients_of_a_mean():
     assert by_tokens._weight(by_tokens.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
 
 
-@pytest.mark.slow  # tests/training/test_float16_run.py trains with that weight.
+@pytest.mark.slow  # tests/job/test_float16_run.py trains with that weight.
 def test_the_weight_of_the_mean_changes_no_bit():
     program = build_program(llama(), ONE, microbatches=4)
     with within(program):

@@ -60,7 +60,7 @@ def test_rows_that_never_arrive(tmp_path, code):
     config.write_text(NEVER)
     with gangs.started(tmp_path) as start:
         command = [word for word in ALONE if not word.startswith("--config")]
-        path = os.pathsep.join(map(str, (gangs.REPOSITORY, gangs.REPOSITORY / "tests/training")))
+        path = os.pathsep.join(map(str, (gangs.REPOSITORY, gangs.REPOSITORY / "tests")))
         more = (f"--config={config}:run_config", f"--resilience.exit_code_on_signal={code}", f"--run_dir={run_dir}")
         process = start(*command, *more, PYTHONPATH=path)
         process.until(lambda: logged(run_dir) >= 5)

@@ -37,7 +37,7 @@ def gang(tmp_path):
         def run(*settings: str, difference: str = "", name: str = "output") -> gangs.Started:
             more = (f"--run_dir={tmp_path / 'run'}", f"--checkpoint.local.folder={tmp_path / 'node'}", *settings)
             command = (sys.executable, PROGRAM, f"--config={tmp_path / 'config.py'}", "--devices=cpu:1", *EVERYTHING)
-            path = f"{gangs.REPOSITORY}:{gangs.REPOSITORY / 'tests/training'}"
+            path = f"{gangs.REPOSITORY}:{gangs.REPOSITORY / 'tests'}"
             environment = {"DIFFERENCE": difference, "PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": ""}
             return start(*gangs.launcher(), *command, *more, name=name, **environment)
 

@@ -10,7 +10,7 @@ from gangs import REPOSITORY, free_port, launch_on
 from megajax.config.errors import ConfigError
 from megajax.launch import main
 
-PLACES = REPOSITORY / "tests/launch/gpu_places.py"
+PLACES = REPOSITORY / "tests/launcher/gpu_places.py"
 ONE = "NCCL_LAUNCH_ORDER_IMPLICIT=1 (MegaJAX)"
 
 
