@@ -18,7 +18,7 @@ from megajax.faults.activity import BACKGROUND_SAVE, Activity, Stage
 from megajax.faults.drills import with_process_faults
 from megajax.faults.signals import Signals
 from megajax.faults.watchdog import WatchdogConfig
-from megajax.interop.conversion.provenance import Provenance
+from megajax.interop.stored.provenance import Provenance
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
 from megajax.job.faults.failure import FailureLog

@@ -14,9 +14,9 @@ from megajax.checkpoint.weights.quantize_on_load import Calibrated, QuantizedWei
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import Calibration, Difference, LayerByLayer, calibrate, compare, text_rows
 from megajax.interop.conversion.conversion import open_source
-from megajax.interop.conversion.provenance import FILES
 from megajax.interop.formats import Reading
-from megajax.interop.stored_model import StoredModel
+from megajax.interop.stored.model import StoredModel
+from megajax.interop.stored.provenance import FILES
 from megajax.interop.tokenizers.files import copy_files
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.metrics.record import to_json

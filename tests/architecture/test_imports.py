@@ -50,9 +50,6 @@ BORDERS = {
 
 CYCLIC = {
     ("megajax.data.preprocessing", "megajax.data.masked"),
-    ("megajax.interop.conversion", "megajax.interop.peft"),
-    ("megajax.interop.runs", "megajax.interop.conversion"),
-    ("megajax.interop.runs", "megajax.interop.huggingface"),
 }
 """Imports between subfolders that close a cycle; the list may only shrink."""
 

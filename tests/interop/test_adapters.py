@@ -22,7 +22,6 @@ from megajax.config.errors import UserError
 from megajax.convert import main
 from megajax.interop.conversion import conversion
 from megajax.interop.conversion.conversion import open_source, options, write
-from megajax.interop.conversion.provenance import Provenance
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
 from megajax.interop.peft.folder import (
@@ -38,7 +37,8 @@ from megajax.interop.peft.folder import (
     read_adapter,
 )
 from megajax.interop.peft.settings import CONFIG, read_settings
-from megajax.interop.stored_model import StoredModel
+from megajax.interop.stored.model import StoredModel
+from megajax.interop.stored.provenance import Provenance
 from megajax.layers.lora.config import LoRAConfig
 from megajax.optim.config import AdamWConfig
 from megajax.storage.atomic_folders import new_folder

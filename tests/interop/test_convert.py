@@ -26,14 +26,14 @@ from megajax.config.errors import UserError
 from megajax.data.images.config import ClassFoldersConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop.conversion import conversion
-from megajax.interop.conversion.weights_config import DATA, special_tokens, weights_config
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import config_for, family_for
 from megajax.interop.huggingface.registry import families
 from megajax.interop.runs import format as run_format
 from megajax.interop.runs.format import StepWeights, open_step
 from megajax.interop.runs.writer import ArrayWriter, write_step
-from megajax.interop.stored_model import Options, StoredModel
+from megajax.interop.stored.model import Options, StoredModel
+from megajax.interop.stored.weights_config import DATA, special_tokens, weights_config
 from megajax.layers.mamba.config import Mamba1Config
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition

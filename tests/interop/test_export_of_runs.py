@@ -27,7 +27,6 @@ from megajax.data.text.config import MockConfig
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.terminal import Session
-from megajax.interop.conversion.provenance import Ancestor, Provenance
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.format import config_for, write_model
 from megajax.interop.huggingface.registry import families
@@ -35,6 +34,7 @@ from megajax.interop.opening.engine import load as load_model
 from megajax.interop.opening.engine import start_engine
 from megajax.interop.opening.origin import Origin, generation_config
 from megajax.interop.runs.format import open_step
+from megajax.interop.stored.provenance import Ancestor, Provenance
 from megajax.interop.tokenizers.files import NAMES, tokenizer_config, with_copies
 from megajax.job.job import train
 from megajax.job.start.model_files import ModelFiles

@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.interop.conversion import conversion
 from megajax.interop.huggingface.families.llava import TOWER
 from megajax.interop.huggingface.folder import EXTRA, open_model, read_model
-from megajax.interop.stored_model import Options, StoredModel
+from megajax.interop.stored.model import Options, StoredModel
 from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.stored_weights import ForeignFolder, open_weights
 from megajax.tokenizers.config import NullTokenizerConfig

@@ -23,12 +23,12 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import LayerByLayer, calibrate, compare, text_rows
 from megajax.inference.loading import load_weights
-from megajax.interop.conversion.weights_config import model_facts, weights_config
 from megajax.interop.opening.engine import quantized_weights
 from megajax.interop.opening.origin import Origin
 from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import open_step
 from megajax.interop.runs.writer import write_step
+from megajax.interop.stored.weights_config import model_facts, weights_config
 from megajax.job.start.stored_weights import all_weights
 from megajax.layers.param import bind
 from megajax.layers.quantization.config import QuantizationConfig

@@ -18,7 +18,7 @@ from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import GlueConfig, MockGlueConfig
 from megajax.data.config import LoaderConfig
 from megajax.data.rows.splits import Splits
-from megajax.interop.conversion.model_differences import differences
+from megajax.interop.stored.model_differences import differences
 from megajax.job.job import train
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.stored_weights import all_weights

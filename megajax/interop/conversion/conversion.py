@@ -18,12 +18,11 @@ from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, converted, export_tensor
 from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
-from megajax.interop.conversion.provenance import Provenance
 from megajax.interop.formats import FORMATS, Reading, format_of, open_stored, split_name
 from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import mean_of, open_step
-from megajax.interop.runs.writer import Advance
-from megajax.interop.stored_model import SHARD_BYTES, Options, StoredModel
+from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredModel
+from megajax.interop.stored.provenance import Provenance
 from megajax.layers.param import ParamSpec
 
 

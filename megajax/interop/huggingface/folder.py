@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.weights.foreign import (
-    Entry,
     ForeignModel,
     ForeignWeights,
     Tensors,
@@ -30,6 +29,7 @@ from megajax.interop.huggingface.family import Family, Settings
 from megajax.interop.huggingface.quantized import dequantizer
 from megajax.interop.huggingface.registry import family_of
 from megajax.interop.huggingface.safetensors import ONE_FILE, SafetensorsFolder, TensorFile
+from megajax.interop.stored.model import RenamedTensors
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 
@@ -172,27 +172,6 @@ EXTRA = "extra"
 """Folder, below that of a run's files, of tensors that its model does not read: an export has them again."""
 
 
-class NamedTensors:
-    """Some tensors of a source under other names: `megajax.checkpoint.weights.foreign.Tensors`."""
-
-    def __init__(self, tensors: Tensors, names: Mapping[str, str]):
-        """names: new name -> name in the source."""
-        self.where, self._tensors, self.names = tensors.where, tensors, names
-
-    def entries(self) -> Mapping[str, Entry]:
-        entries = self._tensors.entries()
-        return {name: entries[stored_name] for name, stored_name in self.names.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self._tensors.read(self.names[name])
-
-
-def extra_tensors(foreign: ForeignModel, table: Sequence[Mapped]) -> Tensors | None:
-    """The tensors outside of the table that an export keeps, under their names in the files; None without any."""
-    names = foreign.unread(table)
-    return NamedTensors(foreign.tensors, names) if names else None
-
-
 def stored_extra(files: Path) -> Tensors | None:
     """Those that were written for a run. files: the folder of its files; it may not exist."""
     return SafetensorsFolder(files / EXTRA) if (files / EXTRA).is_dir() else None
@@ -209,7 +188,7 @@ def write_extra(tensors: Tensors | None, files: Path) -> None:
             file.write(name, contiguous(tensors.read(name)))
 
 
-def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[NamedTensors, Any]:
+def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[RenamedTensors, Any]:
     """The tensors under the names of the family's table, without copies; and the model, untied if the head differs.
 
     Raises UserError if two tensors have the same name in the table.
@@ -230,7 +209,7 @@ def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[NamedT
         if _is_copy(copy, original, names, tensors):
             # A copy without an original gets the original's name.
             names.setdefault(original, names.pop(copy))
-    return NamedTensors(tensors, names), model
+    return RenamedTensors(tensors, names), model
 
 
 def _present(copies: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

@@ -25,16 +25,15 @@ from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean, listed
 from megajax.config.read_limits import read_json
-from megajax.interop.conversion.model_differences import differences
-from megajax.interop.conversion.weights_config import special_tokens
 from megajax.interop.formats import Reading, split_name
 from megajax.interop.huggingface.decoders import ROPE, with_rope
 from megajax.interop.huggingface.family import Family, Settings, is_unused
 from megajax.interop.huggingface.folder import CONFIG, read_model
 from megajax.interop.huggingface.registry import OTHER_MODEL, families, hint, lost_settings
 from megajax.interop.huggingface.safetensors import ShardWriter
-from megajax.interop.runs.writer import Advance
-from megajax.interop.stored_model import Options, StoredModel, stored_foreign
+from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredModel, stored_foreign
+from megajax.interop.stored.model_differences import differences
+from megajax.interop.stored.weights_config import special_tokens
 from megajax.interop.tokenizers.files import copy_files
 from megajax.storage.atomic_folders import new_folder
 
@@ -106,7 +105,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
-SHARD_BYTES = 5_000_000_000
 DTYPE_SETTINGS = {"dtype", "torch_dtype"}
 """Names in a config.json, new and old."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.nearest import either
-from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.huggingface import families as folder
 from megajax.interop.huggingface.family import Family, Settings
+from megajax.interop.stored.model_differences import describe_differences, differences
 
 OTHER_MODEL = "it is not a"
 """Begins the line of a family of another kind of models."""

@@ -15,13 +15,13 @@ from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
-from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.opening.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
 from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
+from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer

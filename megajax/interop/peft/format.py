@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import Entry
+from megajax.checkpoint.weights.foreign import Entry, converted
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.interop.formats import Reading, open_stored, split_name
@@ -16,8 +16,7 @@ from megajax.interop.huggingface.format import family_for
 from megajax.interop.huggingface.safetensors import SafetensorsFolder, TensorFile
 from megajax.interop.peft.folder import LORA_A, LORA_B, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
-from megajax.interop.runs.writer import Advance, converted
-from megajax.interop.stored_model import Options, StoredModel
+from megajax.interop.stored.model import Advance, Options, StoredModel
 from megajax.optim.groups import trainable
 from megajax.storage.atomic_folders import new_folder
 

@@ -27,13 +27,13 @@ from megajax.config.markup import read_yaml
 from megajax.config.nearest import listed
 from megajax.data.images.config import ImageTextConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.interop.conversion.model_differences import describe_differences, differences
-from megajax.interop.conversion.provenance import FILES, META, Provenance
-from megajax.interop.conversion.weights_config import continued_config, model_facts
 from megajax.interop.formats import Reading
 from megajax.interop.huggingface.folder import stored_extra, write_extra
-from megajax.interop.runs.writer import Advance, StateArray, write_step
-from megajax.interop.stored_model import Options, StoredModel
+from megajax.interop.runs.writer import write_step
+from megajax.interop.stored.model import Advance, Options, StateArray, StoredModel
+from megajax.interop.stored.model_differences import describe_differences, differences
+from megajax.interop.stored.provenance import FILES, META, Provenance
+from megajax.interop.stored.weights_config import continued_config, model_facts
 from megajax.interop.tokenizers.files import copy_files
 from megajax.layers.param import ParamSpec
 from megajax.pipeline.partition import row_order

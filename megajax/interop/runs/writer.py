@@ -8,11 +8,11 @@ whose chunks are small enough to be buffered.
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,18 +23,9 @@ from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of
 from megajax.checkpoint.folder import ARRAYS, META, step_name
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, converted
 from megajax.checkpoint.zarr_reader import DATABASE, OBSERVED, WEIGHTS, database
+from megajax.interop.stored.model import Advance, StateArray
 from megajax.layers.param import ParamSpec
 from megajax.storage import disk
-
-type Advance = Callable[[int], None]
-"""Called with the number of elements that were written since the last call."""
-
-
-class StateArray(NamedTuple):
-    """An array of a run's state that is not a weight."""
-
-    entry: Entry
-    read: Callable[[Box], np.ndarray]
 
 
 def write_step(

@@ -14,9 +14,9 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.config.read_limits import parse_json, read_file
-from megajax.interop.conversion.provenance import FILES, Ancestor, Provenance
 from megajax.interop.formats import FORMATS
 from megajax.interop.huggingface.folder import stored_extra, write_extra
+from megajax.interop.stored.provenance import FILES, Ancestor, Provenance
 from megajax.interop.tokenizers.files import (
     GENERATION,
     NAMES,

@@ -13,7 +13,7 @@ from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
-from megajax.interop.conversion.provenance import META, Ancestor, Provenance
+from megajax.interop.stored.provenance import META, Ancestor, Provenance
 from megajax.job.start.data_files import DataFiles
 from megajax.job.start.layer_order import like_stored, reorder, same_order, stored_chunks
 from megajax.models.facts import facts_of

@@ -16,8 +16,8 @@ from megajax.checkpoint.weights.name_mapping import tensors_of
 from megajax.checkpoint.zarr_reader import OBSERVED, WEIGHTS
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
-from megajax.interop.conversion.provenance import Ancestor
 from megajax.interop.formats import Reading, open_stored, split_name
+from megajax.interop.stored.provenance import Ancestor
 from megajax.job.start.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks
 from megajax.layers.param import ParamSpec, RowOrder
 from megajax.models.protocol import ids_below

@@ -16,9 +16,9 @@ from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
-from megajax.interop.conversion.model_differences import describe_differences, differences
-from megajax.interop.conversion.provenance import Ancestor
 from megajax.interop.huggingface.format import LENGTHS
+from megajax.interop.stored.model_differences import describe_differences, differences
+from megajax.interop.stored.provenance import Ancestor
 from megajax.job.start.stored_weights import StoredWeights, TargetArray, open_weights, read_intact, shape_problem
 from megajax.layers.moe.upcycling import Derived
 from megajax.mesh.shardings import without_dimension

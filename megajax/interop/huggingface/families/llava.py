@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
-from megajax.interop.conversion.model_differences import differences
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.families.vit import read_tower, tower_rows, vision_config
 from megajax.interop.huggingface.family import Family, Settings, activation_name, linear
+from megajax.interop.stored.model_differences import differences
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 

@@ -22,7 +22,6 @@ from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.overrides import patch_of
 from megajax.data.text.config import MockConfig
-from megajax.interop.conversion.model_differences import describe_differences, differences
 from megajax.interop.formats import Reading, split_name
 from megajax.interop.megatron.checkpoints.archive import NAMESPACE, write_archive
 from megajax.interop.megatron.checkpoints.arguments import arguments, script_of
@@ -37,8 +36,8 @@ from megajax.interop.megatron.flags.hybrid import decoder_stack
 from megajax.interop.megatron.flags.model import embedding, width_scaling
 from megajax.interop.megatron.flags.reading import Arguments, Flag
 from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF
-from megajax.interop.runs.writer import Advance, StateArray
-from megajax.interop.stored_model import Options, StoredModel, TrainingState, stored_foreign
+from megajax.interop.stored.model import Advance, Options, StateArray, StoredModel, TrainingState, stored_foreign
+from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.layers.param import ParamSpec
 from megajax.optim.config import AdamWConfig
 from megajax.storage.atomic_folders import new_folder

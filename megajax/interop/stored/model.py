@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import (
+    Entry,
     ForeignModel,
     ForeignWeights,
     Tensors,
@@ -20,11 +22,9 @@ from megajax.checkpoint.weights.foreign import (
 )
 from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
-from megajax.interop.conversion.provenance import FILES, Provenance
-from megajax.interop.conversion.weights_config import weights_config
 from megajax.interop.formats import split_name
-from megajax.interop.huggingface.folder import extra_tensors
-from megajax.interop.runs.writer import StateArray
+from megajax.interop.stored.provenance import FILES, Provenance
+from megajax.interop.stored.weights_config import weights_config
 from megajax.interop.tokenizers.files import tokenizer_config
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
@@ -43,6 +43,17 @@ class Options:
     shard_bytes: int = SHARD_BYTES
     base: str = ""
     """The base model of an adapter that is written: hf:DIR, or a name to record."""
+
+
+type Advance = Callable[[int], None]
+"""Called with the number of elements that were written since the last call."""
+
+
+class StateArray(NamedTuple):
+    """An array of a run's state that is not a weight."""
+
+    entry: Entry
+    read: Callable[[Box], np.ndarray]
 
 
 class TrainingState(NamedTuple):
@@ -125,14 +136,29 @@ class StoredModel:
         demand_fit(self.foreign.tensors, self.table or (), self.foreign.ignored)
 
 
+class RenamedTensors:
+    """Some tensors of a source under other names: `megajax.checkpoint.weights.foreign.Tensors`."""
+
+    def __init__(self, tensors: Tensors, names: Mapping[str, str]):
+        """names: new name -> name in the source."""
+        self.where, self._tensors, self.names = tensors.where, tensors, names
+
+    def entries(self) -> Mapping[str, Entry]:
+        entries = self._tensors.entries()
+        return {name: entries[stored_name] for name, stored_name in self.names.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors.read(self.names[name])
+
+
 def stored_foreign(name: str, foreign: ForeignModel) -> StoredModel:
     """The weights of FORMAT:DIR. Tensors are neither read nor compared with the model yet."""
     format_name, files = split_name(name)
     declared = declared_by(foreign.model)
     table = resolved(foreign.rows, declared)
     names = {tensor.name for tensor in table}
-    extra, unread = extra_tensors(foreign, table), {*foreign.unread(table).values()}
-    unmapped = (name for name in foreign.tensors.entries() if name not in names)
+    unread = foreign.unread(table)
+    unmapped = (name for name in foreign.tensors.entries() if name not in {*names, *unread.values()})
 
     def config(run: Path, files_of_run: Sequence[str]) -> RunConfig:
         tokenizer = tokenizer_config(files_of_run, run / FILES, ids_below(foreign.model), files)
@@ -145,9 +171,9 @@ def stored_foreign(name: str, foreign: ForeignModel) -> StoredModel:
         files=files,
         config=config,
         origin=Provenance.of(format_name, foreign, table),
-        extra=extra,
+        extra=RenamedTensors(foreign.tensors, unread) if unread else None,
         left_out=[
-            *(n for n in unmapped if n not in unread and any(fnmatchcase(n, pattern) for pattern in foreign.ignored)),
+            *(name for name in unmapped if any(fnmatchcase(name, pattern) for pattern in foreign.ignored)),
             *foreign.copies,
         ],
         note=foreign.note(),
