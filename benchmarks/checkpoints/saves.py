@@ -1,11 +1,10 @@
-"""Cost of checkpoints and of checks for silent corruption, in seconds and in memory."""
+"""Cost of checkpoints and of checks for silent corruption."""
 
-import gc
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.processes import command_of, memory, results_of
 from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.local.manager import LocalCheckpoints
@@ -98,23 +96,6 @@ def time_restore(folder: Path, like: dict[str, jax.ShapeDtypeStruct]) -> dict[st
     verified = time.perf_counter()
     jax.block_until_ready(reader.restore(step, like)[0])
     return {"verify_seconds": round(verified - start, 3), "read_seconds": round(time.perf_counter() - verified, 3)}
-
-
-def save_stall(folder: Path, every: int = 100, rounds: int = 5) -> dict[str, float]:
-    """How long training waits for a save of the model of SETTINGS, and its share of `every` steps."""
-    run = setup(load("gpt2.py:debug", *SETTINGS, f"run_dir={folder}"))
-    folder.mkdir(parents=True, exist_ok=True)
-    steps = [info.seconds for info in run.steps(7)][2:]
-    saves = time_saves(folder / "checkpoints", run.state, rounds)
-    run.close()
-    step, blocking = statistics.median(steps), statistics.median(saves["blocking_seconds"])
-    return {
-        "seconds of a step": round(step, 3),
-        "MiB": round(saves["bytes_on_disk"] / 2**20, 1),
-        "seconds training waits": round(blocking, 4),
-        "seconds until committed": round(statistics.median(saves["total_seconds"]), 3),
-        f"percent of {every} steps": round(100 * blocking / (every * step), 3),
-    }
 
 
 def processor_seconds() -> float:
@@ -227,76 +208,3 @@ def median_seconds(call: Callable[[], object], rounds: int) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def save_memory(*, saves: int = 200, arrays: int = 20) -> dict[str, Any]:
-    """Memory that saves leave in a process: single calls of TensorStore, saves by Orbax alone, and saves of a run.
-
-    Growth of the resident set per call after a warm-up, and of Python objects that the garbage collector tracks. Each
-    figure is of a process of its own.
-    """
-    kinds = {
-        "saves by Orbax alone": "orbax",
-        "saves by Orbax alone, without the metrics": "bare",
-        "saves of a run": "run",
-    }
-    figures = {"calls": results_of([command_of("benchmarks.checkpoints.saves:call_growth")], JAX_PLATFORMS="cpu")[0]}
-    for name, kind in kinds.items():
-        command = command_of("benchmarks.checkpoints.saves:save_growth", kind, saves, arrays)
-        (figures[name],) = results_of([command], JAX_PLATFORMS="cpu")
-    return figures
-
-
-def growth(call: Callable[[int], object], count: int, warm_up: int) -> dict[str, float]:
-    """Growth of memory per call."""
-
-    def size() -> tuple[int, int]:
-        gc.collect()
-        return memory()["VmRSS"], len(gc.get_objects())
-
-    for number in range(warm_up):
-        call(number)
-    before = size()
-    for number in range(warm_up, warm_up + count):
-        call(number)
-    resident, objects = (round((after - start) / count, 1) for after, start in zip(size(), before, strict=True))
-    return {"bytes": resident, "python_objects": objects}
-
-
-def call_growth() -> dict[str, Any]:
-    """Growth by each TensorStore call of a save: two of the first; one of the second for each array and process."""
-    import tensorstore as ts
-
-    spec = {"driver": "file", "path": "/tmp/x/"}
-    array = {"driver": "zarr3", "kvstore": "memory://", "metadata": {"shape": [8], "data_type": "float32"}}
-    metrics = ts.experimental_collect_matching_metrics
-    calls: Mapping[str, Callable[[int], object]] = {
-        "experimental_collect_matching_metrics('/tensorstore/')": lambda number: metrics("/tensorstore/"),
-        "KvStore.Spec(…).to_json()": lambda number: ts.KvStore.Spec(spec).to_json(),
-        "Spec(…).to_json()": lambda number: ts.Spec(array).to_json(),
-        "Spec(…) alone": lambda number: ts.Spec(array),
-    }
-    return {name: growth(call, 4000, 500) for name, call in calls.items()}
-
-
-def save_growth(kind: str, saves: str, count: str) -> dict[str, float]:
-    """Growth by each save of so many small arrays. kind: orbax, bare (Orbax without its metrics), or run."""
-    import tensorstore as ts
-    from orbax.checkpoint import v1 as ocp
-
-    state, folder = {f"w{number}": jax.numpy.ones((4, 4)) for number in range(int(count))}, tempfile.mkdtemp()
-    manager, context = CheckpointConfig(keep_last=1).build(Path(folder)), ocp.Context()
-    context.array.saving.enable_pinned_host_transfer = False
-    if kind == "bare":
-        ts.experimental_collect_matching_metrics = lambda prefix: []
-
-    def by_orbax(number: int) -> None:
-        with context:
-            ocp.save_async(f"{folder}/{number}", state).result()
-
-    def by_run(number: int) -> None:
-        manager.save(number + 1, state, {})
-        manager.wait()
-        manager.poll()
-
-    return growth(by_run if kind == "run" else by_orbax, int(saves), 60)

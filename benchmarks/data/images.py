@@ -1,13 +1,9 @@
 """Speed of decoding and augmenting images."""
 
-import io
-import multiprocessing
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +92,8 @@ def images(
 
     Writes photograph-like JPEG files of 500 x 375 pixels into a temporary folder and reads rows of --size from them:
     whole decoded images, the centre crop of evaluation, random crops, with RandAugment, with mixup, and tiles for text
-    with images. Rows per second and core are by processor time, so other programs do not matter; figures of threads and
-    processes are by wall-clock time.
+    with images. Rows per second and core are by processor time, so other programs do not matter; figures of threads are
+    by wall-clock time.
     """
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(images, size, threads, seconds, Path(folder))
@@ -126,49 +122,8 @@ def measure(count: int, size: int, threads: Sequence[int], seconds: float, folde
     # A row of few pixels spends all its time in Python.
     lock = per_core(build(path.parents[1], 8, True, {}).__getitem__, seconds)
     figures["random_crop_share_outside_the_lock"] = 1 - figures["random_crop_rows_per_second_per_core"] / lock
-    large = photograph(0).resize((4000, 3000))
-    jpeg = io.BytesIO()
-    large.save(jpeg, "JPEG")
-    figures["python_speed_during_decode"] = python_speed_during(lambda: Image.open(jpeg).load())
-    figures["python_speed_during_resize"] = python_speed_during(lambda: large.resize((2000, 1500)))
-    spawned = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn"))
-    pools = {"threads": (ThreadPoolExecutor, sources["random_crop"]), "processes": (spawned, Sendable(images, size))}
-    for kind, (pool_of, source) in pools.items():
-        for workers in threads:
-            with pool_of(workers) as pool:
-                speed = by_the_clock(pool, workers, source, seconds)
-            figures[f"random_crop_{workers}_{kind}_rows_per_second"] = speed
+    for workers in threads:
+        with ThreadPoolExecutor(workers) as pool:
+            speed = by_the_clock(pool, workers, sources["random_crop"], seconds)
+        figures[f"random_crop_{workers}_threads_rows_per_second"] = speed
     return figures
-
-
-def python_speed_during(work: Callable[[], Any]) -> float:
-    """Speed of another thread while this one works, relative to while it sleeps: 0 if the work holds Python's lock."""
-    counts, stop = [0], threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            counts[0] += 1
-
-    def speed(function: Callable[[], Any]) -> float:
-        before, start = counts[0], time.perf_counter()
-        function()
-        return (counts[0] - before) / (time.perf_counter() - start)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    ratio = speed(work) / speed(lambda: time.sleep(0.3))
-    stop.set()
-    thread.join()
-    return ratio
-
-
-class Sendable:
-    """A row source that is built in the process that reads it. The rows are not sent back."""
-
-    def __init__(self, folder: Path, size: int):
-        self._arguments, self._source = (folder, size, *CASES["random_crop"]), None
-
-    def __getitem__(self, row: int) -> Any:
-        if self._source is None:
-            self._source = build(*self._arguments)
-        return self._source[row]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints.saves import integrity, local_checkpoints, save_stall
+from benchmarks.checkpoints.saves import integrity, local_checkpoints
 from benchmarks.faults.supervised_run import SMALL, SupervisedRun, alive, kill
 from benchmarks.outcome import ROOT
 from benchmarks.processes import memory
@@ -164,15 +164,14 @@ def watchdog(*, trials: int = 20) -> dict[str, Any]:
 
 
 def overhead() -> dict[str, Any]:
-    """Shares of a step of 0.3 s or more: the watchdog, hashes of replicas, saves, local checkpoints.
+    """Shares of a step of 0.3 s or more: the watchdog, hashes of replicas, local checkpoints.
 
-    Run it with --devices=cpu:2.
+    `checkpoint` has the wait for a save. Run it with --devices=cpu:2.
     """
     with place() as folder:
         return {
             "watchdog": watchdog_cost(folder),
             "copies of the state": integrity(folder=folder / "hashes"),
-            "saves": save_stall(folder / "saves"),
             "local checkpoints": local_checkpoints(every=40, rounds=2, folder=folder),
         }
 

@@ -48,12 +48,12 @@ def norm(on_gpu: bool, device: Device) -> list[Case]:
 
 
 def _rms_norm(x: Array, gain: Array) -> Array:
-    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * gain
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * gain[None, None]
 
 
 def _layer_norm(x: Array, gain: Array, bias: Array) -> Array:
     centred = x - jnp.mean(x, -1, keepdims=True)
-    return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5) * gain + bias
+    return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5) * gain[None, None] + bias[None, None]
 
 
 def matmul(on_gpu: bool, device: Device) -> list[Case]:

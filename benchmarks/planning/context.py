@@ -2,28 +2,22 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.outcome import RESULTS
 from megajax.config import load
-from megajax.data.rows.balancing import RowWork, imbalance
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import sent_by_attention
 from megajax.planning.program.hlo import Collective
 from megajax.planning.program.train_step import compile_train_step, timed, with_program
 from megajax.planning.virtual_devices import GIB, GPUS, MIB, read_cluster
-from megajax.training.row_work import row_work
 
 FIGURES = RESULTS / "context.json"
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
-ROUNDS = (1, 4, 16)
-SEED, ROWS = 1234, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +53,14 @@ def context(*, only: tuple[str, ...] = (), table: bool = False) -> Iterator[dict
     Needs the extra aot; no GPU. About 15 minutes on two cores. For each config and strategy: peak memory of a device,
     compiled and by formula; bytes that a device sends over `context` for one layer and microbatch, forward and
     backward, and the minimum of the strategy (keys and values in the compute dtype, gradients in float32 if a ring sums
-    them); the number of these collectives that overlap with a matmul or an attention kernel; and attention work of the
-    busiest device over the mean, computed exactly, for rows of one document and packed rows. Nothing is run:
-    `step_seconds` is an estimate of the cost model. --only: cases with all of these words; figures on file are kept for
-    the others. --table: compile nothing, and print the figures on file as Markdown.
+    them); and the number of these collectives that overlap with a matmul or an attention kernel. Nothing is run:
+    `step_seconds` is an estimate of the cost model. `context_balance` has the work of the busiest device.
+
+    --only: cases with all of these words; figures on file are kept for the others. --table: compile nothing, and print
+    the figures on file as Markdown.
     """
     figures = json.loads(FIGURES.read_text())["figures"] if FIGURES.exists() else {"programs": {}}
     if not table:
-        figures["balance"] = {recipe: balance(recipe, gpus) for recipe, gpus in RECIPES.items()}
         order = [case.key for case in CASES]
         for case in CASES:
             if set(only) <= set(case.key.replace(",", "").split()):
@@ -152,35 +146,6 @@ def _sent_of(kind: str, size: float, devices: int) -> float:
     return size if kind == "collective-permute" else size * (devices - 1) / devices
 
 
-def balance(recipe: str, gpus: int) -> dict[str, Any]:
-    """Work of the busiest device over the mean: of one document, and the mean of packed rows, by rounds.
-
-    attention: scores alone; all: FLOPs of a step, in which scores of short documents weigh little.
-    """
-    cfg: Any = load(f"llama3.py:{recipe}", devices=gpus)
-    length, parallel = cfg.model.sequence_length, cfg.parallel
-    numbers = np.random.default_rng(SEED)
-    rows = [_packed(numbers, length) for _ in range(ROWS)]
-    ratios: dict[str, Any] = {"context": parallel.context, "rounds": parallel.context_rounds}
-    for name, work in {"attention": RowWork(), "all": row_work(cfg.model)}.items():
-
-        def mean(batch: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
-            sharding = SequenceSharding.of(replace(parallel, context_rounds=rounds), causal=True)
-            return round(float(np.mean([imbalance(work.of_devices(row, sharding)) for row in batch])), 4)
-
-        ratios[name] = {"one_document": mean([np.array([length])], 1)}
-        ratios[name] |= {f"packed_{rounds}": mean(rows, rounds) for rounds in ROUNDS}
-    return ratios
-
-
-def _packed(numbers: np.random.Generator, length: int) -> np.ndarray:
-    """Lengths of the documents of a row: log-normal with a median of 1,100 tokens; the last one is cut off."""
-    lengths: list[int] = []
-    while sum(lengths) < length:
-        lengths.append(min(length - sum(lengths), 1 + int(numbers.lognormal(7.0, 1.5))))
-    return np.array(lengths)
-
-
 def markdown(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     columns = ("recipe, H100s", "strategy", "kernel", "peak GiB", "formula", "MiB sent a layer", "least")
@@ -192,9 +157,4 @@ def markdown(figures: dict[str, Any]) -> str:
         beside = ", ".join(f"{kind} {share}" for kind, share in program["beside_by_kind"].items())
         cells = [f"`{recipe}`, {gpus}", f"`{strategy}`", kernel, *(f"{program[name]:.1f}" for name in sizes)]
         lines.append(f"| {' | '.join([*cells, beside, format(program['step_seconds'], '.1f')])} |")
-    lines += ["", "| recipe | context | one document | packed, 1 round | 4 rounds | 16 rounds |", "|---|" + "---:|" * 5]
-    for recipe, balanced in figures["balance"].items():
-        for name in ("attention", "all"):
-            values = [f"{value:.3f}" for value in balanced[name].values()]
-            lines.append(f"| {' | '.join([f'`{recipe}`, {name}', str(balanced['context']), *values])} |")
     return "\n".join(lines)

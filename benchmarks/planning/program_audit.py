@@ -1,4 +1,4 @@
-"""Memory use of compiled train steps: kernels, bytes by kind of work, copies, float32 arrays, loss chunks."""
+"""Memory use of compiled train steps: kernels, bytes by kind of work, loss chunks."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,9 +12,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
 from megajax.planning.program.audit import audit
-from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import GIB, GPUS, MIB, prepare, read_cluster
+from megajax.planning.virtual_devices import GIB, GPUS, prepare, read_cluster
 from megajax.training.run_config import RunConfig
 
 TIB = 2**40
@@ -23,7 +22,7 @@ RUNS = re.compile(r"runs_\d+_of_\d+/")
 
 
 def program_audit(*, quick: bool = False) -> Iterator[dict[str, Any]]:
-    """Memory use of compiled train steps: kernels, bytes by kind of work, copies, float32 arrays, loss chunks.
+    """Memory use of compiled train steps: kernels, bytes by kind of work, loss chunks.
 
     Compiles gpt3.py:gpt3_1_3b and llama3.py for virtual H100s (extra aot; no GPU; two minutes). The compiler cannot
     time matmul kernels there, so its choice of them is not meaningful. Bytes are per device and step. --quick: only the
@@ -71,9 +70,6 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
     """All figures of one program."""
     plan, contents = compiled(cfg, devices)
     kernels = contents.kernels
-    tokens = cfg.batch.micro_size * cfg.model.sequence_length
-    most = tokens // plan.mesh["tensor"] * cfg.model.hidden
-    wide = [kernel for kernel in kernels if any(kind == "f32" and n >= most for kind, n in arrays(kernel.shape))]
     calls: dict[str, Any] = {}
     for kernel in kernels:
         if kernel.work == "attention" and kernel.target is not None:
@@ -89,19 +85,6 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         **contents.to_dict(),
         "largest_kernels": rows(kernels)[:12],
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(contents.by_work().items())},
-        "gib_by_loop": by_loop(kernels),
-        "moved": short(rows(kernel for kernel in kernels if kernel.work in ("fill", "move")), 20),
-        "computed": short(rows(kernel for kernel in kernels if kernel.work in ("compute", "cast")), 20),
-        "float32_in_loops": short(rows(kernel for kernel in wide if kernel.place.path), 12),
-        "largest": [
-            {
-                "mib": round(kernel.bytes_written / MIB, 1),
-                "result": kernel.shape[:90],
-                "loop": kernel.place.name,
-                "work": kernel.work,
-            }
-            for kernel in sorted(kernels, key=lambda kernel: -kernel.bytes_written)[:10]
-        ],
     }
 
 
@@ -132,31 +115,6 @@ def rows(kernels: Iterable[Any]) -> list[dict[str, Any]]:
             }
         )
     return sorted(table, key=lambda row: -row["bytes"])
-
-
-def by_loop(kernels: Iterable[Any]) -> dict[str, dict[str, float]]:
-    """Loop -> kind of work -> GiB per step."""
-    sums: dict[str, dict[str, float]] = {}
-    for kernel in kernels:
-        works = sums.setdefault(kernel.place.name or "step", {})
-        works[kernel.work] = works.get(kernel.work, 0) + kernel.total / GIB
-    return {loop: {work: round(total, 2) for work, total in works.items()} for loop, works in sums.items()}
-
-
-def short(table: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The first rows in GiB, with shortened texts."""
-    return [
-        {
-            "loop": row["loop"] or "step",
-            "runs": row["runs"],
-            "gib": round(row["bytes"] / GIB, 2),
-            "mib_once": round(row["bytes_once"] / MIB, 1),
-            "instructions": row["instructions"],
-            "result": row["result"][:90],
-            "origin": row["origin"][-90:],
-        }
-        for row in table[:most]
-    ]
 
 
 def chunked(cfg: RunConfig, devices: str, chunk: int) -> dict[str, Any]:

@@ -7,14 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.training.train_speed import synthetic_batch
-from megajax.config.compose import check
+from benchmarks.training.train_speed import program_of, synthetic_batch
 from megajax.config.errors import UserError
 from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.world import process_index
-from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 
 WAYS = ("gather", "ragged", "capacity")
@@ -75,11 +73,7 @@ def with_way(cfg: Any, way: str) -> Any:
 
 def gradients(cfg: RunConfig) -> tuple[float, dict[str, jax.Array]]:
     """The loss of one batch of random tokens, and its gradients by path, in the shipped program."""
-    devices = find_devices()
-    check(cfg, len(devices))
-    demand_kernels(cfg)
-    program = Program.of(cfg, build_mesh(cfg.parallel, devices))
-    with jax.set_mesh(program.mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+    with program_of(cfg) as (program, _):
         state, batch = program.fresh_state()(), synthetic_batch(program)
         grads = jax.jit(program.grad_fn(), compiler_options=dict(program.options))(state.inputs, batch, jnp.float32(1))
         return float(grads.loss_sum / grads.weight_sum), dict(grads.grads)

@@ -14,17 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from benchmarks.kernels.cases import layer_settings
 from benchmarks.kernels.compiled import scan_gradients, scan_shapes
 from benchmarks.stopwatch import alternate, milliseconds, ratios, timed
 from megajax.config import UserError, load
 from megajax.job.banner import saved_by_layers
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
-from megajax.layers.context import Context
-from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.moe.config import MoEConfig
 from megajax.planning.program.train_step import compile_train_step
 from megajax.planning.virtual_devices import GIB, MIB, prepare, read_cluster
 from megajax.training import setup
@@ -157,52 +152,6 @@ def compiled_recompute(config: str, gpus: str) -> dict[str, Any]:
         }
         print(name, rows[name], flush=True)
     return rows
-
-
-EXPERTS = (
-    {"tokens": 2048, "hidden": 256, "experts": 8, "top_k": 2, "ffn": 512},
-    {"tokens": 2048, "hidden": 256, "experts": 32, "top_k": 4, "ffn": 256},
-)
-
-
-def experts(*, rounds: int = 15) -> dict[str, Any]:
-    """A mixture of experts against a dense layer with as many active weights, forward and backward, on this machine.
-
-    Includes routing, sorting and both permutations. Times are processor time, which depends less on other programs.
-    """
-    rows = []
-    for sizes in EXPERTS:
-        seconds = alternate(expert_steps(**sizes), rounds)
-        rows.append(sizes | milliseconds(seconds) | ratios(seconds, "mixture", "dense"))
-    return {"rows": rows}
-
-
-def expert_steps(tokens: int, hidden: int, experts: int, top_k: int, ffn: int) -> dict[str, Callable[[], float]]:
-    """Name -> forward and backward pass on the same float32 input, returning its processor time."""
-    x = jax.random.normal(jax.random.key(0), (1, tokens, hidden))
-    index = jnp.arange(tokens)
-    ctx = Context(index[None], index)
-    layers = {
-        "dense": GatedMLPConfig(ffn=ffn * top_k),
-        "mixture": MoEConfig(experts=experts, top_k=top_k, expert=GatedMLPConfig(ffn=ffn)),
-    }
-
-    def call(layer: Any) -> Callable[[], float]:
-        graph, weights = nnx.split(layer.build(layer_settings(hidden)))
-
-        def loss(weights: Any, x: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.sin(nnx.merge(graph, weights)(x, ctx)))
-
-        gradient = jax.jit(jax.grad(loss, (0, 1), allow_int=True))
-
-        def seconds() -> float:
-            start = time.process_time()
-            jax.block_until_ready(gradient(weights, x))
-            return time.process_time() - start
-
-        return seconds
-
-    return {name: call(layer) for name, layer in layers.items()}
 
 
 def state_space(*, rounds: int = 5, length: int = 2048) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import log, prod
 from pathlib import Path
@@ -18,19 +19,19 @@ from benchmarks.roofline import Roof, roof_of
 from benchmarks.stopwatch import LEAST, WARM_UP, Spread, readings
 from benchmarks.virtual_gpus import kernels as custom_calls
 from megajax.batch import Batch
-from megajax.config.compose import check
 from megajax.config.errors import UserError
 from megajax.display.banner import plain
 from megajax.display.text import count, duration
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_memory import peak_memory, size
 from megajax.kernels.attention.capability import Choice
-from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla import memory_fraction
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.trace import find_trace
-from megajax.training.program import Program, demand_kernels
+from megajax.training.program import Program
+from megajax.training.resolved import Resolved, resolve
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 
@@ -111,12 +112,9 @@ def measure(
     """
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
-    devices = find_devices()
-    roof = roof_of(devices[0].device_kind, devices[0].platform, peak_tflops=peak_tflops)
-    check(cfg, len(devices))
-    kernels = demand_kernels(cfg)
-    program = Program.of(cfg, build_mesh(cfg.parallel, devices))
-    with jax.set_mesh(program.mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+    device = find_devices()[0]
+    roof = roof_of(device.device_kind, device.platform, peak_tflops=peak_tflops)
+    with program_of(cfg) as (program, resolved):
         compiled, seconds = compiled_step(program)
         started = time.perf_counter()
         bench = Bench(program, compiled, jax.block_until_ready(program.fresh_state()()), synthetic_batch(program))
@@ -137,9 +135,21 @@ def measure(
         "losses": [float(metrics["loss"]) for metrics in warm],
         "learning_rates": [float(metrics["lr"]) for metrics in warm],
         "last_loss": last,
-        "run": facts(program, compiled, kernels),
+        "run": facts(program, compiled, resolved.kernels),
     }
     return figures, bench
+
+
+@contextmanager
+def program_of(cfg: RunConfig) -> Iterator[tuple[Program, Resolved]]:
+    """The shipped program of a config on all devices, within its mesh and matmul precision.
+
+    Raises ConfigError for a config that does not fit the devices.
+    """
+    resolved = resolve(cfg)
+    program = Program.of(resolved.cfg, resolved.mesh, resolved.options)
+    with jax.set_mesh(program.mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+        yield program, resolved
 
 
 def compiled_step(program: Program) -> tuple[Any, dict[str, Any]]:

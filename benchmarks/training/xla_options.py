@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from benchmarks.stopwatch import LEAST, WARM_UP, readings
-from benchmarks.training.train_speed import Bench, synthetic_batch
-from megajax.config.compose import check, override
+from benchmarks.training.train_speed import Bench, program_of, synthetic_batch
+from megajax.config.compose import override
 from megajax.config.errors import UserError
-from megajax.mesh.mesh import build_mesh, find_devices
-from megajax.training.program import Program
+from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 
 REPEATED = 5
@@ -50,8 +49,7 @@ def variants(cfg: RunConfig, tried: str) -> Iterator[tuple[str, RunConfig]]:
     """(name, config): as shipped, deterministic, without each default option, with each of --tried."""
     yield "shipped", cfg
     yield "deterministic", cfg.but(xla=replace(cfg.xla, deterministic=True))
-    options = Program.of(cfg, build_mesh(cfg.parallel, find_devices())).options
-    for name, value in options.items():
+    for name, value in resolve(cfg).options.items():
         if name not in cfg.xla.options and name in XLA_DEFAULTS:
             off = XLA_DEFAULTS[name]
             changed = replace(cfg.xla, options={**cfg.xla.options, name: off})
@@ -63,11 +61,8 @@ def variants(cfg: RunConfig, tried: str) -> Iterator[tuple[str, RunConfig]]:
 
 def measure(cfg: RunConfig, steps: int) -> dict[str, Any]:
     """Compile, time and repeat one variant. Raises ConfigError if it does not fit the devices or the compiler."""
-    devices = find_devices()
-    check(cfg, len(devices))
     jax.clear_caches()
-    program = Program.of(cfg, build_mesh(cfg.parallel, devices))
-    with jax.set_mesh(program.mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+    with program_of(cfg) as (program, _):
         step: Any = program.train_step
         started = time.perf_counter()
         compiled = step.lower(program.state_like(), program.batch_like()).compile()

@@ -53,7 +53,7 @@ def test_the_list_and_the_help_name_every_part(capsys: pytest.CaptureFixture) ->
 def test_unknown_parts_and_options_are_refused() -> None:
     with pytest.raises(UserError, match=r"there is no benchmark 'kernel'.*kernels"):
         main(["kernel"])
-    for name in ("planner_accuracy", "program_audit", "schedules", "search", "traffic"):
+    for name in ("planner_accuracy", "program_audit", "traffic"):
         with pytest.raises(UserError, match="--bogus: no such flag"):
             main([name, "--bogus"])
 

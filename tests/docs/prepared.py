@@ -74,6 +74,8 @@ def _checkpoint(folder: Path) -> None:
 
     from megajax.checkpoint.config import CheckpointConfig
 
+    if (folder / "runs/quickstart").exists():  # of the quickstart on an earlier page
+        return
     with CheckpointConfig().build(folder / "runs/quickstart/checkpoints") as manager:
         manager.save(20, {"params": {"tokens": jnp.ones((256, 8))}, "step": jnp.int32(20)})
 

@@ -1,29 +1,46 @@
-"""Every command and every program of README.md and docs/*.md runs, in the order of its page."""
+"""Every command and every program of README.md and docs/*.md, page by page in one folder.
+
+Trainings whose run folder is not used later on their page end with the resolved settings; other tests train.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
+import jax
 import pytest
 
+from megajax.command_line.parser import parse
+from megajax.train import COMMON, FLAGS
+from megajax.training.resolved import resolve
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, without_runner
 from tests.docs.prepared import PRELUDES, prepare
 
 SHORTER = {
     "megajax.train": ("--steps=3", "--evaluation.batches=1"),
+    "megajax.plan": ("--formula",),
     "mfu": ("--steps=2",),
 }
 """Settings that make a command take seconds. The page's own settings win."""
-REPLACED = {"--schedule.anneal_steps=200": "--schedule.anneal_steps=1", "--steps=100": "--steps=3"}
+REPLACED = {
+    "--schedule.anneal_steps=200": "--schedule.anneal_steps=1",
+    **dict.fromkeys(("--steps=60", "--steps=100", "--steps=150"), "--steps=3"),
+    "--steps=40": "--steps=2",
+}
 """Settings that do not suit so few steps, or that ask for more."""
+COMPLETE = ("--help", "--print-config", "--schedule")
+"""Flags of commands that take seconds as they are."""
 
 LEFT_OUT = {
     "pip install": "installs packages",
     "uv sync": "installs packages",
     "pytest": "would run this test",
-    ".ci/run": "would run this test",
+    ".ci/": "would run this test",
+    "--audit": "compiles for minutes; tests/planning/test_plan_for_devices.py audits a small program",
     "jupyter": "opens a browser; tests/notebooks runs the notebooks",
     "sbatch": "needs Slurm",
     "gpu_check.sh": "takes half an hour; tests/benchmarks/test_gpu_check.py runs its parts",
@@ -53,7 +70,12 @@ LEFT_OUT = {
 """Words of the commands that do not run here, with the reason."""
 
 RUN = ("bash", "console", "python", "yaml")
-PAGES_WITH_BLOCKS = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
+# tests/config/test_public_names.py runs the examples of the generated page.
+PAGES_WITH_BLOCKS = [
+    page
+    for page in PAGES
+    if page.name != "config_reference.md" and any(block.language in RUN for block in blocks(page))
+]
 
 
 def reason_to_leave_out(arguments: list[str]) -> str | None:
@@ -62,11 +84,11 @@ def reason_to_leave_out(arguments: list[str]) -> str | None:
 
 
 def shorten(arguments: list[str]) -> list[str]:
-    """The command, with fewer steps if it trains for a default number of steps."""
-    if any(word.startswith(("--help", "--print-config")) for word in arguments):
+    """The command, with fewer steps if it trains for a default number of steps, and without compiled plans."""
+    names = {word.split("=")[0] for word in arguments}
+    if names & {*COMPLETE}:
         return arguments
     added = next((extra for name, extra in SHORTER.items() if name in arguments), ())
-    names = {word.split("=")[0] for word in arguments}
     arguments = [REPLACED.get(word, word) for word in arguments]
     return [*arguments, *(extra for extra in added if extra.split("=")[0] not in names)]
 
@@ -83,33 +105,74 @@ def run(arguments: list[str], folder: Path) -> None:
     assert result.returncode == 0, f"{' '.join(arguments)} ended with {result.returncode}:\n" + "\n".join(lines[-40:])
 
 
-def steps_of(block: Block, folder: Path) -> list[list[str]]:
-    """The commands of a block. A block that starts with `# FILE` is written to that file; Python runs otherwise."""
-    if block.language in ("bash", "console"):
-        return [
-            shorten(arguments)
-            for arguments in map(without_runner, commands(block))
-            if not reason_to_leave_out(arguments)
-        ]
+def check_training(words: list[str], later: str) -> bool:
+    """Resolves the settings of a training on its devices. Returns whether a later block of the page uses its run."""
+    launcher = [word.partition("=")[2] for word in words if word.startswith("--processes=")]
+    words = words[words.index("megajax.train") + 1 :]
+    devices = [word.partition(":")[2] for word in words if word.startswith("--devices=")]
+    with mock.patch.dict(os.environ):  # which --devices changes
+        command = parse(words, verb="train", flags=FLAGS, common=COMMON)
+    resolve(command.config, jax.devices()[: int([*launcher, *devices, ""][0] or 1)])
+    return command.config.run_dir in later
+
+
+def file_of(block: Block) -> str | None:
+    """The file that a block shows: its first line is `# FILE`."""
     first, _, _ = block.text.partition("\n")
-    if first.startswith("# ") and first.endswith((".py", ".yaml")):
-        (folder / first.removeprefix("# ")).write_text(block.text, encoding="utf-8")
-        return []
-    if block.language == "yaml":
-        return []
-    return [[sys.executable, "-c", PRELUDES.get(block.page, "") + block.text]]
+    return first.removeprefix("# ") if first.startswith("# ") and first.endswith((".py", ".yaml")) else None
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    return [*map(without_runner, commands(block))] if block.language in ("bash", "console") else []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all pages."""
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended() -> set[tuple[str, ...]]:
+    """Commands that an earlier page ran: several begin with the quickstart."""
+    return set()
+
+
+def steps_of(page: Path, folder: Path) -> Iterator[list[str]]:
+    """Writes the files of a page, and yields its commands, and then all of its Python as one program."""
+    name, program = page.relative_to(ROOT).as_posix(), ""
+    for number, block in enumerate(blocks(page)):
+        if (file := file_of(block)) and (ROOT / file).is_file():
+            excerpt = block.text.partition("\n")[2]
+            assert all(line in (ROOT / file).read_text().splitlines() for line in excerpt.splitlines()), str(block)
+        elif file:
+            (folder / file).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            program += PRELUDES.get(name, "") + block.text
+        here = [words for words in map(shorten, commands_of(block)) if not reason_to_leave_out(words)]
+        later = [*map(" ".join, here), *(after.text for after in blocks(page)[number + 1 :])]
+        for index, words in enumerate(here, 1):
+            finished = {"--help", "--print-config"} & {word.partition("=")[0] for word in words}
+            if "megajax.train" not in words or finished or check_training(words, "\n".join(later[index:])):
+                yield words
+    if program:
+        yield [sys.executable, "-c", program]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=lambda page: page.name)
-def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    prepare(page.relative_to(ROOT).as_posix(), tmp_path)
-    for block in blocks(page):
-        if block.language in RUN:
-            for arguments in steps_of(block, tmp_path):
-                run(arguments, tmp_path)
+def test_all_blocks_of_a_page_run(
+    page: Path, folder: Path, ended: set[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    prepare(page.relative_to(ROOT).as_posix(), folder)
+    for arguments in steps_of(page, folder):
+        if tuple(arguments) not in ended:
+            run(arguments, folder)
+            ended.add(tuple(arguments))
 
 
 def test_every_command_is_in_a_block_that_is_run() -> None:
@@ -129,7 +192,3 @@ def test_every_command_is_in_a_block_that_is_run() -> None:
 def test_commands_that_are_not_run_are_still_on_the_pages() -> None:
     every = [" ".join(arguments) + "\n" for page in PAGES for block in blocks(page) for arguments in commands_of(block)]
     assert [part for part in LEFT_OUT if not any(part in line for line in every)] == []
-
-
-def commands_of(block: Block) -> list[list[str]]:
-    return commands(block) if block.language in ("bash", "console") else []

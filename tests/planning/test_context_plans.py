@@ -140,13 +140,6 @@ def test_recipes_fit_and_send_the_least_bytes(case: str) -> None:
     assert step.step_seconds == pytest.approx(one["step_seconds"], rel=0.06)
 
 
-def test_rows_of_one_document_are_equal_work_and_rounds_balance_packed_rows() -> None:
-    for one in FIGURES["balance"].values():
-        for name in ("attention", "all"):
-            whole, *packed = one[name].values()
-            assert whole == 1 and packed == sorted(packed, reverse=True)
-
-
 def test_neighbours_of_a_part_of_an_axis_share_a_node() -> None:
     """Context 8 x tensor 2 spans two nodes of 8; groups of two of `context` do not."""
 

@@ -1,0 +1,112 @@
+"""What pages state about each other, events and faults is true."""
+
+import ast
+import re
+from collections import defaultdict
+from itertools import pairwise
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from tests.docs.blocks import PAGES, ROOT, blocks
+from tests.docs.test_commands import commands_of, file_of
+
+RELIABILITY = ROOT / "docs/reliability.md"
+ELSEWHERE = ("--devices", "--resilience.exit_after_steps")
+"""Flags by which commands differ that may go on with each other's run."""
+WRITERS = {"event", "_event", "_record_event", "_append", "append_event"}
+"""Functions that write events."""
+FAULTS = [f"F{number:02d}" for number in range(1, 45)]
+VERDICTS = {"holds", "in part"}
+
+
+def writes(arguments: list[str]) -> list[str]:
+    """The files, prefixes and run folders that a command writes, according to its arguments."""
+    words = [*arguments]
+    values = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    values |= {word: after for word, after in pairwise(words) if word.startswith("--")}
+    found = [values[name] for name in ("--output-prefix", "--output") if name in values]
+    if "megajax.train" in words and not {"--help", "--print-config"} & {word.split("=")[0] for word in words}:
+        overrides = [word for word in words if word.startswith("--run_dir=")]
+        try:
+            found.append(load(values["--config"], *(word.removeprefix("--") for word in overrides)).run_dir)
+        except UserError:  # A config that the page writes.
+            found += [word.removeprefix("--run_dir=") for word in overrides]
+    return found
+
+
+def same(arguments: list[str]) -> str:
+    """The common part of commands that may write to one place."""
+    words = arguments[arguments.index("--") + 1 :] if "megajax.launch" in arguments else arguments
+    return " ".join(word for word in words if word.split("=")[0] not in ELSEWHERE)
+
+
+def test_no_two_pages_write_to_one_place() -> None:
+    """Except for identical commands, such as the quickstart at the start of several pages."""
+    written: dict[str, dict[str, str]] = defaultdict(dict)
+    for page in PAGES:
+        for block in blocks(page):
+            if (file := file_of(block)) and not (ROOT / file).is_file():
+                written[file][block.text] = str(block)
+            for arguments in commands_of(block):
+                for place in writes(arguments):
+                    written[place][same(arguments)] = str(block)
+    assert {"data/mine", "runs/quickstart", "mine.py", "answers.jsonl"} <= written.keys()
+    collisions = [f"{place}: {', '.join(by.values())}" for place, by in written.items() if len(by) > 1]
+    assert not collisions, "written by different commands:\n" + "\n".join(collisions)
+
+
+def test_the_readme_has_text_and_picture_of_one_run() -> None:
+    """The losses named beside the picture are those of the quoted output; tests/docs/quickstart_picture.py draws it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for split in ("validation", "test"):
+        (line,) = re.findall(rf"^ {split} loss at iteration 900 \| lm loss value: (\S+) ", text, re.MULTILINE)
+        assert f"{split} loss {float(line):.4f}" in text.partition("![")[2]
+
+
+def recorded_events() -> set[str]:
+    """First arguments of calls that write events, in code that belongs to training runs."""
+    names = set()
+    for folder in ("job", "faults", "launcher", "metrics", "checkpoint"):
+        for path in (ROOT / "megajax" / folder).rglob("*.py"):
+            for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+                method = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+                texts = [part.value for part in call.args[:2] if isinstance(part, ast.Constant)]
+                names |= {text for text in texts if method in WRITERS and isinstance(text, str)}
+    return names
+
+
+def test_every_event_is_in_the_table() -> None:
+    text = (ROOT / "docs/logging.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text[text.index("## Events") :], re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {"start", "crash", "save_failed", "restart", "goodput"} <= recorded_events()
+    assert recorded_events() - listed == set()
+
+
+def fault_rows() -> list[list[str]]:
+    """Cells of the table: id, fault, what happens, tests, verdict."""
+    lines = [line for line in RELIABILITY.read_text().splitlines() if re.match(r"\| F\d\d ", line)]
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in lines]
+
+
+def test_every_fault_has_one_row() -> None:
+    assert [cells[0] for cells in fault_rows()] == FAULTS
+
+
+def test_every_row_has_a_verdict_and_a_test() -> None:
+    for cells in fault_rows():
+        assert len(cells) == 5, cells
+        assert cells[4].partition(":")[0] in VERDICTS, cells
+        assert cells[4] in VERDICTS - {"in part"} or cells[4].startswith("in part: "), cells
+        assert re.search(r"`test_\w+::test_\w+`", cells[3]), cells
+
+
+def test_the_tests_that_rows_name_exist() -> None:
+    tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    named_tests = set(re.findall(r"`(test_\w+)::(\w+)`", RELIABILITY.read_text()))
+    missing = [
+        f"{file}::{test}"
+        for file, test in named_tests
+        if file not in tests or f"def {test}(" not in tests[file].read_text()
+    ]
+    assert not missing
