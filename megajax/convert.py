@@ -8,8 +8,8 @@ from megajax.command_line.parser import Flag, front_door, parse, use_devices
 from megajax.config.errors import ConfigError
 from megajax.config.file_paths import PathText
 from megajax.config.references import resolve
-from megajax.interop.conversion.command_line import Progress, flag_problems, reading_of
-from megajax.interop.opening.origin import IGNORE_FLAG, TRUST_FLAG
+from megajax.interop.conversion_flags import Progress, flag_problems, reading_of
+from megajax.interop.origin import IGNORE_FLAG, TRUST_FLAG
 
 DESCRIPTION = """Convert weights between formats. They are streamed: memory need not hold them.
 
@@ -63,8 +63,7 @@ def main(argv: list[str]) -> int:
     use_devices("cpu:1")
     # By name: jax is imported only now, and the front door can report a missing package.
     open_source, options, write, verify = (
-        resolve(f"megajax.interop.conversion.conversion:{name}")
-        for name in ("open_source", "options", "write", "verify")
+        resolve(f"megajax.interop.conversion:{name}") for name in ("open_source", "options", "write", "verify")
     )
     source = flags["from"], flags["average"], flags["average_last"]
     stored = open_source(*source, reading_of(flags), merge=flags["merge"])

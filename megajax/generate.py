@@ -12,7 +12,7 @@ from megajax.config.files import Source
 from megajax.config.references import resolve
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import sampling_flags, sampling_of
-from megajax.interop.opening.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import set_process
 
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     config = replace(config, inference=replace(config.inference, rows=rows))
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
-        loaded = resolve("megajax.interop.opening.engine:load")(config, origin_of(flags))
-        engine = resolve("megajax.interop.opening.engine:start_engine")(loaded, queue=rows)
+        loaded = resolve("megajax.interop.loading:load")(config, origin_of(flags))
+        engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=rows)
         session = resolve("megajax.inference.terminal:Session")(
             engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
         )

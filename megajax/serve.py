@@ -11,7 +11,7 @@ from megajax.config.files import Source
 from megajax.config.optional_packages import require
 from megajax.config.references import resolve
 from megajax.inference.server.config import Access, ServingConfig
-from megajax.interop.opening.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import set_process
 
@@ -55,8 +55,8 @@ def main(argv: list[str]) -> int:
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
         origin = origin_of(flags)
-        loaded = resolve("megajax.interop.opening.engine:load")(config, origin)
-        engine = resolve("megajax.interop.opening.engine:start_engine")(loaded, queue=config.server.queue)
+        loaded = resolve("megajax.interop.loading:load")(config, origin)
+        engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue)
         folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
         return serving.run(
             engine,

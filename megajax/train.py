@@ -5,8 +5,8 @@ import signal
 from functools import partial
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
-from megajax.config.debug_twins import advised
 from megajax.config.errors import ConfigError
+from megajax.config.files import advised
 from megajax.config.references import resolve
 from megajax.faults.beats import ELASTIC, failures_reported
 from megajax.faults.output import keep_writing

@@ -38,7 +38,7 @@ class Format:
     """(name, Reading) -> StoredModel."""
     writer: str
     """(StoredModel, folder, Options, advance) -> lines of a summary."""
-    verifier: str = "megajax.interop.conversion.conversion:verify_all"
+    verifier: str = "megajax.interop.conversion:verify_all"
     """(StoredModel, name of its copy, Options, advance) -> a summary; raises UserError if the copy differs."""
     adapters: Literal["beside", "only", "merged"] = "merged"
     """Whether low-rank adapters are stored beside the weights, are all that is stored, or must be merged."""

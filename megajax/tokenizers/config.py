@@ -68,7 +68,7 @@ class NullTokenizerConfig(Builds):
     Example: `mj.NullTokenizerConfig(vocabulary_size=50257)`
     """
 
-    target: ClassVar[str] = "megajax.tokenizers.null:NullTokenizer"
+    target: ClassVar[str] = "megajax.tokenizers.byte:NullTokenizer"
 
     vocabulary_size: int
     """Number of ids, including the one that ends a document, vocabulary_size - 1."""

@@ -11,8 +11,8 @@ import megajax.config.schema as schema
 from megajax.command_line.foreign_names import ROWS
 from megajax.command_line.help import field_texts
 from megajax.command_line.parser import front_door, parse
-from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
+from megajax.config.python_file import config_classes
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig

@@ -19,7 +19,7 @@ EXCHANGES = frozenset({"agree", "gather", "broadcast", "check", "on_all", "barri
 COLLECTIVES = frozenset(
     {"process_allgather", "broadcast_one_to_all", "sync_global_devices", "wait_at_barrier", "blocking_key_value_get"}
 )
-SINGLE = ("megajax.tools.", "megajax.interop.conversion.", "megajax.interop.peft.conversion")
+SINGLE = ("megajax.tools.", "megajax.interop.conversion")
 """Programs with a single process."""
 
 

@@ -11,10 +11,10 @@ import pytest
 import megajax.config.schema as schema
 from megajax import convert, doctor, evaluate, generate, launch, plan, preprocess, report, serve, train
 from megajax.config.compose import assemble, check
-from megajax.config.constructors import config_classes
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.file_paths import PathText, holds_path, url_problem
 from megajax.config.files import load
+from megajax.config.python_file import config_classes
 from megajax.inference.config import GenerationConfig
 from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import KINDS

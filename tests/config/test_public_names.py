@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import megajax as mj
-from megajax.config.constructors import config_classes
 from megajax.config.files import SHIPPED
+from megajax.config.python_file import config_classes
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 

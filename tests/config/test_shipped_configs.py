@@ -11,8 +11,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
-from megajax.config.debug_twins import advised, twin_of
-from megajax.config.files import SHIPPED, find, functions_of
+from megajax.config.files import SHIPPED, advised, find, functions_of, twin_of
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (

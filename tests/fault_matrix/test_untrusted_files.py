@@ -18,7 +18,7 @@ from megajax.config.errors import UserError
 from megajax.config.markup import parse
 from megajax.interop.huggingface.folder import read_config
 from megajax.interop.huggingface.safetensors import SafetensorsFolder
-from megajax.interop.opening.origin import folder_stop_tokens
+from megajax.interop.origin import folder_stop_tokens
 from megajax.interop.peft.settings import read_settings
 from megajax.storage.index_cache import load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate

@@ -20,8 +20,8 @@ from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
 from megajax.checkpoint.weights.name_mapping import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
-from megajax.interop.conversion import conversion
-from megajax.interop.conversion.conversion import open_source, options, write
+from megajax.interop import conversion
+from megajax.interop.conversion import open_source, options, write
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
 from megajax.interop.peft.folder import (

@@ -25,7 +25,7 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.images.config import ClassFoldersConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.interop.conversion import conversion
+from megajax.interop import conversion
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import config_for, family_for
 from megajax.interop.huggingface.registry import families

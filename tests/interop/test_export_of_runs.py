@@ -30,9 +30,9 @@ from megajax.inference.terminal import Session
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.format import config_for, write_model
 from megajax.interop.huggingface.registry import families
-from megajax.interop.opening.engine import load as load_model
-from megajax.interop.opening.engine import start_engine
-from megajax.interop.opening.origin import Origin, generation_config
+from megajax.interop.loading import load as load_model
+from megajax.interop.loading import start_engine
+from megajax.interop.origin import Origin, generation_config
 from megajax.interop.runs.format import open_step
 from megajax.interop.stored.provenance import Ancestor, Provenance
 from megajax.interop.tokenizers.files import NAMES, tokenizer_config, with_copies

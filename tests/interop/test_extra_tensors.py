@@ -12,14 +12,14 @@ from safetensors.numpy import load_file, save_file
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
-from megajax.interop.conversion import conversion
+from megajax.interop import conversion
 from megajax.interop.huggingface.families.llava import TOWER
 from megajax.interop.huggingface.folder import EXTRA, open_model, read_model
 from megajax.interop.stored.model import Options, StoredModel
 from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.stored_weights import ForeignFolder, open_weights
+from megajax.tokenizers.byte import NullTokenizer
 from megajax.tokenizers.config import NullTokenizerConfig
-from megajax.tokenizers.null import NullTokenizer
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 CONFIG: dict[str, Any] = {

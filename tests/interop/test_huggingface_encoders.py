@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from megajax.checkpoint.weights.foreign import Entry, declared_by, demand_fit
 from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
-from megajax.interop.conversion import conversion
+from megajax.interop import conversion
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import model_of, rename_tensors
 from megajax.interop.huggingface.registry import families, family_of, lost_settings

@@ -20,8 +20,8 @@ from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import family_for
-from megajax.interop.opening.engine import Loaded, load, start_engine
-from megajax.interop.opening.origin import Origin, folder_stop_tokens, generation_config, origin_of
+from megajax.interop.loading import Loaded, load, start_engine
+from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, origin_of
 from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig

@@ -23,8 +23,8 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import LayerByLayer, calibrate, compare, text_rows
 from megajax.inference.loading import load_weights
-from megajax.interop.opening.engine import quantized_weights
-from megajax.interop.opening.origin import Origin
+from megajax.interop.loading import quantized_weights
+from megajax.interop.origin import Origin
 from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import open_step
 from megajax.interop.runs.writer import write_step

@@ -12,8 +12,8 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.inference.config import GenerationConfig
 from megajax.interop.huggingface.family import UNUSED, is_unused
 from megajax.interop.huggingface.folder import model_of
-from megajax.interop.opening.engine import weights_of
-from megajax.interop.opening.origin import Origin, generation_config, origin_of
+from megajax.interop.loading import weights_of
+from megajax.interop.origin import Origin, generation_config, origin_of
 
 OF_FINE_TUNES: dict[str, Any] = {
     **{"unsloth_version": "2024.11.7", "unsloth_fixed": True, "model_name": "llama-mine", "axolotl_version": "0.9"},

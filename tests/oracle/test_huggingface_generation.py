@@ -11,8 +11,8 @@ from megajax.config.errors import UserError
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.engine import complete
 from megajax.inference.sampling_settings import Sampling
-from megajax.interop.opening.engine import load, start_engine
-from megajax.interop.opening.origin import Origin, generation_config
+from megajax.interop.loading import load, start_engine
+from megajax.interop.origin import Origin, generation_config
 
 ELSEWHERE = ("bert", "megatron-bert", "t5", "mt5", "vit")
 NEW = 8

@@ -7,7 +7,7 @@ import pytest
 from megatron_cases import FOLDER
 from safetensors.numpy import load_file
 
-from megajax.interop.conversion import conversion
+from megajax.interop import conversion
 
 FOLDERS = sorted(path.parent for path in (FOLDER / "hf").glob("*/config.json"))
 

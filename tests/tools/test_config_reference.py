@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
+from megajax.config.python_file import config_classes
 from megajax.tools import config_reference
 from megajax.tools.config_reference import PAGE, reference
 from megajax.training.run_config import RunConfig

@@ -1,7 +1,8 @@
-"""ViT, with a classifier or alone; and the vision towers of ViT, CLIP and SigLIP, standalone or in a LLaVA."""
+"""ViT, and the vision towers of CLIP and SigLIP: with a classifier, alone, or out of a model of images and text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.name_mapping import Row
@@ -21,7 +22,7 @@ from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.vit.config import ClassifierConfig, ViTConfig, with_image_head
+from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, ViTConfig, with_image_head
 
 
 class Tower(NamedTuple):
@@ -205,7 +206,53 @@ def _rows(cfg: Any) -> list[Row]:
     ]
 
 
+def _read_towers(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
+    """A tower, or a classifier."""
+    if settings.remaining.get("model_type") == kind.model_type:
+        model = tower(settings, kind)
+    else:
+        # Both towers; older files say the same twice, and the second one counts.
+        newer = settings.take("vision_config_dict", {})
+        settings.remaining["vision_config"] = {**settings.take("vision_config", {}), **newer}
+        inner = inner_tower(settings)
+        model = tower(inner, kind)
+        inner.close(UNUSED | {"initializer_factor"})
+    if not settings.architecture().endswith("ForImageClassification"):
+        return model
+    # CLIP's classifier reads the patches before the last norm.
+    model = replace(model, norm=IdentityNormConfig()) if kind is CLIP else model
+    return with_image_head(model, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
+
+
+def _write_towers(name: str, cfg: Any) -> dict[str, Any]:
+    if (head := getattr(cfg, "head", None)) is None:
+        return {"architectures": [f"{name}VisionModel"], **vision_config(cfg)}
+    return {"vision_config": vision_config(cfg), **class_settings(head.classes)}
+
+
+def _rows_towers(cfg: Any) -> list[Row]:
+    return [*tower_rows(cfg.patch), *dense("classifier", "head.linear")]
+
+
 FAMILIES = [
+    *[
+        Family(
+            name=name.lower(),
+            other_types=(kind.model_type,),
+            architecture=f"{name}ForImageClassification",
+            read=partial(_read_towers, kind),
+            write=partial(_write_towers, name),
+            rows=_rows_towers,
+            unused=UNUSED | {"logit_scale_init_value", "text_config", "text_config_dict"},
+            # Weights of the tower of text, of projections, and of SigLIP's pooling, which a tower has not.
+            ignored=(
+                *("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias"),
+                *("vision_model.head.*", "vision_model.post_layernorm.*", "vision_model.embeddings.position_ids"),
+            ),
+            renamed=((r"^(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.", r"vision_model.\1."),),
+        )
+        for name, kind in (("CLIP", CLIP), ("Siglip", SIGLIP))
+    ],
     Family(
         name="vit",
         architecture="ViTForImageClassification",
@@ -216,5 +263,5 @@ FAMILIES = [
         ignored=("vit.pooler.*",),
         extra=("vit.pooler.*",),
         renamed=((r"^(embeddings|encoder|layernorm|pooler)\.", r"vit.\1."),),
-    )
+    ),
 ]

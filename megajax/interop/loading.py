@@ -17,7 +17,7 @@ from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
 from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import family_for
-from megajax.interop.opening.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
+from megajax.interop.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
 from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
@@ -25,8 +25,7 @@ from megajax.interop.stored.model_differences import describe_differences, diffe
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import ChatTemplate
-from megajax.tokenizers.conversation import Conversation
+from megajax.tokenizers.chat_template import ChatTemplate, Conversation
 from megajax.training.compiler_options import inference_options
 from megajax.training.resolved import fitting_mesh
 from megajax.training.session import build_tokenizer
