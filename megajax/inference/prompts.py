@@ -11,7 +11,8 @@ from megajax.config.read_limits import parse_json
 from megajax.inference.request import Output, TokenScore
 from megajax.storage.write_errors import write_fault
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
-from megajax.tokenizers.chat_template import Conversation, TemplateMisfit
+from megajax.tokenizers.chat_template import TemplateMisfit
+from megajax.tokenizers.conversation import Conversation
 
 ROLES = ("system", "user", "assistant", "tool")
 

@@ -18,7 +18,8 @@ from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, e
 from megajax.inference.request import Output, Refused, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import Conversation, TemplateMisfit
+from megajax.tokenizers.chat_template import TemplateMisfit
+from megajax.tokenizers.conversation import Conversation
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends"
 NOTES = {"cancelled": " (stopped)", "length": " (cut off: raise --max-tokens)", "error": " (logits are not finite)"}

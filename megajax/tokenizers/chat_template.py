@@ -1,7 +1,6 @@
 """Text of conversations, from Jinja2 templates as in Hugging Face's tokenizers."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,6 @@ from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import OverBudget, parse_json, read_file, read_json
 from megajax.config.references import resolve
-from megajax.tokenizers.base import Tokenizer
 
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -229,64 +227,3 @@ def _names(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _excerpt(source: str) -> str:
     return repr(source if len(source) <= 60 else f"{source[:60]}…")
-
-
-MARK = "\ufdd2"
-"""Inserted into names of special tokens within messages; Unicode reserves it for internal use."""
-
-
-class Conversation:
-    """Messages to tokens.
-
-    Special tokens that the template writes are encoded as such. Their names within a message are ordinary text, so no
-    message can end itself or begin a message of another role.
-
-    Args:
-        template: renders the text.
-        tokenizer: of the model.
-    """
-
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
-        self._template, self._tokenizer, self._plain = template, tokenizer, tokenizer.plain()
-        self._controls = tokenizer.controls()
-        # A mark cannot be inserted into names of one character; no vocabulary has such special tokens.
-        names = sorted((name for name in self._controls if len(name) > 1), key=len, reverse=True)
-        either = "|".join(map(re.escape, names))
-        self._names = re.compile(either) if names else None
-        self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
-
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of messages with a `role` and a text `content`, then of the header of an answer.
-
-        Raises:
-            TemplateMisfit: the template rejects the messages.
-        """
-        marked = [{key: self._mark_special_names(value) for key, value in message.items()} for message in messages]
-        text = self._template.render(marked, prompt=True)
-        if self._names is None or MARK not in text:
-            return self._tokenizer.encode(text).tolist()
-        tokens, position = [], 0
-        for match in self._names.finditer(text):
-            tokens += [*self._text(text[position : match.start()]), self._controls[match[0]]]
-            position = match.end()
-        return tokens + self._text(text[position:])
-
-    def stop_texts(self) -> tuple[str, ...]:
-        """Texts that end an answer: the template's text between an answer and the next question, and its first line."""
-        turns = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
-        try:
-            parts = self._template.render(turns).split(MARK)
-        except TemplateMisfit:
-            return ()
-        between = parts[2] if len(parts) == 4 else ""
-        return tuple(dict.fromkeys(end for end in (between.partition("\n")[0].strip(), between) if end.strip()))
-
-    def _mark_special_names(self, value: Any) -> Any:
-        """The text with MARK only within names of special tokens."""
-        if not isinstance(value, str):
-            return value
-        value = value.replace(MARK, "")
-        return value if self._first_letters is None else self._first_letters.sub(rf"\1{MARK}", value)
-
-    def _text(self, text: str) -> list[int]:
-        return self._plain.encode(text.replace(MARK, "")).tolist() if text else []

@@ -16,8 +16,9 @@ from megajax.inference.engine import Engine, complete
 from megajax.inference.prompts import Prompt, encode, read_prompts
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
 from megajax.inference.terminal import Screen, Session
-from megajax.tokenizers.chat_template import ChatTemplate, Conversation
+from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.tokenizers.conversation import Conversation
 
 BYTES = ByteTokenizerConfig().build()
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)

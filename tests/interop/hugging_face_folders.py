@@ -1,10 +1,16 @@
-"""Small Hugging Face folders, written with the safetensors library."""
+"""Small Hugging Face folders, written with the safetensors library, and weights and tensors in memory."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.weights.foreign import Entry
+from megajax.layers.param import ParamSpec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,3 +60,40 @@ def write_llama(folder: Path, dtype: type = np.float16, seed: int = 0, **changes
     (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors")
     return tensors
+
+
+class Arrays:
+    """Tensors in memory."""
+
+    where = "memory"
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self.arrays = dict(arrays)
+
+    def entries(self) -> dict[str, Entry]:
+        return {name: Entry(array.shape, array.dtype) for name, array in self.arrays.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Weights in memory."""
+
+    weights: Mapping[str, np.ndarray]
+    where: str = "given"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: w.shape for path, w in self.weights.items()}
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        return self.weights[path][box]
+
+
+def random_weights(declared: Mapping[str, ParamSpec], scale: float = 1.0) -> ArraySource:
+    """Random weights, including rows past the vocabulary, as in training."""
+    draw = np.random.default_rng(0)
+    return ArraySource(
+        {path: (scale * draw.normal(size=spec.shape)).astype(np.float32) for path, spec in declared.items()}
+    )

@@ -5,17 +5,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hugging_face_folders import write_llama
+from hugging_face_folders import ArraySource, write_llama
+from hugging_face_folders import random_weights as drawn
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
 from megajax.checkpoint.weights.name_mapping import tensors_of
 from megajax.config.errors import UserError
@@ -61,24 +61,8 @@ def base(kind: str) -> ForeignModel:
     return ForeignModel(model=model, tensors=None, rows=family.rows(model))  # ty: ignore[invalid-argument-type]
 
 
-@dataclass(frozen=True)
-class ArraySource:
-    """Weights in memory."""
-
-    weights: Mapping[str, np.ndarray]
-    where: str = "given"
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {path: w.shape for path, w in self.weights.items()}
-
-    def read(self, path: str, box: Box) -> np.ndarray:
-        return self.weights[path][box]
-
-
-def random_weights(model: Any, seed: int = 0) -> ArraySource:
-    rng = np.random.default_rng(seed)
-    declared = declared_by(model)
-    return ArraySource({path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()})
+def random_weights(model: Any) -> ArraySource:
+    return drawn(declared_by(model))
 
 
 def read_weight(source: Any, path: str) -> np.ndarray:

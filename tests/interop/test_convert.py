@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_folders import LLAMA, write_llama
+from hugging_face_folders import LLAMA, random_weights, write_llama
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
@@ -43,10 +43,8 @@ from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerC
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks for each array; and no settings for later programs."""
+    """Several chunks for each array."""
     monkeypatch.setattr(boxes, "CHUNK_BYTES", 1600)
-    monkeypatch.setattr(convert, "use_devices", lambda devices: None)
-    monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
 
 
 @pytest.fixture(scope="module")
@@ -264,38 +262,11 @@ def test_too_little_space_is_an_early_error(folder, tmp_path, monkeypatch) -> No
     assert nothing_but(tmp_path)
 
 
-def test_verifying_detects_a_changed_byte(folder, run, tmp_path) -> None:
-    source = conversion.open_source(str(run))
-    conversion.write(source, f"hf:{tmp_path}/back", Options(), lambda elements: None)
-    path = tmp_path / "back/model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="1 of 12 arrays differ: "):
-        conversion.verify(source, f"hf:{tmp_path}/back", Options(), lambda elements: None)
-
-
-class Drawn:
-    """Random weights, including rows past the vocabulary, as in training."""
-
-    where = "drawn"
-
-    def __init__(self, declared):
-        draw = np.random.default_rng(0)
-        self.arrays = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()}
-
-    def shapes(self):
-        return {path: array.shape for path, array in self.arrays.items()}
-
-    def read(self, path, box):
-        return self.arrays[path][box]
-
-
 @pytest.mark.parametrize("form", ["hf", "megatron"])
 def test_rows_past_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) -> None:
     declared, meta = declared_by(open_step(run).config.model), {**open_step(run).meta, "source": {}}
     assert declared["tokens"].shape[0] == 128
-    write_step(tmp_path / "run/checkpoints", declared, Drawn(declared), meta, dtype=np.dtype(np.float32))
+    write_step(tmp_path / "run/checkpoints", declared, random_weights(declared), meta, dtype=np.dtype(np.float32))
     assert convert.main([f"--from={tmp_path}/run", f"--to={form}:{tmp_path}/back", "--verify"]) == 0
     elements = sum(np.prod(spec.shape) for spec in declared.values()) - 2 * 88 * 16
     assert f"{elements:,} elements, all equal" in capsys.readouterr().out
@@ -307,7 +278,7 @@ def test_observations_without_a_tensor_of_the_format_are_not_compared(tmp_path, 
     declared = declared_by(config.model)
     assert "stack.blocks.0.mlp.load.sum" in declared
     stored = StoredModel(
-        model=config.model, weights=Drawn(declared), files=tmp_path, config=lambda folder, files: config
+        model=config.model, weights=random_weights(declared), files=tmp_path, config=lambda folder, files: config
     )
     target = f"{form}:{tmp_path}/back"
     conversion.write(stored, target, Options(), lambda elements: None)

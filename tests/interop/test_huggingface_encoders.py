@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hugging_face_folders import Arrays
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.weights.foreign import Entry, declared_by, demand_fit
+from megajax.checkpoint.weights.foreign import declared_by, demand_fit
 from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop import conversion
@@ -118,21 +119,6 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "vision_feature_layer": -1,
     },
 }
-
-
-class Arrays:
-    """Tensors in memory."""
-
-    where = "memory"
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self.arrays = dict(arrays)
-
-    def entries(self) -> dict[str, Entry]:
-        return {name: Entry(array.shape, array.dtype) for name, array in self.arrays.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self.arrays[name]
 
 
 class Described(NamedTuple):

@@ -70,10 +70,8 @@ class Drawn:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks for each array; and no settings for later programs."""
+    """Several chunks for each array."""
     monkeypatch.setattr(boxes, "CHUNK_BYTES", 1600)
-    monkeypatch.setattr(convert, "use_devices", lambda devices: None)
-    monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_tensor_table import Arrays
+from hugging_face_folders import Arrays
 
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Settings

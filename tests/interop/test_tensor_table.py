@@ -1,12 +1,11 @@
 """Tables of names: every piece of our weights in its tensor, in both directions; boxes read like whole weights."""
 
-from collections.abc import Mapping
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hugging_face_folders import Arrays
 
-from megajax.checkpoint.weights.foreign import Entry, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.config.errors import UserError
 from megajax.layers.attention.config import AttentionConfig
@@ -37,21 +36,6 @@ EXPERTS = [
     ],
 ]
 TABLE = [*ENDS, *NORMS, FUSED, *REST, *EXPERTS]
-
-
-class Arrays:
-    """Tensors in memory."""
-
-    where = "memory"
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self.arrays = dict(arrays)
-
-    def entries(self) -> dict[str, Entry]:
-        return {name: Entry(array.shape, array.dtype) for name, array in self.arrays.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self.arrays[name]
 
 
 @pytest.fixture(scope="module")

@@ -42,13 +42,6 @@ OF_MODELS = (
 """Settings that change the outputs of some model."""
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions in this process leave no settings for later programs."""
-    monkeypatch.setattr(convert, "use_devices", lambda devices: None)
-    monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
-
-
 def message(folder: Path, *ignore: str) -> str:
     with pytest.raises(UserError) as error:
         model_of(folder, ignore)

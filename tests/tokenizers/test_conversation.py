@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.tokenizers.chat_template import MARK, ChatTemplate, Conversation
+from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -13,6 +13,7 @@ from megajax.tokenizers.config import (
     TiktokenTokenizerConfig,
     TokenizerConfig,
 )
+from megajax.tokenizers.conversation import MARK, Conversation
 
 NAMES = ("<|im_start|>", "<|im_end|>", "</s>", "<<s>", "<s>")
 

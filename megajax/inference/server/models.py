@@ -12,7 +12,8 @@ from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.body import RequestError, invalid
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import Conversation, TemplateMisfit
+from megajax.tokenizers.chat_template import TemplateMisfit
+from megajax.tokenizers.conversation import Conversation
 
 PROMPT_TYPES = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 ROLES = ("system", "developer", "user", "assistant")

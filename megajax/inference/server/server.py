@@ -27,7 +27,7 @@ from megajax.inference.server.models import ServedModel
 from megajax.inference.worker import Worker
 from megajax.models.facts import facts_of
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import Conversation
+from megajax.tokenizers.conversation import Conversation
 
 CLOSING_SECONDS = 5
 """Time limit for sending the last bytes of responses."""

@@ -18,8 +18,9 @@ from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.worker import Worker
-from megajax.tokenizers.chat_template import ChatTemplate, Conversation
+from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.tokenizers.conversation import Conversation
 
 
 @dataclass

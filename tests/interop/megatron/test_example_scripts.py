@@ -4,7 +4,6 @@ The scripts beside this file are ours. They use every construct of Megatron-LM's
 its repository are read where MEGAJAX_MEGATRON_EXAMPLES names their folder.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from megajax.tools.megatron_args import main
 from megajax.training.run_config import RunConfig
 
 SCRIPTS = Path(__file__).parent / "scripts"
-EXAMPLES = os.environ.get("MEGAJAX_MEGATRON_EXAMPLES", "")
 ARGUMENTS = {
     "dense_fp8.sh": [],
     "experts.sh": ["saved", "llama.model", "corpus"],
@@ -143,36 +141,3 @@ def test_runs_fit_where_they_do_with_megatron(name: str, output: Path, capsys: p
         pytest.approx(activations, rel=0.01),
     )
     capsys.readouterr()
-
-
-ORIGINALS = {
-    "train_gpt3_175b_distributed.sh": ("saved board vocab.json merges.txt corpus", "translated"),
-    "train_bert_340m_distributed.sh": ("saved board vocab.txt corpus", "24 layers on 16 stages"),
-    "train_t5_220m_distributed.sh": ("saved board vocab.txt corpus", "translated"),
-    "train_llama3_8b_h100_fp8.sh": ("", "translated"),
-    "train_mixtral_8x7b_distributed.sh": ("saved llama.model corpus", "translated"),
-    "02_train.sh": ("--checkpoint-path saved", "translated"),
-    "mamba/train.sh": ("corpus tokenizer.model -- --vocab-size 256000", "translated"),
-}
-"""Arguments of scripts of Megatron-LM that their first comments ask for, and the answer."""
-
-
-@pytest.mark.skipif(not EXAMPLES, reason="MEGAJAX_MEGATRON_EXAMPLES does not name a folder of Megatron-LM's scripts")
-def test_scripts_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Prints the answer for each script, with -s. Others than those above may be refused, but only by a message."""
-    monkeypatch.chdir(tmp_path)
-    answers, wrong = {}, []
-    for path in sorted(Path(EXAMPLES).rglob("*.sh")):
-        known = [answer for name, answer in ORIGINALS.items() if path.as_posix().endswith(f"/{name}")]
-        arguments, expected = (known or [("saved board cache tokenizer.model corpus", "")])[0]
-        try:
-            main(["--output=made.py", "--force", str(path), *arguments.split()])
-            answer = "translated"
-        except UserError as error:
-            answer = " ".join(str(error).replace(str(path), "").split())
-        answers[path.relative_to(EXAMPLES).as_posix()] = answer
-        if expected not in answer:
-            wrong.append(f"{path}: {answer}")
-    capsys.readouterr()
-    print(*(f"{name} | {answer[:150]}" for name, answer in answers.items()), sep="\n")
-    assert not wrong
