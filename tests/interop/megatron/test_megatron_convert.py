@@ -24,7 +24,7 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["local", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["local", ""])
 def test_round_trip(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "mixtral" if family else "llama"
     weights = random_tensors(name)
