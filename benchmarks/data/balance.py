@@ -10,6 +10,7 @@ from megajax.config import load
 from megajax.data.rows.balancing import Imbalance, RowWork, balance_rows, device_scores, imbalance
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit
 from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.models.summary import summarize
 from megajax.training.row_work import row_work
 
 ROUNDS = (1, 4, 16)
@@ -47,7 +48,7 @@ def context_balance(*, rows: int = 1024, model: str = "llama3.py") -> dict[str, 
     """
     ratios = {}
     for corpus in CORPORA:
-        work = row_work(load(model, f"model.sequence_length={corpus.length}").model)
+        work = row_work(summarize(load(model, f"model.sequence_length={corpus.length}").model))
         name = f"{corpus.length // 1024}k, median {corpus.median}, sigma {corpus.sigma}"
         ratios[name] = figures(corpus, work, rows)
     print(tables(ratios))

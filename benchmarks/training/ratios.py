@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.kernels.compiled import scan_gradients, scan_shapes
 from benchmarks.stopwatch import alternate, milliseconds, ratios, timed
 from megajax.config import UserError, load
-from megajax.job.banner import saved_by_layers
+from megajax.job.description import describe
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
 from megajax.planning.program.train_step import compile_train_step
 from megajax.planning.virtual_devices import GIB, MIB, prepare, read_cluster
@@ -126,7 +126,7 @@ def kept_memory(run: Run, batch: object) -> dict[str, Any]:
     """Compile time and memory of the train step."""
     start = time.perf_counter()
     memory = run.train_step.lower(run.state, batch).compile().memory_analysis()
-    seconds, saved = time.perf_counter() - start, saved_by_layers(run, run.cfg.model)[""]
+    seconds, saved = time.perf_counter() - start, describe(run.parts).saved[""]
     return {
         "compile_seconds": round(seconds, 2),
         "temporary_mib": round(memory.temp_size_in_bytes / MIB, 1),

@@ -57,7 +57,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
         name = type(config.model).__name__
         raise UserError(f"{name} is an encoder-decoder model, which generate and serve do not support")
     remedy = "set the tokenizer that the weights were trained with"
-    tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
+    tokenizer = build_tokenizer(config.tokenizer, ids_below(config.model), remedy)
     template = config.inference.template
     template = None if template is None else ChatTemplate(template, "inference.template")
     weights = quantized_weights(origin, config.model)

@@ -2,93 +2,94 @@
 
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from megajax.config.nearest import listed
+from megajax.data.rows.loader import Loader
 from megajax.display.text import count, skipped_rows
+from megajax.job.description import Description
 from megajax.job.device_memory import size
 from megajax.job.integrity.replicas import coverage
 from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
-from megajax.layers.facts import Share
 from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.processes.nccl import variables as nccl_variables
 from megajax.mesh.processes.world import find_world
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import flag_names, memory_fraction
-from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
-from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
-from megajax.models.protocol import ModelConfig, ids_below, position_unit
+from megajax.models.facts import Facts, SectionFacts
+from megajax.models.memory import MemoryReport, SavedBytes
+from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
-from megajax.training.program import weight_size
-from megajax.training.session import Run
+from megajax.training.program import Program
+from megajax.training.session import Parts, Run
 
 type Section = tuple[str, list[tuple[str, str]]]
 
 
-def banner(run: Run, origin: str) -> list[Section]:
+def banner(run: Run, description: Description, origin: str) -> list[Section]:
     """Sections for metrics.banner: model, layout, batch, training, run. origin: of the initial state."""
-    plan = run.parts.resolved.replan
+    parts, program = run.parts, run.program
+    plan = parts.resolved.replan
     return [
-        ("model", _model(run)),
-        ("layout", [*_layout(run), *(("elastic", line) for line in ([] if plan is None else plan.lines()))]),
-        ("batch", _batch(run)),
-        ("training", _training(run)),
-        ("run", _run(run, origin)),
+        ("model", _model(program, parts.tokenizer.vocabulary_size)),
+        ("layout", [*_layout(program, description), *(("elastic", line) for line in (plan.lines() if plan else ()))]),
+        ("batch", _batch(program)),
+        ("training", _training(program, description, parts.resolved.kernels)),
+        ("run", _run(parts, run.batches, origin)),
     ]
 
 
-def _model(run: Run) -> list[tuple[str, str]]:
-    cfg, tokens = run.cfg.model, run.parts.tokenizer.vocabulary_size
-    facts, flops, vocabulary = facts_of(cfg), flops_of(cfg), ids_below(cfg)
-    total, besides, padded, predicted = run.program.parameters, "", "", vocabulary is not None
+def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
+    """tokens: those of the tokenizer."""
+    cfg, model, besides, padded = program.cfg.model, program.summary, "", ""
+    facts, vocabulary, columns = model.facts, model.vocabulary, model.columns
+    total, predicted = program.parameters, vocabulary is not None
     shapes = [f"{stack.layers()} layers" for stack in cfg.stacks().values()]
     if facts is not None:
         parameters = facts.parameter_count()
         total, besides = parameters.total, f", without embeddings {count(parameters.layers)}"
         besides += f", active {count(parameters.active)}" if parameters.idle else ""
         shapes = [_shape(section) for section in facts.section_facts()]
-        columns = facts.head_facts().columns
-        predicted = vocabulary is not None and columns >= vocabulary  # False for a text classifier
+    if columns is not None and vocabulary is not None:
+        predicted = columns >= vocabulary  # False for a text classifier
         padded = f", padded to {columns:,}" if predicted else ""
     rows = [
         ("parameters", f"{count(total)} ({total:,}){besides}"),
-        *_trained(run),
+        *_trained(program),
         *(("shape", shape) for shape in shapes),
     ]
     if vocabulary is not None:
         unused = f" (the tokenizer has {tokens:,})" if tokens != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
-    if flops is not None:
-        by_attention = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
-        rows.append((f"FLOPs per {position_unit(cfg).removesuffix('s')}", by_attention))
+    if model.flops is not None:
+        by_attention = f"{model.flops.causal:.4g} with causal attention, {model.flops.full:.4g} with full"
+        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", by_attention))
     if predicted and vocabulary is not None:
         rows.append(("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}"))
     return rows
 
 
-def _trained(run: Run) -> list[tuple[str, str]]:
+def _trained(program: Program) -> list[tuple[str, str]]:
     """The number of trained weights, padding rows included; nothing if all weights are trained."""
-    program, adapters = run.program, run.program.adapters
     if len(program.optimizer.declared) == len(program.declared):
         return []
-    total, trained, low_rank = (
-        sum(weight_size(program.declared[path]) for path in paths)
-        for paths in (program.declared, program.optimizer.declared, adapters)
-    )
-    lora = getattr(run.cfg.model, "lora", None)
-    text = f"{count(trained)} ({trained:,}), {trained / total:.2%} of all"
+    stored, trained, low_rank = program.elements
+    lora = getattr(program.cfg.model, "lora", None)
+    text = f"{count(trained)} ({trained:,}), {trained / stored:.2%} of all"
     if lora is not None:
-        text += f"; {count(low_rank)} in {len(adapters) // 2} adapters of rank {lora.rank}, scale {lora.scale():g}"
+        text += f"; {count(low_rank)} in {len(program.adapters) // 2} adapters"
+        text += f" of rank {lora.rank}, scale {lora.scale():g}"
     return [("trained", text)]
 
 
@@ -101,11 +102,11 @@ def _shape(section: SectionFacts) -> str:
     return f"{prefix}{section.stack.layers()} layers x {hidden} hidden, {blocks}"
 
 
-def _layout(run: Run) -> list[tuple[str, str]]:
-    parallel, used, available = run.cfg.parallel, run.mesh.size, jax.device_count()
-    rest = f" ({used} of {available} used)" if used < available else ""
+def _layout(program: Program, description: Description) -> list[tuple[str, str]]:
+    parallel, mesh, available = program.cfg.parallel, program.mesh, jax.device_count()
+    rest = f" ({mesh.size} of {available} used)" if mesh.size < available else ""
     processes, world = f"{jax.process_count()} process" + "es" * (jax.process_count() > 1), find_world()
-    if run.mesh.devices.flat[0].platform == "gpu" and world is not None:
+    if mesh.devices.flat[0].platform == "gpu" and world is not None:
         of_machine = "" if world.local_count is None else f", {world.local_count} on this machine"
         processes += f"{of_machine}, this one with {jax.local_device_count()}"
     sharding = {
@@ -114,58 +115,50 @@ def _layout(run: Run) -> list[tuple[str, str]]:
         "fsdp": "fsdp: weights and optimizer state",
     }
     return [
-        ("devices", f"{used} x {run.mesh.devices.flat[0].device_kind}{rest}, {processes}"),
-        *_idle(run),
-        ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
+        ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}{rest}, {processes}"),
+        *_idle(mesh),
+        ("mesh", ", ".join(f"{name} {size}" for name, size in mesh.shape.items())),
         ("data sharding", sharding[parallel.data_sharding]),
         ("sequence parallel", "on" if parallel.sequence else "off"),
-        *_context(run),
-        *_experts(run),
-        *_pipeline(run),
+        *_context(program.layout.rows, program.cfg.model),
+        *_experts(parallel, mesh, description.mixtures, known=program.summary.facts is not None),
+        *_pipeline(program),
     ]
 
 
-def _idle(run: Run) -> list[tuple[str, str]]:
+def _idle(mesh: Mesh) -> list[tuple[str, str]]:
     """Devices outside the mesh."""
-    used = set(run.mesh.devices.flat)
+    used = set(mesh.devices.flat)
     idle = [f"{device} of process {device.process_index}" for device in jax.devices() if device not in used]
     return [("idle", listed(idle))] if idle else []
 
 
-def _context(run: Run) -> list[tuple[str, str]]:
+def _context(split: SequenceSharding, model: ModelConfig) -> list[tuple[str, str]]:
     """How rows are split over `context`."""
-    split = run.program.layout.rows
     if split.devices == 1:
         return []
-    positions, chunks = run.cfg.model.row_positions() // split.unit, f"{split.chunks} chunk" + "s" * (split.chunks > 1)
+    positions, chunks = model.row_positions() // split.unit, f"{split.chunks} chunk" + "s" * (split.chunks > 1)
     return [("rows over context", f"{chunks} of {positions:,} positions on each device")]
 
 
-def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
-    """Distinct expert layers, each with the tokens of a microbatch on one group of `tensor` devices."""
-    facts, layers = facts_of(run.cfg.model), []
-    for section in () if facts is None else facts.section_facts():
-        tokens = run.cfg.batch.micro_size * section.positions / run.mesh.shape["context"]
-        sizes = {"hidden": section.hidden, "length": section.length, "memory_length": section.memory_length}
-        blocks = (block.facts(dtype=run.cfg.precision.compute, **sizes) for block in section.stack.pattern)
-        mixtures = [(experts, tokens) for block in blocks for experts in block.experts]
-        layers += [layer for number, layer in enumerate(mixtures) if layer not in layers + mixtures[:number]]
-    return layers
+def _experts(
+    parallel: ParallelConfig, mesh: Mesh, mixtures: Sequence[tuple[ExpertFacts, float]], *, known: bool
+) -> list[tuple[str, str]]:
+    """How tokens are dispatched to experts; without experts, what `parallel.expert` does.
 
-
-def _experts(run: Run) -> list[tuple[str, str]]:
-    """How tokens are dispatched to experts; without experts, what `parallel.expert` does."""
-    mixtures, layout = _mixtures(run), ExpertSharding.of(run.cfg.parallel)
-    if not mixtures and layout.expert > 1 and facts_of(run.cfg.model) is not None:
+    known: whether the model has facts, without which its mixtures are unknown.
+    """
+    layout = ExpertSharding.of(parallel)
+    if not mixtures and layout.expert > 1 and known:
         return [("experts", f"none: the {layout.expert} devices of expert split the rows, like those of data")]
     texts = [experts.summary(tokens, layout) for experts, tokens in mixtures]
-    on_cpu = run.mesh.devices.flat[0].platform == "cpu"
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     notes = [note for experts, _ in mixtures if (note := experts.way_note(layout, on_cpu=on_cpu))]
     return [("experts", text) for text in dict.fromkeys([*texts, *notes])]
 
 
-def _pipeline(run: Run) -> list[tuple[str, str]]:
-    schedule, partition = run.program.pipeline, run.program.partition
+def _pipeline(program: Program) -> list[tuple[str, str]]:
+    schedule, partition = program.pipeline, program.partition
     if schedule is None:
         return []
     wait = f", losses delayed by {schedule.loss_wait} tick" if schedule.loss_wait else ""
@@ -177,45 +170,47 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
     sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
     padding = f"; {rows - layers} of {rows} rows are padding" if rows > layers else ""
-    if len(run.cfg.model.stack.parts()) > 1:
+    if len(program.cfg.model.stack.parts()) > 1:
         return [("pipeline", text), ("layers of a chunk", f"{sizes}, in one program for all chunks")]
     return [("pipeline", text), ("layers of a chunk", f"{sizes} repeats of the pattern{padding}")]
 
 
-def _batch(run: Run) -> list[tuple[str, str]]:
-    batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
-    rows, length = run.program.sizes.sizes()[-1].rows, run.cfg.model.row_positions()
-    split = f"{run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows"
-    positions = run.program.sizes.samples(run.cfg.steps) * length
-    unit = position_unit(run.cfg.model)
+def _batch(program: Program) -> list[tuple[str, str]]:
+    cfg, replicas, unit = program.cfg, program.mesh.shape["data"] * program.mesh.shape["expert"], program.summary.unit
+    rows, length = program.sizes.sizes()[-1].rows, cfg.model.row_positions()
+    split = f"{program.microbatches} microbatches x {replicas} data-parallel x {cfg.batch.micro_size} rows"
+    positions = program.sizes.samples(cfg.steps) * length
     more = [] if unit == "rows" else [(f"{unit} per step", f"{rows * length:,} ({length} per row)")]
     return [
         ("rows per step", f"{rows} = {split}"),
         *more,
-        ("whole run", f"{run.cfg.steps:,} steps, {count(positions)} {unit}"),
-        ("loss average", batch.loss_average),
+        ("whole run", f"{cfg.steps:,} steps, {count(positions)} {unit}"),
+        ("loss average", cfg.batch.loss_average),
     ]
 
 
-def _training(run: Run) -> list[tuple[str, str]]:
-    precision, optimizer, schedule = run.cfg.precision, run.cfg.optimizer, run.cfg.schedule
+def _training(program: Program, description: Description, kernels: Sequence[Choice[str]]) -> list[tuple[str, str]]:
+    cfg = program.cfg
+    precision, optimizer, schedule = cfg.precision, cfg.optimizer, cfg.schedule
     clip = "none" if optimizer.clip is None else f"{optimizer.clip:g}"
-    warmup, decay = (n / run.cfg.batch.global_size for n in (run.program.schedule.warmup, run.program.schedule.decay))
+    warmup, decay = (n / cfg.batch.global_size for n in (program.schedule.warmup, program.schedule.decay))
     dtypes = f"compute {precision.compute}, weights {precision.params}, gradients {precision.gradients}"
     rates = f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}"
     return [
         ("precision", dtypes),
-        *_fp8(precision, mixtures=bool(_mixtures(run))),
-        *_kernels(run.cfg.model, run.cfg.parallel, run.parts.resolved.kernels),
-        *_recompute(run),
+        *_fp8(precision, mixtures=bool(description.mixtures)),
+        *_kernels(cfg.model, cfg.parallel, program.summary.facts, kernels),
+        *_recompute(program, description.saved),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
         ("learning rate", f"{rates}, warm-up {warmup:g} steps, decay over {decay:g}"),
     ]
 
 
-def _kernels(model: ModelConfig, parallel: ParallelConfig, kernels: Sequence[Choice[str]]) -> list[tuple[str, str]]:
+def _kernels(
+    model: ModelConfig, parallel: ParallelConfig, facts: Facts | None, kernels: Sequence[Choice[str]]
+) -> list[tuple[str, str]]:
     """Backends of each kind of layer; on a GPU, also why a faster one is not used."""
-    facts, choices = facts_of(model), list(dict.fromkeys(kernels))
+    choices = list(dict.fromkeys(kernels))
     backends: dict[str, list[str]] = {}
     for choice in choices:
         names = backends.setdefault(choice.place or "attention", [])
@@ -251,54 +246,31 @@ def _fp8(precision: PrecisionConfig, *, mixtures: bool) -> list[tuple[str, str]]
     return [("8-bit matmuls", text + f"; experts multiply in {precision.compute}" * mixtures)]
 
 
-def _recompute(run: Run) -> list[tuple[str, str]]:
+def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> list[tuple[str, str]]:
     """The tensors that layers save and recompute for the backward pass, and their bytes per layer."""
-    facts = facts_of(run.cfg.model)
+    facts = program.summary.facts
     if facts is None:
         return []
-    remat, layers = facts.recomputing(), run.cfg.model.stack.layers()
+    remat, layers = facts.recomputing(), program.cfg.model.stack.layers()
     text = f"{format_recompute(remat.recompute)}: {_saved(remat.policy())}"
     if remat.layers_per_checkpoint > 1:
         group = remat.layers_per_checkpoint
         text = f"{format_recompute(remat.recompute)}: groups of {group} layers save the input of the first"
     if remat.layers is not None and remat.layers < layers:
         text += f" (first {remat.layers} layers of each chunk); other layers: {_saved(remat.lighter_policy())}"
-    share = run.mesh.shape["tensor"] * run.mesh.shape["context"]
+    share = program.mesh.shape["tensor"] * program.mesh.shape["context"]
     over = f", over {share} devices" if share > 1 else ""
     rows = [("recompute", text)]
-    for path, costs in saved_by_layers(run, facts).items():
+    for path, costs in saved.items():
         cost = "; ".join(
-            (f"{saved.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
-            + size(saved.device)
-            + (f" and {size(saved.host)} in host memory" if saved.host else "")
-            + f", {size(saved.recomputed)} recomputed"
-            for saved in costs
+            (f"{layer.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
+            + size(layer.device)
+            + (f" and {size(layer.host)} in host memory" if layer.host else "")
+            + f", {size(layer.recomputed)} recomputed"
+            for layer in costs
         )
         rows.append(("saved by a layer", f"{path}{': ' * bool(path)}per microbatch{over}: {cost}"))
     return rows
-
-
-def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
-    """Bytes that the layers of each section save per microbatch, summed over the devices of `context` and `tensor`."""
-    cfg, program = run.cfg, run.program
-    width, saved = jnp.dtype(cfg.precision.compute).itemsize, {}
-    kernel_facts = facts.with_kernels([choice.kernel for choice in run.parts.resolved.kernels])
-    for section in demand_facts(kernel_facts).section_facts():
-        share = Share(
-            tokens=cfg.batch.micro_size * section.positions,
-            width=width,
-            residual_width=4 if section.residual == "float32" else width,
-            operand_width=None if cfg.precision.fp8 is None else 1,
-        )
-        blocks, repeats = section.stack.pattern, section.stack.repeats
-        if program.pipeline is not None and len(section.stack.parts()) > 1:
-            longest = max(program.partition.stored(), key=len)
-            blocks = blocks[longest.start : longest.stop]
-        elif program.pipeline is not None:
-            repeats = program.partition.rows
-        pattern = block_facts(section, blocks, cfg.precision.compute)
-        saved[section.path] = list(saved_bytes(section.recomputing, pattern, share, repeats))
-    return saved
 
 
 def _saved(policy: SavePolicy) -> str:
@@ -308,41 +280,29 @@ def _saved(policy: SavePolicy) -> str:
     return f"save {names.replace('_', ' ')}; recompute the rest"
 
 
-def memory_formula(run: Run) -> str:
-    """Memory by Megatron-LM's formula, as the end of a line; "" on CPUs, and for what the formula lacks."""
-    facts, sizes = facts_of(run.cfg.model), run.mesh.shape
-    if facts is None or sizes["context"] > 1 or run.mesh.devices.flat[0].platform == "cpu":
+def memory_formula(report: MemoryReport | None) -> str:
+    """Memory by Megatron-LM's formula, as the end of a line; "" without a report."""
+    if report is None:
         return ""
-    setting = MemorySetting.of(
-        run.cfg.parallel,
-        facts.recomputing().recompute,
-        data=sizes["data"] * sizes["expert"],
-        micro_size=run.cfg.batch.micro_size,
-        microbatches=run.program.microbatches,
-    )
-    report = memory_report(facts, setting)
     return (
-        ""
-        if report is None
-        else (
-            f"; Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
-            f"{size(report.weights)}, activations {size(report.activations)})"
-        )
+        f"; Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
+        f"{size(report.weights)}, activations {size(report.activations)})"
     )
 
 
-def _compiler(run: Run) -> list[tuple[str, str]]:
+def _compiler(program: Program) -> list[tuple[str, str]]:
     """Compiler options, and the folder of compiled programs."""
-    user_options, options, cache = run.cfg.xla.options, run.program.options, cache_in_use()
+    settings, options, cache = program.cfg.xla, program.options, cache_in_use()
+    user_options = settings.options
     defaults = ", ".join(f"{name}={value}" for name, value in options.items() if name not in user_options)
     user_text = ", ".join(f"{name}={options[name]}" for name in user_options)
-    on_gpus = run.mesh.devices.flat[0].platform == "gpu"
+    on_gpus = program.mesh.devices.flat[0].platform == "gpu"
     share, nccl = (memory_fraction(), nccl_variables()) if on_gpus else (None, "")
     return [
         *([("XLA", defaults)] if defaults else []),
         *([("XLA, as asked", user_text)] if user_text else []),
         *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
-        *([("deterministic", "on: no autotuning, sums in a fixed order")] if run.cfg.xla.deterministic else []),
+        *([("deterministic", "on: no autotuning, sums in a fixed order")] if settings.deterministic else []),
         *([("NCCL", nccl)] if nccl else []),
         *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),
         ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
@@ -355,9 +315,9 @@ def _passes(rows: Any) -> str:
     return f" ({passes:,} passes over the data)" if passes > 1 else ""
 
 
-def _balance(run: Run) -> list[tuple[str, str]]:
+def _balance(train: Any, balance: str, imbalance: tuple[Any, Any] | None) -> list[tuple[str, str]]:
     """Fill of packed rows, and the balance of attention's work among rows and among data groups."""
-    packing, imbalance = getattr(run.parts.splits.train, "packing", None), run.batches.imbalance()
+    packing = getattr(train, "packing", None)
     text = (
         "" if packing is None else f"{packing.fill:.1%} filled; most scores of a row {packing.imbalance:.2f} x the mean"
     )
@@ -365,25 +325,23 @@ def _balance(run: Run) -> list[tuple[str, str]]:
     if imbalance is None:
         return rows
     as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*ratios) for ratios in imbalance)
-    text = (
-        f"by {run.cfg.data.loader.balance}; busiest group over mean at the next step: {balanced} (in order: {as_read})"
-    )
+    text = f"by {balance}; busiest group over mean at the next step: {balanced} (in order: {as_read})"
     return [*rows, ("balanced rows", text)]
 
 
-def _run(run: Run, origin: str) -> list[tuple[str, str]]:
-    splits: Any = run.parts.splits
-    parts = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
-    rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in parts)
-    isolated = "; documents isolated" if "segment_ids" in run.program.schema else ""
-    skipped = run.parts.skipped_rows()
+def _run(parts: Parts, batches: Loader, origin: str) -> list[tuple[str, str]]:
+    splits, cfg, program = parts.splits, parts.cfg, parts.program
+    named = [(name, part) for name, part in splits._asdict().items() if part is not None]
+    rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in named)
+    isolated = "; documents isolated" if "segment_ids" in program.schema else ""
+    skipped = parts.skipped_rows()
     return [
-        ("data", f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}{isolated}"),
+        ("data", f"{type(cfg.data).__name__.removesuffix('Config')}; rows: {rows}{isolated}"),
         *([("rows skipped", skipped_rows(skipped))] if skipped else []),
-        *_balance(run),
-        ("folder", str(run.cfg.run_dir)),
+        *_balance(splits.train, cfg.data.loader.balance, batches.imbalance()),
+        ("folder", str(cfg.run_dir)),
         ("start", origin),
-        *coverage(run.cfg.resilience.replicas, run.program),
+        *coverage(cfg.resilience.replicas, program),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
-        *_compiler(run),
+        *_compiler(program),
     ]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import jax
 from megajax.config.errors import first_line
 from megajax.display.banner import Section
 from megajax.display.text import count, duration, skipped_rows
+from megajax.faults.activity import FINISH
 from megajax.faults.exit_codes import NUMERIC_FAULT
 from megajax.job.device_memory import peak_memory, size
 from megajax.job.faults.watch import advice
@@ -20,7 +22,6 @@ from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
-from megajax.models.protocol import ids_below, position_unit
 from megajax.optim.config import ScheduleConfig
 from megajax.storage.write_errors import write_fault
 from megajax.training.guarded.faults import Corruption, NumericFault
@@ -45,9 +46,20 @@ class Ending:
         self._job, self._steps, self._sampler, self._reporter = job, steps, sampler, reporter
         self._consumed = int(job.run.state.consumed_samples)
         """Rows consumed before this attempt."""
+        self._phase = partial(job.activity.phase, FINISH)
 
-    def finish(self, last: StepInfo | None) -> None:
-        """Save, evaluate, plot, sample, and print the totals. last: the last step of this attempt."""
+    def finish(self, last: StepInfo | None) -> int:
+        """Save, evaluate, plot, sample, and print the totals -> exit code. last: the last step of this attempt.
+
+        Raises Corruption if the copies of the state differ.
+        """
+        self.console.steps_over()
+        with self._phase():
+            self._steps.integrity.at_end()
+            self._finish(last)
+        return self._job.stop.code() if self.run.step < self.run.cfg.steps else 0
+
+    def _finish(self, last: StepInfo | None) -> None:
         job, steps, save, cfg = self._job, self._steps, self._steps.save, self.run.cfg
         step, stopped = self.run.step, self.run.step < cfg.steps
         steps.profile.stop(step)
@@ -86,8 +98,14 @@ class Ending:
                 f"{'; there is no other' if newest is None else f'; the newest is of step {newest}'}"
             )
 
-    def nothing_to_train(self) -> None:
-        """The run has all its steps already."""
+    def nothing_to_train(self) -> int:
+        """The run has all its steps already -> exit code."""
+        with self._phase():
+            self._evaluate_again()
+        return 0
+
+    def _evaluate_again(self) -> None:
+        """Say what can be done with a finished run, and evaluate it if the attempt that finished it did not."""
         cfg, first = self.run.cfg, self._job.first
         decay = _same_decay(cfg.schedule, cfg.steps)
         self.console.say(
@@ -100,11 +118,10 @@ class Ending:
             line["step"] == first for line in read_metrics(self.folder.metrics)[1]
         )
         if not Peers("ending").broadcast(evaluated):
-            self.finish(None)  # the attempt that trained the last step ended before it could
+            self._finish(None)  # the attempt that trained the last step ended before it could
 
     def numeric_fault(self, fault: NumericFault | Corruption) -> int:
         """Training can't continue with these numbers: save nothing -> exit code."""
-        self.console.steps_over()
         if isinstance(fault, Corruption):
             code, message, beat, line = NUMERIC_FAULT, first_line(fault), first_line(fault), str(fault)
         else:
@@ -113,18 +130,21 @@ class Ending:
                 f"stopped by a numeric fault at {fault}; nothing was saved, earlier checkpoints are kept. "
                 f"{advice(fault)}"
             )
-        self._event("numeric_fault", message=message, exit_code=code)
-        self._job.attempt.pulse.last_beat(beat, code)
-        self.console.say(line)
-        self._steps.save.abandon()
+        self.console.steps_over()
+        with self._phase():
+            self._event("numeric_fault", message=message, exit_code=code)
+            self._job.attempt.pulse.last_beat(beat, code)
+            self.console.say(line)
+            self._steps.save.abandon()
         self.failed()
         return code
 
     def failed(self) -> None:
         """Write the report and print the goodput of a run that has failed."""
         self.console.steps_over()
-        if (goodput := self._report()) is not None:
-            self.console.say(f"goodput: {goodput.summary()}")
+        with self._phase():
+            if (goodput := self._report()) is not None:
+                self.console.say(f"goodput: {goodput.summary()}")
 
     def _summarize(self, last: StepInfo | None) -> None:
         """Write the plots and the report, and print a sample and the totals."""
@@ -137,7 +157,7 @@ class Ending:
     def _plot(self) -> None:
         """Plot the loss and the measures of layers."""
         title = f"{self.folder.path.name}: {self.run.step:,} steps"
-        vocabulary = ids_below(self.run.cfg.model)
+        vocabulary = self.run.program.summary.vocabulary
         try:
             self.console.say(plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=vocabulary))
             if line := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
@@ -162,12 +182,12 @@ class Ending:
         """Totals of this attempt. goodput: over all attempts."""
         step, first, seconds = self.run.step, self._job.first, time.monotonic() - self._job.attempt.started
         newest, rows = self._job.manager.newest(), int(self.run.state.consumed_samples) - self._consumed
-        positions = rows * self.run.cfg.model.row_positions()
+        positions, unit = rows * self.run.cfg.model.row_positions(), self.run.program.summary.unit
         work = [
             ("steps", f"{step:,}" + (f" ({step - first:,} in this attempt)" if first else "")),
-            (position_unit(self.run.cfg.model), count(positions)),
+            (unit, count(positions)),
             ("wall time", duration(seconds)),
-            (f"{position_unit(self.run.cfg.model)}/s, all included", count(positions / seconds)),
+            (f"{unit}/s, all included", count(positions / seconds)),
         ]
         if goodput is not None:
             work.append(("goodput", goodput.summary()))

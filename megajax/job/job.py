@@ -9,8 +9,9 @@ import jax
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.command_line.parser import end_at_once
-from megajax.config.dump import diff_from_defaults, flatten, to_yaml
-from megajax.faults.activity import FINISH, SETUP, START, Stage
+from megajax.config.dump import diff_from_defaults, to_yaml
+from megajax.data.preprocessing.missing_token_files import demand_files
+from megajax.faults.activity import SETUP, START, Stage
 from megajax.faults.signals import agree
 from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.faults.device_faults import device_fault
@@ -64,8 +65,11 @@ def train(
             devices = connect_devices(attempt.pulse, connect, patience, cfg.xla)
             with attempt.activity.phase(SETUP):
                 manager = attempt.open_folder(cfg.checkpoint)
+                demand_files(cfg.data, cfg.tokenizer)
                 resolved = resolve(cfg, devices)
-            code = run_attempt(resolved, attempt, manager, sources or {}, sampler, reporter)
+            changed = () if resolved.replan is None else resolved.replan.changes
+            config_yaml = to_yaml(resolved.cfg, {**(sources or {}), **dict.fromkeys(changed, "parallel.elastic")})
+            code = run_attempt(resolved, attempt, manager, config_yaml, sampler, reporter)
         except BaseException as error:
             _fail(error, cfg, attempt)
     if attempt.job is not None and attempt.job.stop.abandoned:
@@ -100,7 +104,7 @@ def run_attempt(
     resolved: Resolved,
     attempt: Attempt,
     manager: CheckpointManager,
-    sources: Mapping[str, str],
+    config_yaml: str,
     sampler: Sampler | None,
     reporter: Reporter | None,
 ) -> int:
@@ -110,48 +114,33 @@ def run_attempt(
     if attempt.skip_train:
         Evaluate(job.cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
         return 0
-    return run_job(job, sources, sampler, reporter)
-
-
-def run_job(job: JobSetup, sources: Mapping[str, str], sampler: Sampler | None, reporter: Reporter | None) -> int:
-    """Train to the end -> exit code."""
-    replan = job.run.parts.resolved.replan
-    yaml = to_yaml(job.cfg, {**sources, **dict.fromkeys(replan.changes if replan else (), "parallel.elastic")})
-    with job.activity.phase(SETUP):
-        job.activity.stage(Stage.LOGS)
-        steps = Steps(job, open_log(job, yaml), yaml)
-    ending, last = Ending(job, steps, sampler, reporter), None
+    with attempt.activity.phase(SETUP):
+        attempt.activity.stage(Stage.LOGS)
+        steps = Steps(job, open_log(job, config_yaml), config_yaml)
+        if job.first < job.cfg.steps:
+            steps.begin()
+    ending = Ending(job, steps, sampler, reporter)
     if job.first >= job.cfg.steps:
-        with job.activity.phase(FINISH):
-            ending.nothing_to_train()
-        return 0
-    with job.activity.phase(SETUP):
-        job.activity.stage(Stage.LOGS)
-        if job.first:
-            job.manager.go_back(job.first)
-        job.local.begin(job.run, job.first)
+        return ending.nothing_to_train()
     try:
-        for info in steps:
-            last = info
-        job.console.steps_over()
-        with job.activity.phase(FINISH):
-            steps.integrity.at_end()
-            ending.finish(last)
+        return ending.finish(steps.train())
     except (Corruption, NumericFault) as fault:
-        with job.activity.phase(FINISH):
-            return ending.numeric_fault(fault)
+        return ending.numeric_fault(fault)
     except SavesFailed:
-        with job.activity.phase(FINISH):
-            ending.failed()
+        ending.failed()
         raise
-    return job.stop.code() if job.run.step < job.cfg.steps else 0
 
 
 def open_log(job: JobSetup, config_yaml: str) -> Writers:
     """Open the files of the run folder and log the event `start`; from now on a stopped run saves."""
     primary = jax.process_index() == 0
+    settings = job.run.parts.resolved.settings
     files = open_writers(
-        job.cfg.logging, job.attempt.folder, start_step=job.first, primary=primary, run_config=flatten(job.cfg)
+        job.cfg.logging,
+        job.attempt.folder,
+        start_step=job.first,
+        primary=primary,
+        run_config=settings,
     )
     log = Writers([job.attempt.stack.enter_context(files), job.console])
     if primary:

@@ -21,6 +21,7 @@ from megajax.faults.watchdog import WatchdogConfig
 from megajax.interop.stored.provenance import Provenance
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
+from megajax.job.description import Description, describe
 from megajax.job.faults.failure import FailureLog
 from megajax.job.faults.hang import Pulse
 from megajax.job.faults.stop import Stopping
@@ -105,6 +106,7 @@ class JobSetup:
     compiles: CompileLog
     data: DataFiles
     run: Run
+    description: Description
     provenance: Provenance
     """Of the run's weights, for checkpoints."""
     files: ModelFiles | None
@@ -148,7 +150,7 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
     stop = Stopping(cfg.resilience, cfg.steps, attempt.pulse, signals, started=attempt.started)
     compiles = stack.enter_context(CompileLog(console.say, event))
     sources = cfg.checkpoint.sources()
-    inputs = input_groups(cfg.tokenizer, sources if start is None else ())
+    inputs = input_groups(resolved.settings, sources if start is None else ())
     data = DataFiles(verify=attempt.verify_data, inputs=inputs, say=console.say, progress=activity.progress)
     if cfg.resilience.health.before_run:
         activity.stage(Stage.HEALTH)
@@ -170,7 +172,8 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
         event("replan", **plan.event())
     if state is None and (line := frozen_weights_warning(run.program)):
         console.say(line)
-    console.show("MegaJAX", banner.banner(run, _origin(start, sources)))
+    description = describe(run.parts)
+    console.show("MegaJAX", banner.banner(run, description, _origin(start, sources)))
     ancestor, files = None if state is None else state.ancestor, None
     if not local.belongs_to_run(start):
         files = ModelFiles(run.cfg, run.parts.tokenizer, ancestor)
@@ -185,6 +188,7 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
         compiles=compiles,
         data=data,
         run=run,
+        description=description,
         provenance=files.provenance if files else ancestor.provenance if ancestor else Provenance(),
         files=files,
     )

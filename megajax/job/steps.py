@@ -19,7 +19,6 @@ from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writer
-from megajax.models.facts import flops_of
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.hooks import Hook
 from megajax.training.guarded.loop import run_guarded_steps
@@ -49,6 +48,7 @@ class Steps:
             cfg.profile, job.attempt.folder.profile, job.first, lambda summary: show(summary.sections())
         )
         job.attempt.stack.callback(self.profile.close)
+        start_profile, stop_profile = self.profile.start_hook(), self.profile.stop_hook()
         ticker = partial(console.ticker, total=False)
         self.evaluate = Evaluate(cfg, log, job.stop.requested_anywhere, ticker, job.stop.waiting)
         tasks = EvaluateTasks.of(job.run, log, job.stop.requested_anywhere, ticker)
@@ -71,7 +71,7 @@ class Steps:
             console.say(warning)
         # Evaluate before saving: a checkpoint of a step implies that all other hooks of that step have run.
         between = (*self.integrity.hooks, self.evaluate, *self.tasks, *saves)
-        self.hooks: tuple[Hook, ...] = (self.profile.stop_hook(), *between, self.profile.start_hook())
+        self.hooks: tuple[Hook, ...] = (stop_profile, *between, start_profile)
         self.watches: tuple[Callable[[StepInfo], None], ...] = (
             lambda info: self.save.committed(),
             lambda info: job.local.committed(),
@@ -79,8 +79,22 @@ class Steps:
             *self.integrity.watches,
         )
 
+    def begin(self) -> None:
+        """Set checkpoints of later steps aside, and begin the local saves."""
+        job = self._job
+        if job.first:
+            job.manager.go_back(job.first)
+        job.local.begin(job.run, job.first)
+
+    def train(self) -> StepInfo | None:
+        """Train until the last step, a request to stop, or a numeric fault -> the last step of this attempt."""
+        last = None
+        for info in self:
+            last = info
+        return last
+
     def __iter__(self) -> Iterator[StepInfo]:
-        """Train until the last step, a request to stop, or a numeric fault."""
+        """Train as `train`; each step is yielded after it is logged."""
         job, rate = self._job, step_rate(self._job.run)
         infos = run_guarded_steps(
             job.run,
@@ -98,7 +112,8 @@ class Steps:
         job.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(job.run.mesh.local_devices):
             job.event("compiled", **asdict(memory))
-            job.console.say(f"{memory.description()}{banner.memory_formula(job.run)}")
+            on_cpu = job.run.mesh.devices.flat[0].platform == "cpu"
+            job.console.say(memory.description() + banner.memory_formula(None if on_cpu else job.description.memory))
         for info in chain([first], infos):
             record = step_record(job.run, info, rate, detailed=self._detailed(info.step))
             with job.activity.phase(LOGGING, info.step):  # a file system may not answer
@@ -159,7 +174,7 @@ def step_record(run: Run, info: StepInfo, rate: StepRate, *, detailed: bool) -> 
 
 def step_rate(run: Run) -> StepRate:
     """Converts this run's step times to rates."""
-    flops = flops_of(run.cfg.model)
+    flops = run.program.summary.flops
     return StepRate(
         devices=run.mesh.size,
         flops_per_token_causal=None if flops is None else flops.causal,

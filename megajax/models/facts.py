@@ -183,6 +183,10 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         """The recompute settings of the layers."""
         ...
 
+    def with_kernels(self, names: Sequence[str]) -> "Facts":
+        """A copy with these kernels, in the order of `kernel_choices`."""
+        ...
+
     def with_recomputing(self, recomputing: Recomputing) -> "Facts":
         """A copy with these recompute settings."""
         ...

@@ -137,11 +137,12 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
     """
     if rows is not None and rows < 1:
         raise ConfigError([Problem("--rows", f"must be at least 1, got {rows}")], "command line")
-    resolved = resolve(cfg, may_replan=False)
+    resolved, vocabulary = resolve(cfg, may_replan=False), ids_below(cfg.model)
     try:
-        tokenizer = build_tokenizer(cfg.tokenizer, cfg.model, "give the tokenizer that the weights were trained with")
+        remedy = "give the tokenizer that the weights were trained with"
+        tokenizer = build_tokenizer(cfg.tokenizer, vocabulary, remedy)
     except UserError as error:
-        null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={ids_below(cfg.model)}"
+        null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={vocabulary}"
         raise UserError(f"{error}\nperplexity:PREFIX reads tokens and needs no tokenizer: {null}") from error
     # The training batch may not fit these devices, so choose one that does.
     micro_size, shape = rows or cfg.batch.micro_size, resolved.mesh.shape

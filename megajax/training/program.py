@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,10 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import Value
-from megajax.models.facts import ChoosesKernels, facts_of
+from megajax.models.facts import ChoosesKernels
 from megajax.models.protocol import Model, ModelConfig, demand_model
 from megajax.models.reduction import LossReduction
+from megajax.models.summary import ModelSummary, summarize
 from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
@@ -53,6 +54,15 @@ from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
 DROPOUT_STREAM = 1
 """Separates the random numbers of dropout from those of the initial weights, which have the same seed."""
+
+
+class Elements(NamedTuple):
+    """Numbers of elements of a program's weights."""
+
+    stored: int
+    trained: int
+    low_rank: int
+    """In low-rank adapters."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +105,21 @@ class Program:
     @property
     def parameters(self) -> int:
         """Number of weights, without padding of the vocabulary if the model has facts."""
-        facts = facts_of(self.cfg.model)
-        return (
-            sum(weight_size(spec) for spec in self.declared.values())
-            if facts is None
-            else facts.parameter_count().total
-        )
+        facts = self.summary.facts
+        if facts is None:
+            return self.elements.stored
+        return facts.parameter_count().total
+
+    @cached_property
+    def summary(self) -> ModelSummary:
+        """Figures of the model that follow from its config."""
+        return summarize(self.cfg.model)
+
+    @property
+    def elements(self) -> "Elements":
+        """Elements of the weights, padding included."""
+        paths = self.declared, self.optimizer.declared, self.adapters
+        return Elements(*(sum(weight_size(self.declared[path]) for path in group) for group in paths))
 
     @cached_property
     def adapters(self) -> frozenset[str]:

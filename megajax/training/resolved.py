@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from megajax.config.compose import demand_fit
+from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.kernels.attention.capability import Choice, Device
 from megajax.mesh.config import ParallelConfig
@@ -31,6 +33,11 @@ class Resolved:
     """The kernel of each block of the model's pattern; () for a model that does not choose kernels."""
     replan: Replan | None = None
     """How parallel.elastic changed the layout; `cfg` is the result. None without parallel.elastic."""
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The values of `cfg` by dotted name."""
+        return flatten(self.cfg)
 
     @property
     def shards(self) -> int:

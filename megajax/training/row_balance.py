@@ -1,7 +1,7 @@
 """Checks of `data.loader.balance`, which balances the work of data groups."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from megajax.config.errors import Problem
 from megajax.layers.facts import ComparesRows
@@ -34,20 +34,25 @@ def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
             f"model.prediction.reweighted=microbatches weighs tokens: batch.micro_size={cfg.batch.micro_size}"
         )
         yield Problem(SETTING, message, "set it to none, model.prediction.reweighted=rows, or batch.micro_size=1")
-    for block_path, block in written_blocks(model):
-        for name, part in block.parts().items():
-            compares = part.compares_rows() if isinstance(part, ComparesRows) else {}
-            for setting in (setting for setting, kind in compares.items() if balance == "step" or kind == "order"):
-                place = f"{block_path}.{name}.{setting}"
-                message = f"{balance} changes the losses of {place}, which compares the rows of a microbatch"
-                alternative = "microbatch or none" if compares[setting] == "rows" else "none"
-                yield Problem(SETTING, message, f"set it to {alternative}")
-                return
+    changed = [(place, kind) for place, kind in settings_comparing_rows(model) if balance == "step" or kind == "order"]
+    for place, kind in changed[:1]:
+        message = f"{balance} changes the losses of {place}, which compares the rows of a microbatch"
+        yield Problem(SETTING, message, f"set it to {'microbatch or none' if kind == 'rows' else 'none'}")
 
 
 def weighs_by_microbatch(model: Any) -> bool:
     """Whether the weights of predicted tokens depend on the other rows of a device's microbatch."""
     return getattr(getattr(model, "prediction", None), "reweighted", "rows") == "microbatches"
+
+
+def settings_comparing_rows(model: Any) -> list[tuple[str, Literal["rows", "order"]]]:
+    """(setting, kind) of layers whose losses depend on the rows of a microbatch, or also on their order."""
+    return [
+        (f"{place}.{name}.{setting}", kind)
+        for place, block in written_blocks(model)
+        for name, part in block.parts().items()
+        for setting, kind in (part.compares_rows() if isinstance(part, ComparesRows) else {}).items()
+    ]
 
 
 def written_blocks(model: Any) -> Iterator[tuple[str, Any]]:

@@ -1,22 +1,21 @@
 """The cost of a run's rows, by which they are balanced over data groups."""
 
 from collections import defaultdict
-from typing import Any
 
-from megajax.data.rows.balancing import Balancing, RowWork
-from megajax.models.facts import count_flops, facts_of
+from megajax.data.rows.balancing import RowWork
+from megajax.models.summary import ModelSummary
 
 
-def row_work(model: Any) -> RowWork:
+def row_work(model: ModelSummary) -> RowWork:
     """FLOPs of a training step per position and per attention score of a row, from `count_flops`.
 
     In a layer with a window, only scores within it count. Of a model without facts, only scores count: all rows have
     the same number of positions, so the order of their work is the same unless windows differ.
     """
-    facts = facts_of(model)
-    if facts is None:
+    facts, flops = model.facts, model.flops
+    if facts is None or flops is None:
         return RowWork()
-    flops, pairs = count_flops(facts), defaultdict[int | None, float](float)
+    pairs = defaultdict[int | None, float](float)
     for section in facts.section_facts():
         blocks = [*section.stack.repeated_blocks(), *((block, 1) for block in facts.head_facts().ahead)]
         for block, times in blocks:
@@ -26,9 +25,3 @@ def row_work(model: Any) -> RowWork:
     flops_per_multiply_add = 2 * (flops.full - flops.causal) / facts.row_positions() / (sum(pairs.values()) or 1)
     per_score = tuple((window, flops_per_multiply_add * count) for window, count in pairs.items() if count)
     return RowWork(2 * flops.causal - flops.full, per_score)
-
-
-def balancing(cfg: Any) -> Balancing | None:
-    """The balancing that `data.loader.balance` of a RunConfig asks for; None: rows stay in order."""
-    balance = cfg.data.loader.balance
-    return None if balance == "none" else Balancing(row_work(cfg.model), across=balance == "step")

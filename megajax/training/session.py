@@ -19,11 +19,12 @@ from megajax.config.schema import members
 from megajax.data.config import RowsConfig
 from megajax.data.configs import DataConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
+from megajax.data.rows.balancing import Balancing
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
+from megajax.display.text import count
 from megajax.faults.activity import Activity, Stage
 from megajax.layers.param import bind
-from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
@@ -32,11 +33,12 @@ from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
 from megajax.training.resolved import Resolved, resolve
-from megajax.training.row_work import balancing
+from megajax.training.row_work import row_work
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, own_buffers
 from megajax.training.step import TrainStep
-from megajax.training.summary import plain, run_rows, scalar_value, table
+from megajax.training.summary import Rows as Lines
+from megajax.training.summary import plain, scalar_value, table
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(parts of the run, state of jax.ShapeDtypeStruct) -> the initial state; None: fresh."""
@@ -82,8 +84,13 @@ class Parts:
             config=self.cfg.data.loader,
             size_at=(lambda rows: sizes.at(rows).rows) if training else None,
             sequence_sharding=self.program.layout.rows,
-            balancing=balancing(self.cfg) if training else None,
+            balancing=self._balancing() if training else None,
         )
+
+    def _balancing(self) -> Balancing | None:
+        """The balancing that `data.loader.balance` asks for; None: rows stay in order."""
+        balance = self.cfg.data.loader.balance
+        return None if balance == "none" else Balancing(row_work(self.program.summary), across=balance == "step")
 
 
 @dataclass
@@ -100,8 +107,31 @@ class Run:
     def _repr_html_(self) -> str:
         return table("Run", self._summary())
 
-    def _summary(self) -> Sequence[tuple[str, str]]:
-        return run_rows(self.program, scalar_value(self.state.step))
+    def _summary(self) -> Lines:
+        """Model, layout, batch and step."""
+        program, step = self.program, scalar_value(self.state.step)
+        cfg, mesh, batch = program.cfg, program.mesh, program.sizes.sizes()[-1]
+        model, parallel, device = cfg.model, cfg.parallel, mesh.devices.flat[0]
+        microbatches = f"{batch.microbatches} microbatch" + "es" * (batch.microbatches > 1)
+        used = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+        devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
+        kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
+        rows, length = batch.rows, model.row_positions()
+        unit, facts, vocabulary = program.summary.unit, program.summary.facts, program.summary.vocabulary
+        per_row = "" if unit == "rows" else f" of {length:,} {unit}"
+        layers = " + ".join(str(stack.layers()) for stack in model.stacks().values())
+        progress = "unknown: a later step took its arrays" if step is None else f"{step:,} of {cfg.steps:,}"
+        return (
+            (
+                "model",
+                f"{type(program.abstract).__name__}, {count(program.parameters)} parameters: {layers} layers"
+                + ("" if facts is None else f", hidden {facts.section_facts()[-1].hidden}")
+                + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
+            ),
+            ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),
+            ("batch", f"{rows:,} rows{per_row}, {microbatches}"),
+            ("step", progress),
+        )
 
     @property
     def program(self) -> Program:
@@ -264,14 +294,18 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
     """
     if not isinstance(cfg, RunConfig):
         raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
-    check(cfg)
-    return begin(resolve(cfg, devices), start)
+    return begin(_checked(cfg, devices), start)
 
 
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     """The parts of a run without weights; see `setup`."""
+    return parts_of(_checked(cfg, devices))
+
+
+def _checked(cfg: RunConfig, devices: list[jax.Device] | None) -> Resolved:
     check(cfg)
-    return parts_of(resolve(cfg, devices))
+    demand_files(cfg.data, cfg.tokenizer)
+    return resolve(cfg, devices)
 
 
 def begin(resolved: Resolved, start: Start | None = None, activity: Activity | None = None) -> Run:
@@ -293,11 +327,10 @@ def begin(resolved: Resolved, start: Start | None = None, activity: Activity | N
 def parts_of(resolved: Resolved) -> Parts:
     """Builds tokenizer, data and the abstract model. Raises UserError for data or a tokenizer that can't be loaded."""
     cfg = resolved.cfg
-    evaluation, schema = cfg.evaluation, cfg.model.schema()
-    demand_files(cfg.data, cfg.tokenizer)
-    tokenizer = build_tokenizer(cfg.tokenizer, cfg.model)
+    evaluation, program = cfg.evaluation, Program.of(cfg, resolved.mesh, resolved.options)
+    tokenizer = build_tokenizer(cfg.tokenizer, program.summary.vocabulary)
     _check_prompt(cfg.logging.prompt, tokenizer)
-    rows = rows_to_read(evaluation, cfg.steps, cfg.batch_sizes(resolved.shards))
+    rows, schema = rows_to_read(evaluation, cfg.steps, program.sizes), cfg.model.schema()
 
     def built(data: DataConfig | RowsConfig, rows: Rows) -> Splits:
         splits = data.build(tokenizer=tokenizer, schema=schema, rows=rows, seed=cfg.seed)
@@ -315,28 +348,29 @@ def parts_of(resolved: Resolved) -> Parts:
     sets = validation_sets(evaluation, lambda data: built(data, Rows(0, rows.valid))) if rows.valid != 0 else {}
     sets = {name: arranged(part, rows.valid) for name, part in sets.items()}
     named = [*zip(splits._fields, splits, rows, strict=True), *((*item, rows.valid) for item in sets.items())]
-    for name, part, count in named:
-        if part is not None and count is not None and len(part) < count:
+    for name, part, needed in named:
+        if part is not None and needed is not None and len(part) < needed:
             raise UserError(
-                f"the {name} split has {len(part)} rows, the run reads {count}. Several data.paths without weights are "
-                "read once: add weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or evaluation.batches"
+                f"the {name} split has {len(part)} rows, the run reads {needed}. Several data.paths without weights "
+                "are read once: add weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or "
+                "evaluation.batches"
             )
     if evaluation.every is not None and splits.valid is None and evaluation.batches and not sets:
         raise UserError(
             f"evaluation.every={evaluation.every}, but the data has no validation split: set a share for it "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
-    return Parts(resolved, Program.of(cfg, resolved.mesh, resolved.options), tokenizer, splits, sets)
+    return Parts(resolved, program, tokenizer, splits, sets)
 
 
-def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, model: ModelConfig, remedy: str = "") -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, vocabulary: int | None, remedy: str = "") -> Tokenizer:
     """The tokenizer of a model. Raises UserError for a tokenizer with more tokens than the model.
 
-    remedy: advice in that error; "": to change the model's vocabulary.
+    vocabulary: number of ids that the model reads; None: any. remedy: advice in that error; "": to change the model's
+    vocabulary.
     """
     tokenizer = config.build()
     demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(config).__name__}")
-    vocabulary = ids_below(model)
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is {vocabulary}: "

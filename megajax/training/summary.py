@@ -7,38 +7,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from megajax.display.text import count
-from megajax.models.facts import facts_of
-from megajax.models.protocol import ids_below, position_unit
-
 type Rows = Sequence[tuple[str, str]]
 """(name, value) pairs, a line each."""
-
-
-def run_rows(program: Any, step: int | None) -> Rows:
-    """Model, layout, batch and step of a run. step: finished steps; None if a later step took the state."""
-    cfg, mesh, batch = program.cfg, program.mesh, program.sizes.sizes()[-1]
-    model, parallel, device = cfg.model, cfg.parallel, mesh.devices.flat[0]
-    microbatches = f"{batch.microbatches} microbatch" + "es" * (batch.microbatches > 1)
-    used = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
-    devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
-    kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
-    rows, length = batch.rows, model.row_positions()
-    per_row = "" if position_unit(model) == "rows" else f" of {length:,} {position_unit(model)}"
-    facts, vocabulary = facts_of(model), ids_below(model)
-    layers = " + ".join(str(stack.layers()) for stack in model.stacks().values())
-    progress = "unknown: a later step took its arrays" if step is None else f"{step:,} of {cfg.steps:,}"
-    return (
-        (
-            "model",
-            f"{type(program.abstract).__name__}, {count(program.parameters)} parameters: {layers} layers"
-            + ("" if facts is None else f", hidden {facts.section_facts()[-1].hidden}")
-            + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
-        ),
-        ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),
-        ("batch", f"{rows:,} rows{per_row}, {microbatches}"),
-        ("step", progress),
-    )
 
 
 def plain(title: str, rows: Rows) -> str:

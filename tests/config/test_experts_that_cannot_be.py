@@ -1,7 +1,6 @@
 """Invalid settings of mixtures of experts: one message each, with both values and what to change."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import jax
 import pytest
@@ -9,15 +8,15 @@ from tiny_runs import llama
 
 from megajax.command_line.parser import parse
 from megajax.config.errors import Problem, UserError
-from megajax.data.text.config import MockConfig
 from megajax.job.banner import _experts, _fp8
+from megajax.job.description import mixtures_of
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.moe.facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.models.facts import block_facts
 from megajax.precision.config import Fp8Config, PrecisionConfig
-from megajax.training.run_config import RunConfig
 
 EXPERT = GatedMLPConfig(ffn=6)
 
@@ -148,14 +147,6 @@ def test_the_banner_shows_the_effective_dispatcher():
     assert moe(dispatch=DispatchConfig(way="capacity")).expert_facts(32).way_note(sharded, on_cpu=False) == ""
 
 
-@dataclass
-class Started:
-    """The parts of a run that the banner's line about experts reads."""
-
-    cfg: RunConfig
-    mesh: Any
-
-
 @pytest.mark.parametrize("experts", [True, False])
 def test_the_banner_has_a_line_about_experts(experts):
     model = llama()
@@ -163,9 +154,10 @@ def test_the_banner_has_a_line_about_experts(experts):
     if experts:
         model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=moe(experts=8)),)))
     parallel = ParallelConfig(data=1, expert=4)
-    cfg = replace(RunConfig(model=model, data=MockConfig()), parallel=parallel)
-    run = Started(cfg, build_mesh(parallel, jax.devices()[:4]))
-    lines = [text for _, text in _experts(run)]
+    mesh = build_mesh(parallel, jax.devices()[:4])
+    section = model.section_facts()[0]
+    mixtures = mixtures_of(block_facts(section, section.stack.pattern, "bfloat16"), 16)
+    lines = [text for _, text in _experts(parallel, mesh, mixtures, known=True)]
     if experts:
         assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
         assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")

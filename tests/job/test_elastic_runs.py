@@ -20,8 +20,10 @@ from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.mesh.config import ParallelConfig
+from megajax.models.summary import summarize
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 from megajax.training.session import setup
 
@@ -141,8 +143,13 @@ def test_rounded_down_rows_are_recorded_in_a_checkpoint(devices, rows):
     cfg = job(Path("unused"), LLAMA, ParallelConfig(), steps=1, rows=29)
     cfg = cfg.but(batch=BatchConfig(global_size=29, decrease=True))
     schedule, train_rows = SimpleNamespace(facts=dict), SimpleNamespace()
-    program = SimpleNamespace(schedule=schedule, sizes=cfg.batch_sizes(devices))
-    parts: Any = SimpleNamespace(cfg=cfg, program=program, splits=SimpleNamespace(train=train_rows))
+    program = SimpleNamespace(schedule=schedule, sizes=cfg.batch_sizes(devices), summary=summarize(cfg.model))
+    parts: Any = SimpleNamespace(
+        cfg=cfg,
+        resolved=Resolved(cfg, mesh=None, options={}),
+        program=program,
+        splits=SimpleNamespace(train=train_rows),
+    )
     fact = facts(parts)["batch: rows of a step, rounded down to a multiple of the devices"]
     assert fact.strip('"') == str(rows)
 

@@ -9,6 +9,7 @@ from peer_threads import ThreadPeers, together
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.checksum import group_files
@@ -91,12 +92,12 @@ def test_files_of_the_tokenizer_and_of_initial_weights(tmp_path):
     tokenizer = GPT2TokenizerConfig(vocabulary=str(tmp_path / "vocab.json"), merges=str(tmp_path / "merges.txt"))
     load = CheckpointConfig(weights=(WeightsConfig(run=Path(f"hf:{tmp_path / 'weights'}")),))
     cfg = replace(run_config(tmp_path), tokenizer=tokenizer, checkpoint=load)
-    groups = input_groups(cfg.tokenizer, cfg.checkpoint.sources())
+    groups = input_groups(flatten(cfg), cfg.checkpoint.sources())
     names = [[Path(file).name for file in group.files] for group in groups]
     assert names == [["vocab.json"], ["merges.txt"], ["model.safetensors", "tokenizer.json"]]
     # A resumed run does not read them.
-    assert len(input_groups(cfg.tokenizer, ())) == 2
+    assert len(input_groups(flatten(cfg), ())) == 2
     folder = replace(cfg, tokenizer=HuggingFaceTokenizerConfig(path=str(tmp_path / "weights")))
-    assert [len(group.files) for group in input_groups(folder.tokenizer, ())] == [2]
+    assert [len(group.files) for group in input_groups(flatten(folder), ())] == [2]
     missing = replace(cfg, tokenizer=HuggingFaceTokenizerConfig(path=str(tmp_path / "absent.json")))
-    assert [group.files for group in input_groups(missing.tokenizer, ())] == [()]
+    assert [group.files for group in input_groups(flatten(missing), ())] == [()]

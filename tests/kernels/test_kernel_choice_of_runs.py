@@ -18,6 +18,7 @@ from megajax.layers.position.config import RelativeBiasConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
+from megajax.models.facts import facts_of
 from megajax.models.t5.config import T5Config
 from megajax.training.program import demand_kernels
 
@@ -68,7 +69,7 @@ def t5(
 
 def kernel_lines(cfg: Any) -> list[tuple[str, str]]:
     """The banner's lines about kernels on the local device."""
-    return banner._kernels(cfg.model, cfg.parallel, demand_kernels(cfg))
+    return banner._kernels(cfg.model, cfg.parallel, facts_of(cfg.model), demand_kernels(cfg))
 
 
 def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

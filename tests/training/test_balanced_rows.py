@@ -18,6 +18,7 @@ from megajax.data.rows.balancing import RowWork
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.banner import banner
+from megajax.job.description import describe
 from megajax.job.start.resume import facts
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -26,6 +27,7 @@ from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig,
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.facts import count_flops
+from megajax.models.summary import summarize
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.row_balance import balance_problems
 from megajax.training.row_work import row_work
@@ -120,13 +122,14 @@ def test_processes_have_the_same_losses(text: Path, tmp_path: Path, processes: i
 def test_the_banner_reports_balanced_rows(text: Path) -> None:
     cfg = config(text, "step", parallel=ParallelConfig(data=4), batch=BatchConfig(global_size=16, micro_size=1))
     run = setup(cfg, devices=jax.devices()[:4])
-    lines = {name: text for _, rows in banner(run, None) for name, text in rows}
+    lines = {name: text for _, rows in banner(run, describe(run.parts), "") for name, text in rows}
     assert lines["balanced rows"].startswith("by step; busiest group over mean at the next step: step 1.0")
     rows = np.ravel(next(run.batches)[0]["sample"]).tolist()
     run.close()
     assert rows != sorted(rows) == list(range(16)), "the run reads them so"
+    in_order = under(run, text, "none", state=run.state)
     assert "balanced rows" not in {
-        name for _, rows in banner(under(run, text, "none", state=run.state), None) for name, _ in rows
+        name for _, rows in banner(in_order, describe(in_order.parts), "") for name, _ in rows
     }
     assert facts(run.parts) == facts(under(run, text, "none", state=run.state).parts), "a run may go on with the other"
 
@@ -220,13 +223,13 @@ def test_a_loss_over_the_rows_of_a_microbatch(text: Path) -> None:
 def test_work_of_rows_equals_that_of_the_throughput() -> None:
     """FLOPs of a row with half the square of its scores, as MFU counts them; windows reduce them."""
     small = model(sequence_length=64, repeats=2)
-    work, flops = row_work(small), count_flops(small)
+    work, flops = row_work(summarize(small)), count_flops(small)
     ((window, each),) = work.per_score
     assert window is None and work.per_position + each * 64 / 2 == pytest.approx(flops.causal)
     (block,) = small.stack.pattern
     windowed = replace(block, mixer=replace(block.mixer, window=7))
     mixed = replace(small, stack=replace(small.stack, pattern=(block, windowed), repeats=1))
-    assert row_work(mixed) == RowWork(work.per_position, ((None, each / 2), (7, each / 2)))
+    assert row_work(summarize(mixed)) == RowWork(work.per_position, ((None, each / 2), (7, each / 2)))
 
 
 def test_synthetic_data_can_be_balanced() -> None:

@@ -45,11 +45,12 @@ class Integrity:
         self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
         drills = for_this_attempt(cfg.corruption_drills())
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
+        undetected = bool(flips) and most_copies(state_hash(run.program).leaves, run.mesh) < 2
         gradients = CheckGradients(cfg.recompute, run, event, say, drills)
         self.hooks: list[Hook] = [*flips, self.replicas, gradients]
         for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), gradients.due):
             say(line)
-        if flips and most_copies(state_hash(run.program).leaves, run.mesh) < 2:
+        if undetected:
             sharding = f"parallel.data_sharding={run.cfg.parallel.data_sharding}"
             say(f"resilience.inject: no check can detect a bitflip, because no weight has a copy with {sharding}")
         if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):

@@ -6,19 +6,18 @@ process reads the same few blocks of every file, so the cost per process does no
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from megajax.checkpoint.config import WeightsConfig
-from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.data.checksum import FileSum, Group, sample_checksums
 from megajax.interop.formats import split_name
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.processes.rendezvous_server import name_processes
-from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
 
 BLOCK, BLOCKS, FILES = 4096, 4, 1024
 """Bytes of a block; blocks of a file, spread evenly; maximum number of files of a group that are sampled."""
@@ -26,12 +25,12 @@ MAX_DIFFERENCES = 3
 """Maximum number of files that a process reports."""
 
 
-def input_groups(tokenizer: TokenizerConfig | TokenizerBuilder, sources: Sequence[WeightsConfig]) -> list[Group]:
+def input_groups(settings: Mapping[str, Any], sources: Sequence[WeightsConfig]) -> list[Group]:
     """The files and folders of the tokenizer, and of sources of weights in formats of others, each as a group.
 
-    A file that this process does not see makes a group without files.
+    settings: of the run, by dotted name. A file that this process does not see makes a group without files.
     """
-    texts = [value for value in flatten(tokenizer).values() if isinstance(value, str)]
+    texts = [value for name, value in settings.items() if name.startswith("tokenizer.") and isinstance(value, str)]
     paths = [Path(text).expanduser() for text in texts if "." in text or os.sep in text]
     names = [split_name(source.run) for source in sources]
     paths += [folder for format_name, folder in names if format_name]

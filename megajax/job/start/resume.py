@@ -11,13 +11,11 @@ from typing import Any
 
 from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
-from megajax.config.dump import flatten, scalar_text
+from megajax.config.dump import scalar_text
 from megajax.config.errors import UserError
 from megajax.interop.stored.provenance import META, Ancestor, Provenance
 from megajax.job.start.data_files import DataFiles
 from megajax.job.start.layer_order import like_stored, reorder, same_order, stored_chunks
-from megajax.models.facts import facts_of
-from megajax.models.protocol import ids_below
 from megajax.optim.schedule import DECAY
 from megajax.pipeline.partition import row_order
 from megajax.training.session import Parts
@@ -39,9 +37,9 @@ RATES = re.compile(r"schedule[.:]|optimizer\.(weight_decay|embedding_lr|embeddin
 def facts(parts: Parts) -> dict[str, Any]:
     """The settings and derived facts that the numbers of training depend on, as stored in a checkpoint."""
     cfg = parts.cfg
-    values = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg.batch.loss_average)}
-    if (model := facts_of(cfg.model)) is not None and ids_below(cfg.model) is not None:
-        values["model: rows of the vocabulary, padding included"] = model.head_facts().columns
+    values = {name: value for name, value in parts.resolved.settings.items() if _matters(name, cfg.batch.loss_average)}
+    if (columns := parts.program.summary.columns) is not None:
+        values["model: rows of the vocabulary, padding included"] = columns
     if cfg.batch.decrease:
         values["batch: rows of a step, rounded down to a multiple of the devices"] = ", ".join(
             str(size.rows) for size in parts.program.sizes.sizes()

@@ -6,10 +6,9 @@ from itertools import islice
 from typing import Any
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.layers.facts import ComparesRows
 from megajax.mesh.config import MESH_AXES
 from megajax.training.elastic.layouts import MODEL_AXES, Candidate, candidates, fixed_micro_size, has_experts
-from megajax.training.row_balance import written_blocks
+from megajax.training.row_balance import settings_comparing_rows
 from megajax.training.run_config import RunConfig
 
 SETTING = "parallel.elastic"
@@ -153,7 +152,7 @@ def _notes(cfg: RunConfig, candidate: Candidate) -> list[str]:
         None if before_parallel.data is None else cfg.batch.micro_size * before_parallel.data * before_parallel.expert
     )
     now = candidate.cfg.batch.micro_size * (candidate.used // new.without_data()) * new.expert
-    for setting, kind in _comparing(cfg):
+    for setting, kind in settings_comparing_rows(cfg.model):
         if kind == "order" or rows != now:
             before = "" if rows is None else f", before {rows}"
             notes.append(f"{setting} depends on the rows of a microbatch, which has {now}{before}: other losses")
@@ -165,16 +164,6 @@ def _notes(cfg: RunConfig, candidate: Candidate) -> list[str]:
 def _product(parallel: Any, axes: tuple[str, ...]) -> int:
     first, second = (getattr(parallel, axis) for axis in axes)
     return first * second
-
-
-def _comparing(cfg: RunConfig) -> list[tuple[str, str]]:
-    """(setting, kind) of layers whose losses depend on the rows of a microbatch, or also on their order."""
-    return [
-        (f"{place}.{name}.{setting}", kind)
-        for place, block in written_blocks(cfg.model)
-        for name, part in block.parts().items()
-        for setting, kind in (part.compares_rows() if isinstance(part, ComparesRows) else {}).items()
-    ]
 
 
 def _refusal(cfg: RunConfig, per_process: Sequence[int], requested: int | None) -> list[Problem]:
