@@ -166,3 +166,18 @@ CASES = tuple(
     for name, model in MODELS.items()
     for parallel in cuts(model.config.stack.pattern[0].mixer.heads)
 )
+
+
+def covering() -> list[Case]:
+    """A few of the cases that have any layout, and of a model, the devices and the strategy any two values."""
+
+    def covered(case: Case) -> set[object]:
+        p = case.parallel
+        devices, strategy = ("context", p.context), ("strategy", p.context_strategy)
+        return {p, (case.model, devices), (case.model, strategy), (devices, strategy), (strategy, p.context_rounds)}
+
+    remaining, chosen = set().union(*map(covered, CASES)), []
+    while remaining:
+        chosen.append(max(CASES, key=lambda case: len(remaining & covered(case))))
+        remaining -= covered(chosen[-1])
+    return chosen

@@ -20,8 +20,6 @@ LAYOUTS = {
     "fsdp": FSDP,
     "pipeline": PIPELINE,
     "eight devices": ParallelConfig(data=1, tensor=8),
-    "zero1": replace(FSDP, data_sharding="zero1"),
-    "replicate": replace(FSDP, data_sharding="replicate", sequence=False),
 }
 
 
@@ -58,9 +56,8 @@ def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
     return [*read(text, program.mesh.shape).collectives]
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in ("zero1", "pipeline", "fsdp")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pipeline", "fsdp"])
 def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
     """All other traffic is as with a head for each device, including that of data parallelism."""
     parallel = LAYOUTS[layout]
@@ -81,12 +78,11 @@ def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
     assert summed(copied) - summed(split) == size - squares
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
-def test_a_model_is_called_with_weights_at_rest(layout):
+def test_a_model_is_called_with_weights_at_rest():
     """By plain jax.jit, as in a notebook; and differentiated."""
     tokens = rows()["tokens"][:4]
     actual = []
-    for parallel in (ONE, LAYOUTS[layout]):
+    for parallel in (ONE, FSDP):
         program = build_program(FULL, parallel, microbatches=2)
 
         def loss(params, tokens, program=program):

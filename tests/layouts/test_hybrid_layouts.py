@@ -56,27 +56,45 @@ def test_stages_that_differ() -> None:
         np.testing.assert_allclose(staged.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
-MAMBA = hybrid("M-M*-M-")
-PIPELINES = {
-    "1f1b, tensor": ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True),
-    "interleaved": ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=1, tensor=2),
-    "gpipe, uneven": ParallelConfig(pipeline=4, schedule="gpipe", layers=(1, 3, 1, 2), data=1),
+MAMBA = "M-M*-M-"
+CASES = {
+    "1f1b, tensor": (MAMBA, "none", ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True)),
+    "interleaved": (
+        MAMBA,
+        "selective",
+        ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=1, tensor=2),
+    ),
+    "gpipe, uneven": (MAMBA, "full", ParallelConfig(pipeline=4, schedule="gpipe", layers=(1, 3, 1, 2), data=1)),
+    "dense first, pipeline and experts": (
+        "ddeee",
+        "selective",
+        ParallelConfig(pipeline=2, expert=2, data=1, layers=(3, 2)),
+    ),
+    "mixtures between, FSDP and experts": (
+        "ME*EME",
+        "selective",
+        ParallelConfig(data=2, expert=2, data_sharding="fsdp"),
+    ),
+    "mixtures between, pipeline, experts and tensor": (
+        "ME*EM",
+        "selective",
+        ParallelConfig(pipeline=2, expert=2, data=1, tensor=2),
+    ),
+    "segments, FSDP, tensor": (
+        "M-M-*-M-",
+        "full",
+        ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True),
+    ),
 }
+"""Name -> pattern, recomputation, layout."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", PIPELINES.values(), ids=PIPELINES)
-def test_state_space_and_attention_on_pipelines(parallel: ParallelConfig) -> None:
-    assert_same_training(train(MAMBA, parallel, microbatches=4), train(MAMBA, ONE, microbatches=4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_recomputation_on_a_pipeline(recompute: Any) -> None:
-    assert_same_training(
-        train(replace(MAMBA, recompute=recompute), ParallelConfig(pipeline=2, data=2), microbatches=4),
-        train(MAMBA, ONE, microbatches=4),
-    )
+@pytest.mark.parametrize(("pattern", "recompute", "parallel"), CASES.values(), ids=CASES)
+def test_losses_and_gradients_equal_those_of_one_device(pattern: str, recompute: Any, parallel: ParallelConfig) -> None:
+    count = 2 if "e" in pattern.lower() else 4
+    actual = train(hybrid(pattern, recompute=recompute), parallel, microbatches=count)
+    assert_same_training(actual, train(hybrid(pattern), ONE, microbatches=count))
 
 
 @pytest.mark.slow
@@ -91,25 +109,3 @@ def test_no_result_depends_on_the_contents_of_buffers() -> None:
     assert all(np.isfinite(gradient).all() for gradient in filled.values())
     for path, expected in clean.items():
         np.testing.assert_array_equal(filled[path], expected, err_msg=path)
-
-
-MIXTURES = {
-    "dense first, pipeline and experts": ("ddeee", ParallelConfig(pipeline=2, expert=2, data=1, layers=(3, 2))),
-    "mixtures between, FSDP and experts": ("ME*EME", ParallelConfig(data=2, expert=2, data_sharding="fsdp")),
-    "mixtures between, pipeline, experts and tensor": ("ME*EM", ParallelConfig(pipeline=2, expert=2, data=1, tensor=2)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("pattern", "parallel"), MIXTURES.values(), ids=MIXTURES)
-def test_mixtures_of_experts(pattern: str, parallel: ParallelConfig) -> None:
-    model = hybrid(pattern)
-    assert_same_training(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_segments_with_fsdp_and_tensor(recompute: Any) -> None:
-    parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
-    model = hybrid("M-M-*-M-", recompute=recompute)
-    assert_same_training(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))

@@ -143,7 +143,24 @@ LAYOUTS = {
 }
 
 
-def same_gradients(cfg, layout: str, draw) -> None:
+def small_model(name: str) -> TextClassifierConfig:
+    return with_text_head(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("classes", "fsdp"),
+        ("number", "data"),
+        ("choices", "sequence"),
+        ("choices", "pipeline"),
+        ("span", "pipeline"),
+        ("decoder", "sequence"),
+    ],
+)
+def test_layouts_have_the_gradients_of_one_device(name, layout):
+    cfg, draw = small_model(name), draw_of(name)
     cfg = replace(cfg, recompute="selective") if layout == "fsdp" else cfg
     expected = tiny_runs.differentiate(cfg, microbatches=2, draw=draw)
     actual = tiny_runs.differentiate(cfg, LAYOUTS[layout], microbatches=2, draw=draw)
@@ -156,17 +173,9 @@ def same_gradients(cfg, layout: str, draw) -> None:
         np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*HEADS, "decoder"])
-def test_layouts_have_the_gradients_of_one_device(name, layout):
-    cfg = with_text_head(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
-    same_gradients(cfg, layout, draw_of(name))
-
-
 @pytest.mark.parametrize("name", [*HEADS, "decoder"])
 def test_facts_count_the_weights_that_the_module_declares(name):
-    cfg = with_text_head(tiny_runs.llama(), LAST) if name == "decoder" else small_bert(HEADS[name])
+    cfg = small_model(name)
     declared = specs(abstract(cfg))
     padding = (cfg.padded_vocabulary() - cfg.vocabulary_size) * cfg.hidden
     assert facts_of(cfg) is cfg

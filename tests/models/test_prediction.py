@@ -1,29 +1,22 @@
-"""Heads that predict further ahead: what they see, and the losses of one device in a pipeline."""
+"""Heads that predict further ahead: what they see. tests/layouts/test_context_models.py has their layouts."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import gpt, llama, train
 
 from megajax.layers.embedding import VocabularyLoss
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.models.decoder.config import PredictionConfig
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.decoder.prediction import shifted
 from megajax.models.reduction import LossReduction
 
 LAYOUT = Layout(Plan.of(ParallelConfig()))
 """Without a mesh everything is on one device."""
-
-MODELS = {
-    "tied, dropout": replace(gpt(dropout=0.1), prediction=PredictionConfig(depth=2)),
-    "untied": replace(llama(), prediction=PredictionConfig(depth=1, weight=0.3)),
-}
 
 
 def test_predictions_end_with_the_row_and_the_document():
@@ -69,26 +62,3 @@ def test_tokens_without_a_target_are_compensated(average, reweighted, expected):
     model = Known(np.ones((2, 4), np.float32), ahead, reweighted)
     losses = DecoderLM.loss(model, None, batch, SimpleNamespace(segments=None), LossReduction(average))
     assert float(losses.loss_sum) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        pytest.param("tied, dropout", ParallelConfig(pipeline=2, data=1, schedule="1f1b"), marks=pytest.mark.slow),
-        pytest.param(
-            "untied",
-            ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule="1f1b"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_pipeline_has_the_losses_of_one_device(name, parallel):
-    cfg: DecoderConfig = MODELS[name]
-    expected, actual = (train(cfg, layout, microbatches=3, steps=1) for layout in (ParallelConfig(data=1), parallel))
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
-    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-5)
-    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
-    top = max(np.abs(g).max() for g in expected.gradients.values())
-    for path, g in expected.gradients.items():
-        scale = max(np.abs(g).max(), 1e-3 * top)
-        np.testing.assert_allclose(actual.gradients[path], g, atol=1e-5 * scale, err_msg=path)

@@ -1,0 +1,46 @@
+"""The debug twins of families other than GPT and Llama train on eight devices to the losses of one, on real data."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import load
+from megajax.training import setup
+
+PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
+SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
+CASES = {
+    "mixtral": (2, 12, 1.0, ("parallel.expert=2", *PIPELINE)),
+    "qwen3_moe": (8, 12, 1.0, ("parallel.expert=4",)),
+    "gpt_oss": (4, 12, 1.0, ("parallel.expert=4", *SEQUENCE)),
+    "deepseek": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
+    "nemotron_h": (2, 12, 1.0, PIPELINE),
+    "bert": (None, 20, 0.5, PIPELINE),
+    "t5": (None, 20, 0.5, SEQUENCE),
+    "vit": (None, 20, 0.3, PIPELINE),
+    "llava": (None, 20, 0.5, SEQUENCE),
+}
+"""Family -> rows of a microbatch on all devices, over which routers balance (None: any), steps, the minimum decrease of
+the loss in these steps, and the layout."""
+
+
+def losses(family: str, *settings: str, devices: int) -> list[float]:
+    cfg = load(f"{family}.py:debug", *settings, "evaluation.every=none", devices=devices)
+    run = setup(cfg, devices=jax.devices()[:devices])
+    try:
+        return [info.loss for info in run.steps()]
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CASES)
+def test_eight_devices_have_the_losses_of_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows, steps, fall, layout = CASES[family]
+    alone = [] if rows is None else [f"batch.micro_size={rows}"]
+    expected = losses(family, *alone, f"steps={steps}", devices=1)
+    np.testing.assert_allclose(losses(family, *layout, f"steps={steps}", devices=8), expected, rtol=1e-4)
+    assert len(expected) == steps and np.mean(expected[-3:]) < expected[0] - fall
