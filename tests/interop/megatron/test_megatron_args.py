@@ -14,7 +14,6 @@ from megajax.config import load
 from megajax.config.dump import diff
 from megajax.config.errors import UserError
 from megajax.data.text.config import BlendConfig, MockConfig
-from megajax.faults.config import ResilienceConfig
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -40,24 +39,9 @@ SMALL = (
 
 
 def gpt3_175b() -> RunConfig:
-    """The config of the 175B script, written by hand, with Megatron-LM's defaults for flags that are not given."""
+    """The config of the 175B script, written by hand, with Megatron-LM's defaults where they differ from ours."""
     block = BlockConfig(
-        mixer=AttentionConfig(
-            heads=96,
-            kv_heads=None,
-            head_dim=None,
-            bias=True,
-            qkv_bias=None,
-            qk_norm=None,
-            rope=None,
-            relative=None,
-            window=None,
-            sink="none",
-            gate=False,
-            scale=None,
-            dropout=0.1,
-            kernel="auto",
-        ),
+        mixer=AttentionConfig(heads=96, bias=True, dropout=0.1),
         mlp=DenseMLPConfig(ffn=49152, activation="gelu_tanh", bias=True),
         norm=LayerNormConfig(epsilon=1e-5, zero_centred=False),
         dropout=0.1,
@@ -74,67 +58,27 @@ def gpt3_175b() -> RunConfig:
             tied=True,
             dropout=0.1,
             init_std=0.006,
-            embedding_std=None,
-            prediction=None,
-            width_scaling=None,
             recompute="none",
         ),
-        data=BlendConfig(
-            paths=("data/gpt_text_document",),
-            split="949,50,1",
-            cache_dir=None,
-            reset_positions=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            isolate_documents=False,
-            extra_token=True,
-            drop_last=True,
-            surplus=0.005,
-            seed=None,
-        ),
+        data=BlendConfig(paths=("data/gpt_text_document",), split="949,50,1", surplus=0.005),
         tokenizer=GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
         parallel=ParallelConfig(
-            pipeline=16,
-            data=None,
-            expert=1,
-            context=1,
-            tensor=8,
-            sequence=False,
-            data_sharding="replicate",
-            schedule="1f1b",
-            virtual_stages=1,
-            layers=None,
+            pipeline=16, tensor=8, sequence=False, data_sharding="replicate", schedule="1f1b", virtual_stages=1
         ),
-        precision=PrecisionConfig(compute="float16", params="float32", gradients="float32", loss_scale=None),
-        optimizer=AdamWConfig(
-            weight_decay=0.1,
-            decay_embeddings=True,
-            clip=1.0,
-            moments="float32",
-            beta1=0.9,
-            beta2=0.95,
-            epsilon=1e-8,
-            decoupled=True,
-        ),
+        precision=PrecisionConfig(compute="float16", params="float32", gradients="float32"),
+        optimizer=AdamWConfig(weight_decay=0.1, clip=1.0, moments="float32", beta1=0.9, beta2=0.95, epsilon=1e-8),
         schedule=ScheduleConfig(
-            lr=6e-5,
-            min_lr=6e-6,
-            style="cosine",
-            warmup_fraction=0.001,
-            warmup_start=0.0,
-            decay_samples=430_000 * 1536,
+            lr=6e-5, min_lr=6e-6, style="cosine", warmup_fraction=0.001, warmup_start=0.0, decay_samples=430_000 * 1536
         ),
         batch=BatchConfig(
             global_size=1536,
             micro_size=1,
             loss_average="microbatches",
             ramp=LinearRampConfig(start=16, increment=16, samples=5_859_375),
-            decrease=False,
         ),
         evaluation=EvaluationConfig(every=1000, batches=10, at_end=True),
-        checkpoint=CheckpointConfig(every=10_000, keep_last=None, keep_every=None, at_end=True, load=None, step=None),
-        logging=LoggingConfig(every=100, tensorboard=True, wandb=None),
-        resilience=ResilienceConfig(),
+        checkpoint=CheckpointConfig(every=10_000, keep_last=None, at_end=True),
+        logging=LoggingConfig(every=100, tensorboard=True),
         steps=500_000,
         seed=1234,
         run_dir="runs/gpt3",
