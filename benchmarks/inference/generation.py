@@ -22,7 +22,7 @@ from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.step_arrays import Bucket
-from megajax.interop.huggingface.folder import open_model
+from megajax.interop.conversion import open_source
 from megajax.layers.cache_spec import stored_leaves
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -103,7 +103,7 @@ def write_model(folder: Path) -> None:
 
 def model_of(folder: Path) -> LoadedModel:
     """The model of the folder on the first device."""
-    opened, parallel = open_model(folder), ParallelConfig(data=1, data_sharding="replicate")
+    opened, parallel = open_source(f"hf:{folder}"), ParallelConfig(data=1, data_sharding="replicate")
     mesh = build_mesh(parallel, jax.devices()[:1])
     return load_weights(opened.model, opened.weights, parallel, mesh, PrecisionConfig(compute="float32"), {})
 

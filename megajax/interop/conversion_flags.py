@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megajax.config.errors import Problem, UserError
+from megajax.data.progress import ProgressLine
 from megajax.display.text import duration
 from megajax.interop.formats import FORMATS, Reading, format_of
 
@@ -105,30 +106,24 @@ def _name_problem(flag: str, name: str) -> Problem | None:
     return None
 
 
-class Progress:
-    """Share, speed and remaining time: one line that is rewritten on a terminal, else a new line every 10 seconds."""
+class Progress(ProgressLine):
+    """Share, speed and remaining time of a conversion or a verification."""
 
     def __init__(self, stream: TextIO, elements: int, title: str):
-        self._stream, self._elements, self._title, self._on_terminal = stream, max(1, elements), title, stream.isatty()
-        self._count, self._started = 0, time.monotonic()
-        self._last_update = self._started
+        super().__init__(stream)
+        self._elements, self._title, self._count = max(1, elements), title, 0
 
     def __call__(self, elements: int) -> None:
         """Advance by this many elements."""
         self._count += elements
-        now = time.monotonic()
-        if now - self._last_update >= (0.2 if self._on_terminal else 10.0):
-            self._last_update, seconds = now, now - self._started
+        if seconds := self.seconds():
             remaining = duration(seconds * (self._elements - self._count) / max(1, self._count))
-            line = (
-                f"{self._title}: {100 * self._count / self._elements:.0f} %  {self._speed(seconds)}  {remaining} left"
-            )
-            self._stream.write(f"\r{line}\x1b[K" if self._on_terminal else f"{line}\n")
-            self._stream.flush()
+            share = 100 * self._count / self._elements
+            self.show(f"{self._title}: {share:.0f} %  {self._speed(seconds)}  {remaining} left")
 
     def total(self) -> str:
         """The total time and mean speed."""
-        seconds = self._last_update - self._started
+        seconds = time.monotonic() - self._started
         return f"{self._title} took {duration(seconds)}, {self._speed(seconds)}"
 
     def _speed(self, seconds: float) -> str:
@@ -138,7 +133,4 @@ class Progress:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._last_update = time.monotonic()
-        if self._on_terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        self.clear()

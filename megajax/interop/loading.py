@@ -1,12 +1,9 @@
 """Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
@@ -15,10 +12,10 @@ from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
-from megajax.interop.huggingface.folder import open_model
+from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
-from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
+from megajax.interop.peft.folder import JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
@@ -93,10 +90,11 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
         step = open_step(origin.run, trusted=origin.trusted)
         weights, family = run_weights(step, model), step.meta.get("source", {}).get("family", "")
     else:
-        opened = open_model(Path(str(origin.hf)), origin.ignore)
-        weights, family = opened.weights, opened.family.name
-        if opened.note:
-            print(f"{weights.where}: {opened.note}", file=sys.stderr)
+        stored = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore))
+        stored.demand_fit()
+        weights, family = stored.weights, stored.origin.family
+        if stored.note:
+            print(f"{weights.where}: {stored.note}", file=sys.stderr)
     if adapter is None:
         return weights
     if (adapter / PEFT_CONFIG).is_file():
@@ -110,7 +108,7 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
     if pairs:
         lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
         raise UserError(f"--adapter={adapter} (here) belongs to another model than {weights.where} (there):\n{lines}")
-    return merged(JoinedWeights(weights, AdapterWeights(step.weights())), adapted)
+    return merged(JoinedWeights(weights, step.weights()), adapted)
 
 
 def run_weights(step: RunModel, model: Any) -> WeightSource:
@@ -128,19 +126,6 @@ def run_weights(step: RunModel, model: Any) -> WeightSource:
 def merged(weights: WeightSource, model: Any) -> WeightSource:
     """Weights with their adapters merged. model: a config with `lora`."""
     return MergedWeights(weights, declared_by(model), model.lora.scale())
-
-
-class AdapterWeights:
-    """A `WeightSource` with only the adapters of a run."""
-
-    def __init__(self, weights: StepWeights):
-        self.where, self._weights = weights.where, weights
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: shape for path, shape in self._weights.shapes().items() if path.endswith((LORA_A, LORA_B))}
-
-    def read(self, path: str, box: Box) -> Any:
-        return self._weights.read(path, box)
 
 
 def start_engine(loaded: Loaded, *, queue: int) -> Engine:

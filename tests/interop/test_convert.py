@@ -26,7 +26,7 @@ from megajax.config.errors import UserError
 from megajax.data.images.config import ClassFoldersConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop import conversion
-from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import config_for, family_for
 from megajax.interop.huggingface.registry import families
 from megajax.interop.runs import format as run_format
@@ -191,10 +191,8 @@ def test_the_mean_of_steps(tmp_path) -> None:
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2)])
 def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, chunks) -> None:
     """Five layers over 2 or 4 chunks: some rows are padding."""
-    block = open_model(folder).model.stack.pattern[0]
-    model = replace(
-        open_model(folder).model, stack=replace(open_model(folder).model.stack, pattern=(block,), repeats=5)
-    )
+    model = model_of(folder)
+    model = replace(model, stack=replace(model.stack, repeats=5))
     declared, partition = declared_by(model), Partition.even(5, stages, chunks)
     draw = np.random.default_rng(0)
     natural = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()}
@@ -325,7 +323,7 @@ def test_the_next_command_names_the_data_of_the_model(folder, tmp_path, capsys) 
 
 
 def test_a_model_without_a_family_lists_the_losses(folder) -> None:
-    model = open_model(folder).model
+    model = model_of(folder)
     assert family_for(model).name == "llama" and family_for(model, "mistral").name == "mistral"
     block = model.stack.pattern[0]
     odd = replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=Mamba1Config(inner=32, rank=2)),)))

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
-from megajax.interop.huggingface.folder import open_model
+from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.safetensors import SafetensorsFile, SafetensorsFolder, ShardWriter, TensorFile
 from megajax.interop.tokenizers.files import copy_files
 
@@ -216,7 +216,7 @@ def test_pickles_are_refused_with_advice(tmp_path) -> None:
     write_llama(tmp_path / "llama")
     (tmp_path / "llama/model.safetensors").rename(tmp_path / "llama/pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model.bin can run any program .*safe_serialization=True"):
-        open_model(tmp_path / "llama")
+        open_source(f"hf:{tmp_path / 'llama'}")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, np.int8, np.bool_])
@@ -233,7 +233,7 @@ def test_weights_that_need_scales_are_refused_by_name(tmp_path, dtype) -> None:
         file.write(name, tensors[name].astype(entries[name].dtype))
     dtype_name = np.dtype(dtype).name
     with pytest.raises(UserError, match=rf"mlp.up_proj.weight: {dtype_name} needs scales") as raised:
-        open_model(folder)
+        open_source(f"hf:{folder}")
     assert "lm_head" not in str(raised.value)
 
 
@@ -243,7 +243,7 @@ def test_a_missing_name_shows_the_nearest(tmp_path) -> None:
     save_file(tensors, tmp_path / "llama/model.safetensors")
     expected = r"self_attn.q_proj.weight: missing; did you mean model.layers.0.self_attn.query_proj.weight"
     with pytest.raises(UserError, match=expected):
-        open_model(tmp_path / "llama")
+        open_source(f"hf:{tmp_path / 'llama'}")
 
 
 def test_written_files_equal_those_of_the_library(tmp_path) -> None:
@@ -266,4 +266,4 @@ def test_written_files_equal_those_of_the_library(tmp_path) -> None:
 
 def test_the_sample_is_a_model(tmp_path) -> None:
     write_llama(tmp_path / "llama")
-    assert open_model(tmp_path / "llama").model.vocabulary_size == LLAMA["vocab_size"]
+    assert open_source(f"hf:{tmp_path / 'llama'}").model.vocabulary_size == LLAMA["vocab_size"]

@@ -14,7 +14,7 @@ from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop import conversion
 from megajax.interop.huggingface.families.llava import TOWER
-from megajax.interop.huggingface.folder import EXTRA, open_model, read_model
+from megajax.interop.huggingface.folder import EXTRA, model_of, read_model
 from megajax.interop.stored.model import Options, StoredModel
 from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.stored_weights import ForeignFolder, open_weights
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vision_feature_layer": -1}))
     save_file({}, folder / "model.safetensors")
     with pytest.raises(UserError, match="missing"):
-        open_model(folder)
+        conversion.open_source(f"hf:{folder}")
     foreign = read_model(folder)
     table = resolved(foreign.rows, declared_by(foreign.model))
     shapes = {tensor.name: tensor.shape() for tensor in table} | dict.fromkeys(
@@ -115,7 +115,7 @@ def test_another_tower_has_no_extra_tensors(folder: Path, tmp_path: Path) -> Non
     text = written(run.derived(other.model, run.weights), f"hf:{tmp_path / 'back'}")
     assert "vision_config" in text
     assert not [name for name in load_file(tmp_path / "back/model.safetensors") if name in POST]
-    assert open_model(tmp_path / "back").model.vision == other.model.vision
+    assert model_of(tmp_path / "back").vision == other.model.vision
 
 
 def test_runs_pass_on_extra_tensors(folder: Path, tmp_path: Path) -> None:

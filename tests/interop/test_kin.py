@@ -9,8 +9,8 @@ from hugging_face_folders import write_llama
 from safetensors.numpy import load_file, save_file
 
 from megajax.config.errors import UserError
+from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
-from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.huggingface.registry import KINDS, families, family_of
 from megajax.models.presets.llama import llama3
@@ -63,7 +63,7 @@ def test_missing_tensors_are_not_mistaken_for_others(tmp_path: Path) -> None:
     del tensors[block.format(2, "v")]
     save_file(tensors, path)
     with pytest.raises(UserError) as error:
-        open_model(tmp_path / "llama")
+        open_source(f"hf:{tmp_path / 'llama'}")
     text = str(error.value)
     assert f"{block.format(0, 'q')}: missing; did you mean model.layers.0.self_attn.wq.weight?" in text
     assert f"{block.format(1, 'k')}: missing\n" in text and f"{block.format(2, 'v')}: missing\n" in text

@@ -18,7 +18,7 @@ from megajax.convert import main as convert
 from megajax.data.chat.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
-from megajax.interop.huggingface.folder import open_model
+from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.loading import Loaded, load, start_engine
 from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, origin_of
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base: a Hugging Face folder; run: the same as a run; adapter: of PEFT; lora, merged: runs with it."""
     folder = tmp_path_factory.mktemp("models")
     write_llama(folder / "base", dtype=np.float32)
-    model = open_model(folder / "base").model
+    model = model_of(folder / "base")
     adapted, draw = replace(model, lora=LORA), np.random.default_rng(1)
 
     class Drawn:

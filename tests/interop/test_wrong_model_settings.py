@@ -11,7 +11,8 @@ from hugging_face_folders import LLAMA, write_llama
 from safetensors.numpy import save_file
 
 from megajax.config.errors import UserError
-from megajax.interop.huggingface.folder import model_of, open_model
+from megajax.interop.conversion import open_source
+from megajax.interop.huggingface.folder import model_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -112,7 +113,8 @@ def test_windows_of_llama_are_ignored(tmp_path: Path) -> None:
 def test_the_file_that_transformers_reads_is_read(tmp_path: Path) -> None:
     tensors = write_llama(tmp_path / "theirs")
     save_file({"other": np.zeros(3, np.float32)}, tmp_path / "theirs/consolidated.safetensors")
-    assert {*open_model(tmp_path / "theirs").tensors.entries()} == {*tensors}
+    source = f"hf:{tmp_path / 'theirs'}"
+    assert {*open_source(source).foreign.tensors.entries()} == {*tensors}
     shutil.move(tmp_path / "theirs/model.safetensors", tmp_path / "theirs/another.safetensors")
     with pytest.raises(UserError, match="other: the model has no such weight"):
-        open_model(tmp_path / "theirs")
+        open_source(source)

@@ -18,8 +18,8 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.data.text.config import MockConfig
+from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
-from megajax.interop.huggingface.folder import open_model
 from megajax.interop.huggingface.registry import families
 from megajax.interop.megatron.checkpoints.format import write_model
 from megajax.job.start.layer_order import layers_of
@@ -88,7 +88,7 @@ def hf(folder: Path, **settings: Any) -> WeightsConfig:
 
 def test_weights_of_megatron(folder: Path, tmp_path: Path) -> None:
     """A run starts from any format that has tensors of all weights."""
-    weights = open_model(folder).weights
+    weights = open_source(f"hf:{folder}").weights
     (tmp_path / "gpt").mkdir()
     write_model(tmp_path / "gpt", MODEL, weights)
     run = started(tmp_path, WeightsConfig(run=Path(f"megatron:{tmp_path}/gpt")))
@@ -101,7 +101,7 @@ def test_weights_of_megatron(folder: Path, tmp_path: Path) -> None:
 def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path: Path) -> None:
     """A pipeline with stages of two layers and one; matrices sharded over tensor and data."""
     layout = ParallelConfig(pipeline=2, tensor=2, data=2, data_sharding="fsdp", sequence=True)
-    run, weights = started(tmp_path, hf(folder), parallel=layout), open_model(folder).weights
+    run, weights = started(tmp_path, hf(folder), parallel=layout), open_source(f"hf:{folder}").weights
     for path, spec in run.parts.program.declared.items():
         array = weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])).astype(np.float32)
         if spec.layers:
@@ -115,7 +115,7 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
 def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> None:
     """From 96 to 200 tokens: new rows are random, or the mean of the existing ones."""
     model = replace(MODEL, vocabulary_size=200)
-    run, weights = started(tmp_path, hf(folder, new_tokens=way), model), open_model(folder).weights
+    run, weights = started(tmp_path, hf(folder, new_tokens=way), model), open_source(f"hf:{folder}").weights
     for path in ("tokens", "head"):
         actual = np.asarray(run.state.params[path])
         stored = weights.read(path, (slice(0, 96), slice(0, 16))).astype(np.float32)

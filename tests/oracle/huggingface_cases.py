@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from megatron_cases import FOLDER, unsupported
 
-from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.foreign import declared_by, demand_fit
 from megajax.config.errors import UserError
-from megajax.interop.huggingface.folder import HuggingFaceModel, open_model
-from megajax.interop.huggingface.registry import lost_settings
+from megajax.interop.formats import open_stored
+from megajax.interop.huggingface.registry import families, lost_settings
+from megajax.interop.stored.model import StoredModel
 
 TOLERANCE = 1e-5
 
@@ -24,32 +25,33 @@ def folders(accepted: Callable[[str], bool]) -> list[str]:
     return [case for case, kind in types.items() if accepted(kind)]
 
 
-def opened(folder: Path) -> HuggingFaceModel:
+def opened(folder: Path) -> StoredModel:
     """The model of a folder, whose config.json and tensors survive a round trip."""
     try:
-        model = open_model(folder)
+        model = open_stored(f"hf:{folder}")
+        demand_fit(model.foreign.tensors, model.table, model.foreign.ignored)
     except UserError as error:
         if "MegaJAX lacks" in str(error) or "is not supported" in str(error):
             unsupported(str(error))
         raise
-    assert lost_settings(model.model, model.family) == []
+    assert lost_settings(model.model, families()[model.origin.family]) == []
     weights = whole(model, np.asarray)
     for tensor in model.table:
         back, there = (
             tensor.from_weights([weights[p.path][p.index] for p in tensor.pieces]),
-            model.tensors.read(tensor.name),
+            model.foreign.tensors.read(tensor.name),
         )
         assert (back.dtype, back.shape, back.tobytes()) == (there.dtype, there.shape, there.tobytes()), tensor.name
     return model
 
 
-def whole(model: HuggingFaceModel, change: Callable[[np.ndarray], np.ndarray]) -> Arrays:
+def whole(model: StoredModel, change: Callable[[np.ndarray], np.ndarray]) -> Arrays:
     """Every weight and observation by path."""
     boxes = {path: tuple(slice(0, n) for n in shape) for path, shape in model.weights.shapes().items()}
     return {path: change(model.weights.read(path, box)) for path, box in boxes.items()}
 
 
-def arrays(model: HuggingFaceModel) -> tuple[Arrays, Arrays]:
+def arrays(model: StoredModel) -> tuple[Arrays, Arrays]:
     """Weights, and what the table has of observations, in float32."""
     declared, every = declared_by(model.model), whole(model, lambda array: array.astype(np.float32))
     observed = {path for path in every if declared[path].updater is not None}

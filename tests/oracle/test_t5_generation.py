@@ -75,7 +75,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
 
     programs = programs_of(model, length, [Logits()])
     for number, text in enumerate(texts):
-        padding = opening.config["pad_token_id"]
+        padding = opening.origin.settings["pad_token_id"]
         tokens = [start, *np.where(labels[number] >= 0, labels[number], padding)[:-1].tolist()]
         row = Row(text, tokens, list(range(number * length, (number + 1) * length)), number)
         work = [Step([], [(row, 0, CHUNK)]), *(Step([(row, at)], []) for at in range(CHUNK, length))]

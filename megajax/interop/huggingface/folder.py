@@ -14,13 +14,9 @@ import numpy as np
 
 from megajax.checkpoint.weights.foreign import (
     ForeignModel,
-    ForeignWeights,
     Tensors,
     contiguous,
-    declared_by,
-    demand_fit,
 )
-from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import download_hint
@@ -32,21 +28,6 @@ from megajax.interop.huggingface.safetensors import ONE_FILE, SafetensorsFolder,
 from megajax.interop.stored.model import RenamedTensors
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
-
-
-class HuggingFaceModel(NamedTuple):
-    """A model folder whose tensors match its config."""
-
-    family: Family
-    config: dict[str, Any]
-    """config.json without quantization_config."""
-    model: Any
-    """The model config."""
-    tensors: Tensors
-    table: Sequence[Mapped]
-    weights: ForeignWeights
-    note: str
-    """About accepted settings, see `ForeignModel.note`."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -87,18 +68,23 @@ def read_model(folder: Path, ignore: Collection[str] = ()) -> ForeignModel:
     if not folder.is_dir():
         lines = f"hf:{folder}: there is no folder {folder}", download_hint(str(folder))
         raise UserError("\n    ".join(filter(None, lines)))
-    _, _, model = _open(folder.absolute(), ignore)
-    return model
-
-
-def open_model(folder: Path, ignore: Collection[str] = ()) -> HuggingFaceModel:
-    """The model of a folder; tensors are checked but not read yet. Raises UserError with everything that differs."""
-    family, config, foreign = _open(folder, ignore)
-    declared = declared_by(foreign.model)
-    table = resolved(foreign.rows, declared)
-    demand_fit(foreign.tensors, table, foreign.ignored)
-    weights = ForeignWeights(foreign.tensors, table, declared)
-    return HuggingFaceModel(family, config, foreign.model, foreign.tensors, table, weights, foreign.note())
+    family, config, model, dequantize, accepted = _read_settings(folder.absolute(), ignore)
+    files = dequantize(SafetensorsFolder(folder.absolute()))
+    tensors, model = rename_tensors(files, family, model)
+    model = family.adjusted(model, tensors.entries())
+    originals = {*tensors.names.values()}
+    return ForeignModel(
+        model=model,
+        tensors=tensors,
+        rows=family.rows(model),
+        ignored=family.ignored,
+        extra=family.extra,
+        family=family.name,
+        settings=config,
+        accepted=accepted,
+        names={name: stored_name for name, stored_name in tensors.names.items() if name != stored_name},
+        copies=[name for name in files.entries() if name not in originals],
+    )
 
 
 def model_of(folder: Path | str, ignore: Collection[str] = ()) -> Any:
@@ -143,27 +129,6 @@ def _model(family: Family, settings: Settings) -> Any:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         lines = "".join(f"\n  {problem}" for problem in settings.findings.problems)
         raise UserError(f"{settings.where} can't be read as {family.name} ({error}){lines}") from error
-
-
-def _open(folder: Path, ignore: Collection[str]) -> tuple[Family, dict[str, Any], ForeignModel]:
-    family, config, model, dequantize, accepted = _read_settings(folder, ignore)
-    files = dequantize(SafetensorsFolder(folder))
-    tensors, model = rename_tensors(files, family, model)
-    model = family.adjusted(model, tensors.entries())
-    originals = {*tensors.names.values()}
-    foreign = ForeignModel(
-        model=model,
-        tensors=tensors,
-        rows=family.rows(model),
-        ignored=family.ignored,
-        extra=family.extra,
-        family=family.name,
-        settings=config,
-        accepted=accepted,
-        names={name: stored_name for name, stored_name in tensors.names.items() if name != stored_name},
-        copies=[name for name in files.entries() if name not in originals],
-    )
-    return family, config, foreign
 
 
 ROWS = 4096

@@ -374,8 +374,9 @@ class JoinedWeights:
     """A `WeightSource` of the weights of a model and those of its adapters."""
 
     def __init__(self, weights: WeightSource, adapters: WeightSource):
+        """adapters: may have further weights, such as those of a whole run, which are not read."""
         self.where = f"{weights.where} and {adapters.where}"
-        self._source_of = {path: source for source in (weights, adapters) for path in source.shapes()}
+        self._source_of = {path: source for source in (adapters, weights) for path in source.shapes()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {path: source.shapes()[path] for path, source in self._source_of.items()}
