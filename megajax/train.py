@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
     patience, identity = command.flags["init_timeout"], partial(find_identity, command.config, flags)
     train = resolve("megajax.job.job:train")
-    sampler = resolve("megajax.inference.sample_outputs:sample")
+    sampler = resolve("megajax.tasks.sample_outputs:sample")
     reporter = resolve("megajax.reporting.write_report:close_run")
     try:
         code = train(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megajax.checkpoint.weights.calibration import Calibration, Difference, LayerByLayer, calibrate, compare, text_rows
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import Calibrated, QuantizedWeights, quantized_matrices
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.calibration import Calibration, Difference, LayerByLayer, calibrate, compare, text_rows
 from megajax.interop.conversion import open_source
 from megajax.interop.formats import Reading
 from megajax.interop.stored.model import StoredModel

@@ -16,12 +16,12 @@ from megajax import convert
 from megajax.checkpoint import boxes
 from megajax.checkpoint.arrays import read
 from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.weights.calibration import LayerByLayer, calibrate, compare, text_rows
 from megajax.checkpoint.weights.foreign import declared_by, one_device
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.calibration import LayerByLayer, calibrate, compare, text_rows
 from megajax.inference.loading import load_weights
 from megajax.interop.loading import quantized_weights
 from megajax.interop.origin import Origin

@@ -20,7 +20,6 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.text.config import MockConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.inference.sample_outputs import sample
 from megajax.job.job import train
 from megajax.job.start.compile_cache import use_cache
 from megajax.mesh.config import ParallelConfig
@@ -28,6 +27,7 @@ from megajax.mesh.processes.nccl import SET, SEVERAL_GPUS
 from megajax.mesh.xla import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
+from megajax.tasks.sample_outputs import sample
 from megajax.training.compiler_options import default_options
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig

@@ -14,7 +14,6 @@ from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe
 from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentiate, gpt, llama, train
 
 from megajax.batch import Batch, Leaf
-from megajax.inference.sample_outputs import sample_continuation
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
@@ -30,6 +29,7 @@ from megajax.models.decoder.prediction import shifted
 from megajax.models.presets.bert import bert
 from megajax.models.presets.vit import llava, vit, vit_tower
 from megajax.models.protocol import ModelConfig
+from megajax.tasks.sample_outputs import sample_continuation
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training import setup
 from megajax.training.config import EvaluationConfig

@@ -7,7 +7,7 @@ write a picture into the folder.
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,10 +112,9 @@ def sample_blanks(run: TrainedRun, folder: Path) -> str | None:
     if mask is None:
         return "no blanks are shown: the tokenizer has no mask token"
     if prompt:
-        text = [token for piece in _pieces(prompt, MASK, tokenizer, lambda _: mask) for token in piece]
-        row = padded_row(
-            [tokenizer.specials["cls"], *text, tokenizer.specials["sep"]], tokenizer.pad, schema["tokens"].shape[0]
-        )
+        text = _encoded(prompt, MASK, tokenizer, lambda _: mask)
+        text = [tokenizer.specials["cls"], *text, tokenizer.specials["sep"]]
+        row = padded_row(text, tokenizer.pad, schema["tokens"].shape[0])
         truth: dict[int, int] = {}
     elif valid is not None:
         row = _first_with(valid, "tokens", [mask])
@@ -176,10 +175,8 @@ def sample_spans(run: TrainedRun, folder: Path) -> str | None:
         return "no blanks are shown: the tokenizer has no sentinels"
     truth: Sequence[int] = ()
     if prompt:
-        pieces = _pieces(prompt, SENTINEL, tokenizer, lambda blank: int(sentinels[int(blank[1]) % len(sentinels)]))
-        row = padded_row(
-            [token for piece in pieces for token in piece], tokenizer.pad, schema["encoder_tokens"].shape[0]
-        )
+        text = _encoded(prompt, SENTINEL, tokenizer, lambda blank: int(sentinels[int(blank[1]) % len(sentinels)]))
+        row = padded_row(text, tokenizer.pad, schema["encoder_tokens"].shape[0])
         encoder_input = {"encoder_tokens": row["tokens"], "encoder_segment_ids": row["segment_ids"]}
     elif valid is not None:
         row = _first_with(valid, "encoder_tokens", sentinels)
@@ -242,16 +239,15 @@ def split_spans(tokens: Sequence[int], sentinels: Sequence[int]) -> dict[int, li
     return spans
 
 
-def _pieces(
+def _encoded(
     prompt: str, blank: re.Pattern[str], tokenizer: Any, token_of: Callable[[re.Match[str]], int]
-) -> Iterator[list[int]]:
-    """The tokens of a text between its blanks, and those of the blanks, which tokenizers would encode as plain text."""
-    start = 0
+) -> list[int]:
+    """The tokens of a text with blanks, which tokenizers would encode as plain text."""
+    tokens, start = list[int](), 0
     for match in blank.finditer(prompt):
-        yield tokenizer.encode(prompt[start : match.start()]).tolist()
-        yield [token_of(match)]
+        tokens += [*tokenizer.encode(prompt[start : match.start()]).tolist(), token_of(match)]
         start = match.end()
-    yield tokenizer.encode(prompt[start:]).tolist()
+    return [*tokens, *tokenizer.encode(prompt[start:]).tolist()]
 
 
 def _with_numbers(tokens: Sequence[tuple[int, int | None]], tokenizer: Any) -> str:
