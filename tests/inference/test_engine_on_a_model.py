@@ -7,34 +7,23 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from compiled_steps import CHUNK, loaded, programs_of, whole_logits
 from test_engine import Client, serve
-from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder, loaded, whole_logits
+from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.programs import LoadedModel
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import choosers
-from megajax.inference.step_arrays import Bucket
 from megajax.models.decoder.config import DecoderConfig
-
-ROWS, CHUNK, BLOCK = 3, 8, 4
-
 
 LLAMA = decoder(replace(HEADS, rope=ROPE))
 
 
 def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice:
     """With steps compiled for the settings up to these."""
-    compiled = Programs(
-        model,
-        CacheSize(blocks=blocks, block=BLOCK, slots=ROWS),
-        buckets=[Bucket(ROWS, 0), Bucket(ROWS, CHUNK)],
-        choosers=choosers(VOCABULARY)[: programs + 1],
-        length=LENGTH,
-        dtype="float32",
-        kernel="tiled",
-    )
+    compiled = programs_of(model, choosers(VOCABULARY)[: programs + 1], chunks=(0, CHUNK), blocks=blocks)
     assert len(list(compiled.compile())) == 2 * (programs + 1)
     return ModelDevice(compiled, VOCABULARY)
 

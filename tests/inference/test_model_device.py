@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from compiled_steps import CHUNK, loaded, programs_of
 from test_engine import Client, serve
-from test_programs import HEADS, ROPE, decoder, loaded
+from test_programs import HEADS, ROPE, decoder
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.request import Sampled, Sequence
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import RowChooser, choosers, program_of
@@ -23,7 +24,7 @@ from megajax.inference.scheduler import Pool, Scheduler
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import bind
 
-VOCABULARY, LENGTH, BLOCK, CHUNK, ROWS = 250, 32, 4, 8, 3
+VOCABULARY, LENGTH, BLOCK, ROWS = 250, 32, 4, 3
 PIECES = [*(bytes((value,)) for value in range(128)), *[None] * (VOCABULARY - 128)]
 END = 249
 
@@ -49,16 +50,7 @@ def forward(model: LoadedModel) -> Any:
 
 @pytest.fixture(scope="module")
 def programs(model: LoadedModel) -> Programs:
-    size = CacheSize(blocks=18, block=BLOCK, slots=ROWS)
-    return Programs(
-        model,
-        size,
-        buckets=[Bucket(ROWS, CHUNK)],
-        choosers=choosers(VOCABULARY),
-        length=LENGTH,
-        dtype="float32",
-        kernel="tiled",
-    )
+    return programs_of(model, choosers(VOCABULARY), blocks=18)
 
 
 def row(order: int, tokens: abc.Sequence[int], answer_tokens: int, seed: int = 0, **settings: Any) -> Sequence:
@@ -202,16 +194,7 @@ def test_replicas_and_a_sharded_vocabulary_change_nothing(programs: Programs) ->
         ]
 
     sharded_model = loaded(decoder(replace(HEADS, rope=ROPE)), {"data": 2, "tensor": 2})
-    size = CacheSize(blocks=18, block=BLOCK, slots=ROWS)
-    sharded = Programs(
-        sharded_model,
-        size,
-        buckets=[Bucket(ROWS, CHUNK)],
-        choosers=choosers(VOCABULARY),
-        length=LENGTH,
-        dtype="float32",
-        kernel="tiled",
-    )
+    sharded = programs_of(sharded_model, choosers(VOCABULARY), blocks=18)
     unsharded_clients, four = requests(), requests()
     serve(Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END]), *unsharded_clients)
     serve(Engine(ModelDevice(sharded, VOCABULARY), end_tokens=[END]), *four)

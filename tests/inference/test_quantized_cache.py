@@ -5,10 +5,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_programs import HEADS, LATENT, LENGTH, ROPE, VOCABULARY, Logits, Row, Step, decoder, loaded, whole_logits
+from compiled_steps import Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
+from test_programs import HEADS, LATENT, ROPE, VOCABULARY, decoder
 
-from megajax.inference.programs import CacheSize, LoadedModel, Programs, like_cache
-from megajax.inference.step_arrays import Bucket
+from megajax.inference.programs import CacheSize, LoadedModel, like_cache
 from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.decoding import in_cache
 
@@ -45,14 +45,10 @@ def test_bytes_of_a_cache() -> None:
 
 def logits(model: LoadedModel, tokens: np.ndarray, dtype: str, kernel: str) -> np.ndarray:
     """Of the last token of a prompt, and of the token after it."""
-    programs = Programs(
-        model, SIZE, buckets=[Bucket(2, 8)], choosers=[Logits()], length=LENGTH, dtype=dtype, kernel=kernel
-    )
-    row, results = Row(tokens.tolist(), [5, 1, 2, 3, 4, 0, 6, 7], 0), []
-    for step in (Step(prompts=[(row, 0, 8)]), Step(prompts=[(row, 8, 5)]), Step(decode=[(row, 13)])):
-        result = programs.run([step], Logits(), lambda _: ())
-        results.append(np.asarray(result.chosen)[result.row(0, 0, prompt=bool(step.prompts)), :VOCABULARY])
-    return np.stack(results)
+    programs = programs_of(model, [Logits()], rows=2, blocks=8, dtype=dtype, kernel=kernel)
+    row = Row(tokens.tolist(), [5, 1, 2, 3, 4, 0, 6, 7], 0)
+    steps = Step(prompts=[(row, 0, 8)]), Step(prompts=[(row, 8, 5)]), Step(decode=[(row, 13)])
+    return np.stack([step_logits(programs, [step])[0][2][:VOCABULARY] for step in steps])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +79,7 @@ def start(
     bound = listening_socket(Access(port=0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
     thread.start()
-    while not server.started:
-        assert thread.is_alive(), log
-        time.sleep(0.005)
+    assert wait_until(lambda: server.started or not thread.is_alive()) and thread.is_alive(), log
     return Running(
         server, worker, device, readiness, log, thread, address(bound), httpx2.Client(timeout=30, verify=False)
     )

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,9 +27,7 @@ def test_more_requests_than_the_queue_holds(small: Running) -> None:
     small.device.open.clear()
     with ThreadPoolExecutor(40) as pool:
         futures = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
-        end = time.monotonic() + 20
-        while sum(future.done() for future in futures) < 40 - 12 and time.monotonic() < end:
-            time.sleep(0.01)
+        assert wait_until(lambda: sum(future.done() for future in futures) >= 40 - 12)
         assert small.ask("/metrics", method="GET").status_code == 200
         small.device.open.set()
         answers = [future.result() for future in futures]
@@ -48,9 +45,7 @@ def test_a_list_of_prompts_is_accepted_completely_or_not_at_all(small: Running) 
     small.device.open.clear()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(small.complete, prompt=["a"] * 8, max_tokens=2)
-        while not small.worker.statistics().requests:
-            time.sleep(0.002)
-        time.sleep(0.1)
+        assert wait_until(lambda: small.worker.statistics().requests == 8)
         assert small.complete(prompt=["a"] * 8, max_tokens=2).status_code == 429
         small.device.open.set()
         assert len(first.result().json()["choices"]) == 8
@@ -73,8 +68,7 @@ def test_clients_that_disconnect_free_their_blocks(small: Running, stream: bool)
     for _ in range(10):
         before = len(small.posts())
         connections = [open_request(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
-        while not small.blocks_used():
-            time.sleep(0.002)
+        assert wait_until(small.blocks_used)
         if stream:
             assert connections[0].recv(10)
         for connection in connections:
@@ -89,7 +83,7 @@ def test_clients_that_disconnect_early_are_no_error_of_the_server(small: Running
     """While the body is read, and while the answer is computed."""
     small.log.clear()
     connection = open_request(small, prompt="abc", max_tokens=4000, unsent=unsent)
-    time.sleep(0.05)
+    assert wait_until(lambda: small.readiness.active)
     connection.close()
     assert wait_until(small.posts)
     assert " POST /v1/completions 499 " in small.posts()[0]
@@ -100,8 +94,7 @@ def test_clients_that_disconnect_early_are_no_error_of_the_server(small: Running
 def test_a_reader_that_does_not_read_is_disconnected(small: Running) -> None:
     """It delays no other client, and frees its blocks when its time is over."""
     slow = open_request(small, prompt=["abc" * 100] * 2, max_tokens=3000, logprobs=20, stream=True)
-    while not small.blocks_used():
-        time.sleep(0.002)
+    assert wait_until(small.blocks_used)
     assert small.complete(prompt="ab", max_tokens=4).json()["choices"][0]["text"] == "abab"
     before = small.worker.statistics().tokens_total
     assert small.all_free(10)
@@ -130,10 +123,8 @@ def test_health_reports_a_hanging_engine(small: Running) -> None:
     small.device.open.clear()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(small.complete, prompt="ab", max_tokens=2)
-        end = time.monotonic() + 5
-        while (health := small.ask("/health", method="GET")).status_code == 200 and time.monotonic() < end:
-            time.sleep(0.02)
-        assert (health.status_code, health.json()) == (503, {"status": "stalled"})
+        assert wait_until(lambda: small.ask("/health", method="GET").json() == {"status": "stalled"})
+        assert small.ask("/health", method="GET").status_code == 503
         small.device.open.set()
         assert waiting.result().status_code == 200
     assert small.ask("/health", method="GET").status_code == 200
@@ -143,8 +134,7 @@ def test_the_death_of_the_engine_ends_the_server() -> None:
     running = start(ServerConfig(), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(running.complete, prompt="ab", max_tokens=4000) for _ in range(2)]
-        while running.worker.statistics().running < 2:
-            time.sleep(0.002)
+        assert wait_until(lambda: running.worker.statistics().running == 2)
         assert running.complete(prompt=bytes(DEATH).decode(), max_tokens=5).status_code == 500
         assert [future.result().status_code for future in futures] == [500, 500]
     running.thread.join(10)
@@ -234,8 +224,7 @@ def test_running_requests_end_after_the_first_signal() -> None:
     running = start(ServerConfig(drain_seconds=10), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
-        while running.worker.statistics().running < 4:
-            time.sleep(0.002)
+        assert wait_until(lambda: running.worker.statistics().running == 4)
         running.server.handle_exit(15, None)
         refused, health = running.complete(prompt="ab"), running.ask("/health", method="GET")
         assert (refused.status_code, health.status_code, health.json()["status"]) == (503, 503, "draining")
@@ -250,8 +239,7 @@ def test_requests_beyond_the_time_limit_are_ended() -> None:
     running = start(ServerConfig(drain_seconds=0.3), EchoDevice(seconds=0.005))
     with ThreadPoolExecutor(1) as pool:
         futures = pool.submit(running.complete, prompt="ab", max_tokens=4000)
-        while not running.worker.statistics().running:
-            time.sleep(0.002)
+        assert wait_until(lambda: running.worker.statistics().running)
         running.server.handle_exit(15, None)
         assert futures.result().status_code == 503
     running.thread.join(10)

@@ -1,0 +1,102 @@
+"""Compiled steps of tiny models without an engine: rows of hand-made schedules, and the logits of each step."""
+
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput
+from megajax.inference.step_arrays import Bucket
+from megajax.layers.param import Observation, bind, initial_values, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+
+CHUNK = 8
+
+
+class Logits(NamedTuple):
+    """Gives the logits themselves."""
+
+    def like(self, rows: int, chunk: int) -> tuple[()]:
+        del rows, chunk
+        return ()
+
+    def __call__(self, layout: Layout, out: StepOutput, inputs: tuple[()]) -> jax.Array:
+        del layout, inputs
+        return out.logits
+
+
+@dataclass(eq=False)
+class Row:
+    tokens: list[int]
+    blocks: list[int]
+    slot: int
+    memory: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    decode: list[tuple[Row, int]] = field(default_factory=list)
+    prompts: list[tuple[Row, int, int]] = field(default_factory=list)
+
+
+def layout_of(**sizes: int) -> tuple[Layout, jax.sharding.Mesh]:
+    """Of the first devices."""
+    parallel = ParallelConfig(**{"data": 1, "data_sharding": "replicate", **sizes})
+    return Layout(Plan.of(parallel)), build_mesh(parallel, jax.devices()[: int(np.prod([*sizes.values(), 1]))])
+
+
+def loaded(cfg: Any, sizes: dict[str, int], seed: int = 0) -> LoadedModel:
+    """The model with generic weights: gains and biases are not 1 and 0."""
+    (layout, mesh), draw = layout_of(**sizes), np.random.default_rng(seed)
+    abstract = nnx.eval_shape(lambda: cfg.build(layout))
+    weights = {}
+    declared = {**specs(abstract), **specs(abstract, Observation)}
+    for path, value in initial_values(declared, seed).items():
+        noise = 0.0 if declared[path].role == "weight" else 0.1 * draw.standard_normal(value.shape)
+        spec = layout.plan.compute.spec(declared[path].axes)
+        weights[path] = jax.device_put(jnp.asarray(value + noise, jnp.float32), NamedSharding(mesh, spec))
+    return LoadedModel(cfg, abstract, weights, mesh, layout)
+
+
+def programs_of(
+    model: LoadedModel,
+    choosers: abc.Sequence[Any],
+    *,
+    rows: int = 3,
+    chunks: abc.Sequence[int] = (CHUNK,),
+    blocks: int,
+    block: int = 4,
+    length: int = 32,
+    dtype: str = "float32",
+    kernel: Any = "tiled",
+) -> Programs:
+    """Steps of this many rows and as many slots. chunks: tokens of a prompt, 0 for steps without one."""
+    buckets, size = [Bucket(rows, chunk) for chunk in chunks], CacheSize(blocks=blocks, block=block, slots=rows)
+    return Programs(model, size, buckets=buckets, choosers=choosers, length=length, dtype=dtype, kernel=kernel)
+
+
+def step_logits(programs: Programs, work: abc.Sequence[Step]) -> list[tuple[Row, int, np.ndarray]]:
+    """Runs a step of each replica -> its rows, the position of the last token of each, and the logits there."""
+    result = programs.run(work, Logits(), lambda _: ())
+    logits, found = np.asarray(result.chosen), list[tuple[Row, int, np.ndarray]]()
+    for replica, step in enumerate(work):
+        for number, (row, at) in enumerate(step.decode):
+            found.append((row, at, logits[result.row(replica, number)]))
+        for row, at, count in step.prompts:
+            found.append((row, at + count - 1, logits[result.row(replica, 0, prompt=True)]))
+    return found
+
+
+def whole_logits(model: LoadedModel, *tokens: np.ndarray, **leaves: np.ndarray) -> np.ndarray:
+    """Of the trainer's forward pass over whole rows."""
+    with jax.set_mesh(model.mesh):
+        run = jax.jit(lambda weights, tokens, leaves: bind(model.model, weights)(*tokens, **leaves))
+        return np.asarray(run(model.weights, tokens, leaves))
