@@ -116,7 +116,7 @@ def test_invalid_fields(served: Running, route: str, body: dict[str, Any], field
         answer = served.ask(route, text.encode(), "PUT" if route == "/api" else "POST")
         assert answer.status_code == 400, answer.text
         error = error_of(answer)
-        assert error["param"] == field and field in error["message"]
+        assert error["param"] == field and (field in error["message"] or route == "/api")
 
 
 @pytest.mark.parametrize(
