@@ -1,7 +1,6 @@
 """Real gangs of tiny training runs, none of which outlives its test."""
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -9,6 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
+from run_folder import steps
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = f"{REPOSITORY / 'tests/small_jobs.py'}:run_config"
@@ -93,6 +95,13 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.fixture(name="start")
+def start_processes(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """start(*command, name=..., **environment) -> a process that ends with the test at the latest."""
+    with started(tmp_path) as start:
+        yield start
+
+
 @contextlib.contextmanager
 def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     """start(*command, name="...", **environment): processes that do not outlive the block."""
@@ -132,14 +141,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def steps(run_dir: Path) -> dict[int, float]:
-    """Step -> loss, of the whole lines in metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("}\n")]
-    return {line["step"]: line["loss"] for line in entries if "split" not in line}
-
-
-def saved(run_dir: Path) -> list[int]:
-    """Steps that have a checkpoint."""
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step -> loss."""
+    return {step: line["loss"] for step, line in steps(run_dir).items()}

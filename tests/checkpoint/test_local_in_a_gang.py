@@ -8,6 +8,7 @@ from typing import Any
 
 import gangs
 import pytest
+import run_folder
 from local_sets import damage
 
 SETTINGS = ("--parallel.data_sharding=zero1", "--logging.every=1", "--model.dropout=0.1")
@@ -60,7 +61,7 @@ def test_one_lost_disk_loses_nothing_and_the_newest_whole_checkpoint_wins(tmp_pa
         assert max(after) == first_step + 10 <= 80
         assert after == {step: expected[step] for step in after}
         # It was stopped and saved in the shared folder: nothing is left on the machine.
-        assert gangs.saved(run) == [first_step + 10] and not folder.exists()
+        assert run_folder.saved(run) == [first_step + 10] and not folder.exists()
 
         # Older sets that turn up again do not count, though the run they belong to is this one.
         shutil.copytree(tmp_path / "copy", folder)
@@ -76,11 +77,11 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
     settings = (*settings, "--checkpoint.local.every=2", f"--checkpoint.local.folder={node}")
     with gangs.started(tmp_path) as start:
         killed = start(*settings, "--checkpoint.every=5", name="one")
-        killed.until(lambda: len(gangs.saved(run)) >= 2 and local_steps(run)[-1:] > gangs.saved(run)[-1:])
+        killed.until(lambda: len(run_folder.saved(run)) >= 2 and local_steps(run)[-1:] > run_folder.saved(run)[-1:])
         for pid in killed.children():
             os.kill(pid, 9)
         killed.wait()
-        shared = gangs.saved(run)[-1]
+        shared = run_folder.saved(run)[-1]
         (folder,) = node.iterdir()
         shutil.rmtree(folder / "process_0")
         restarted = start(*settings, "--resilience.exit_after_steps=2", name="two")
@@ -173,7 +174,7 @@ def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_
 
         restarted = start(*settings, "--resilience.exit_after_steps=3", name="c")
         assert restarted.wait() == 0, restarted.text
-        assert events(run, "start")[-1]["step"] == 4 and gangs.saved(run) == [7]
+        assert events(run, "start")[-1]["step"] == 4 and run_folder.saved(run) == [7]
         control = tmp_path / "control"
         undisturbed = start(*settings, f"--run_dir={control}", "--resilience.exit_after_steps=7", name="d")
         assert undisturbed.wait() == 0, undisturbed.text

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gangs import CONFIG, TINY, TRAIN, Started, launcher, started
+from gangs import CONFIG, TRAIN, Started, started
 from peer_threads import ThreadPeers, together
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -230,27 +230,3 @@ def test_a_file_truncated_during_a_run_ends_it_with_one_message(run: Callable[..
     assert "Traceback" not in training.text and "Bus error" not in training.text
     assert f"{tmp_path / 'text'}.bin: 40,000 bytes when the run opened it, 1,000 now" in training.text
     assert "row " in training.text
-
-
-@pytest.mark.slow
-def test_two_processes_compare_with_the_checksums_of_one(tmp_path: Path) -> None:
-    """Each reads its share of the files; the checksums are those of one process."""
-    prefix = write(tmp_path / "text", 0)
-    data = ("--data.type=BlendConfig", f"--data.paths={prefix}", "--data.split=1", f"--data.cache_dir={tmp_path / 'c'}")
-    both = (
-        *data,
-        "--evaluation.every=none",
-        "--evaluation.at_end=false",
-        "--verify-data",
-        f"--run_dir={tmp_path / 'r'}",
-    )
-    one = (*TRAIN, f"--config={CONFIG}", "--devices=cpu:2", "--parallel.data=2", "--batch.micro_size=2", *both)
-    with started(tmp_path) as start:
-        alone = start(*one, "--steps=3", "--schedule.decay_steps=3")
-        assert alone.wait() == 0, alone.text
-        gang = start(*launcher(), *TRAIN, *TINY, *both, "--steps=6", "--schedule.decay_steps=3", name="gang")
-        assert gang.wait() == 0, gang.text
-        assert "every byte of 2 files" in gang.text and "has no checksums" not in gang.text
-        write(prefix, 1)
-        last = start(*launcher(), *TRAIN, *TINY, *both, "--steps=9", "--schedule.decay_steps=3", name="last")
-        assert last.wait() == 2 and last.text.count("checksum of a sample of its content") == 1, last.text

@@ -1,12 +1,11 @@
 """Processes of a gang that hang, freeze or fail: the message and exit code of each. F03, F04, F05."""
 
-import json
 import signal
-import sys
 from pathlib import Path
 
 import gangs
 import pytest
+from run_folder import events
 
 from megajax.faults.beats import BEATS, Beat
 
@@ -18,11 +17,6 @@ def beat(folder: Path, process: int) -> Beat:
     return Beat.read(folder, process) or Beat(process=process, pid=0, host="", time=0.0)
 
 
-def events(run_dir: Path, name: str) -> list[dict]:
-    lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
-
-
 def by_hand(start, run_dir: Path, *settings: str, beats: Path | None = None) -> list[gangs.Started]:
     """Two processes without a launcher. beats: folder for their beats."""
     port = gangs.free_port()
@@ -32,40 +26,33 @@ def by_hand(start, run_dir: Path, *settings: str, beats: Path | None = None) -> 
     return [start(*common, *meeting, f"--process-id={n}", name=f"process_{n}", **environment) for n in (0, 1)]
 
 
-def trains(run_dir: Path) -> bool:
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.exists() and len(metrics.read_text().splitlines()) > 4
-
-
 @pytest.mark.slow
-def test_stacks_of_every_process(tmp_path):
+def test_stacks_of_every_process(start, tmp_path):
     """On SIGUSR2; training continues, and beats follow."""
     beats, run_dir = tmp_path / "beats", tmp_path / "run"
     beats.mkdir()
-    with gangs.started(tmp_path) as start:
-        processes = by_hand(start, run_dir, beats=beats)
-        processes[0].until(lambda: all(beat(beats, index).step > 2 for index in (0, 1)))
-        assert [beat(beats, index).pid for index in (0, 1)] == [each.process.pid for each in processes]
-        for each in processes:
-            each.process.send_signal(signal.SIGUSR2)
-        paths = [run_dir / "hangs" / f"process_{index}.txt" for index in (0, 1)]
-        processes[0].until(lambda: all(path.exists() and "run_job" in path.read_text() for path in paths))
-        step = beat(beats, 0).step
-        processes[0].until(lambda: beat(beats, 0).step > step)
-        for each in processes:
-            each.process.send_signal(signal.SIGTERM)
-        assert [each.wait() for each in processes] == [0, 0], processes[0].text
+    processes = by_hand(start, run_dir, beats=beats)
+    processes[0].until(lambda: all(beat(beats, index).step > 2 for index in (0, 1)))
+    assert [beat(beats, index).pid for index in (0, 1)] == [each.process.pid for each in processes]
+    for each in processes:
+        each.process.send_signal(signal.SIGUSR2)
+    paths = [run_dir / "hangs" / f"process_{index}.txt" for index in (0, 1)]
+    processes[0].until(lambda: all(path.exists() and "run_job" in path.read_text() for path in paths))
+    step = beat(beats, 0).step
+    processes[0].until(lambda: beat(beats, 0).step > step)
+    for each in processes:
+        each.process.send_signal(signal.SIGTERM)
+    assert [each.wait() for each in processes] == [0, 0], processes[0].text
     assert all('  File "' in each.text and "run_job" in each.text for each in processes)
     assert beat(beats, 1).failure is None
 
 
 @pytest.mark.slow
-def test_a_stuck_process_ends_with_124_and_all_leave_stacks(tmp_path):
+def test_a_stuck_process_ends_with_124_and_all_leave_stacks(start, tmp_path):
     """F05."""
     run_dir = tmp_path / "run"
-    with gangs.started(tmp_path) as start:
-        processes = by_hand(start, run_dir, "--resilience.inject=stuck:step=7:process=1")
-        codes = [process.wait() for process in processes]
+    processes = by_hand(start, run_dir, "--resilience.inject=stuck:step=7:process=1")
+    codes = [process.wait() for process in processes]
     assert codes[1] == 124 and codes[0] in (1, 124), processes[0].text
     assert "process 1 hangs, waiting for the rows of step 7 for " in processes[1].text
     stuck, waiting = ((run_dir / "hangs" / f"process_{index}.txt").read_text() for index in (1, 0))
@@ -77,13 +64,12 @@ def test_a_stuck_process_ends_with_124_and_all_leave_stacks(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_frozen_process_is_named(tmp_path):
+def test_a_frozen_process_is_named(start, tmp_path):
     """F04: SIGSTOP of process 1 makes process 0 wait, which is not blamed."""
     run_dir = tmp_path / "run"
-    with gangs.started(tmp_path) as start:
-        processes = by_hand(start, run_dir, "--resilience.inject=frozen:step=7:process=1")
-        assert processes[0].wait() == 124, processes[0].text
-        assert gangs.alive(processes[1].process.pid)
+    processes = by_hand(start, run_dir, "--resilience.inject=frozen:step=7:process=1")
+    assert processes[0].wait() == 124, processes[0].text
+    assert gangs.alive(processes[1].process.pid)
     assert "process 1 no longer runs" in processes[0].text
     (hang,) = events(run_dir, "hang")
     assert (hang["process"], hang["cause_process"], hang["phase"]) == (0, 1, "step")
@@ -91,13 +77,12 @@ def test_a_frozen_process_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_by_the_one_that_lost_it(tmp_path):
+def test_a_killed_process_is_named_by_the_one_that_lost_it(start, tmp_path):
     """One line, no traceback of the runtime."""
     run_dir = tmp_path / "run"
-    with gangs.started(tmp_path) as start:
-        processes = by_hand(start, run_dir, "--resilience.inject=kill:step=7:process=1")
-        assert processes[0].wait() == 1, processes[0].text
-        assert processes[1].wait() == -signal.SIGKILL
+    processes = by_hand(start, run_dir, "--resilience.inject=kill:step=7:process=1")
+    assert processes[0].wait() == 1, processes[0].text
+    assert processes[1].wait() == -signal.SIGKILL
     assert "lost the connection to process 1: process 1 no longer runs" in processes[0].text
     assert "Traceback" not in processes[0].text
     (lost,) = events(run_dir, "lost")
@@ -105,59 +90,14 @@ def test_a_killed_process_is_named_by_the_one_that_lost_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_crash_is_reported_by_the_others(tmp_path):
+def test_a_crash_is_reported_by_the_others(start, tmp_path):
     """F03: the traceback is that of process 1, and process 0 names it as the cause."""
     run_dir, beats = tmp_path / "run", tmp_path / "beats"
     beats.mkdir()
-    with gangs.started(tmp_path) as start:
-        processes = by_hand(start, run_dir, "--resilience.inject=crash:step=7:process=1", beats=beats)
-        assert [each.wait() for each in processes] == [1, 1], processes[0].text
+    processes = by_hand(start, run_dir, "--resilience.inject=crash:step=7:process=1", beats=beats)
+    assert [each.wait() for each in processes] == [1, 1], processes[0].text
     assert "Traceback" in processes[1].text and "Traceback" not in processes[0].text
     assert "lost the connection to process 1: process 1 failed: DrillFault" in processes[0].text
     first, other = beat(beats, 1), beat(beats, 0)
     assert first.failure and first.failure.startswith("DrillFault") and first.code == 1
     assert other.failure and other.code == 1 and not events(run_dir, "lost")
-
-
-@pytest.mark.slow
-def test_without_the_watchdog_nothing_ends(tmp_path):
-    run_dir = tmp_path / "run"
-    with gangs.started(tmp_path) as start:
-        off = ("--resilience.watchdog=none", "--resilience.inject=stuck:step=7")
-        settings = (f"--config={gangs.CONFIG}", "--devices=cpu:1", *gangs.LONG, *off)
-        process = start(*gangs.TRAIN, *settings, f"--run_dir={run_dir}")
-        process.until(lambda: trains(run_dir))
-        with pytest.raises(AssertionError, match="still there"):
-            process.wait(15)
-        assert not (run_dir / "hangs").exists()
-
-
-@pytest.mark.slow
-def test_a_stopped_and_continued_process_continues_training(tmp_path):
-    """Ctrl-Z for longer than the limit of a step."""
-    run_dir = tmp_path / "run"
-    with gangs.started(tmp_path) as start:
-        settings = (f"--config={gangs.CONFIG}", "--devices=cpu:1", *gangs.LONG, f"--run_dir={run_dir}")
-        process = start(*gangs.TRAIN, *settings, "--resilience.watchdog.step=3", "--resilience.watchdog.data_wait=3")
-        process.until(lambda: trains(run_dir))
-        process.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(AssertionError, match="still there"):
-            process.wait(12)
-        process.process.send_signal(signal.SIGCONT)
-        lines = len((run_dir / "metrics.jsonl").read_text().splitlines())
-        process.until(lambda: len((run_dir / "metrics.jsonl").read_text().splitlines()) > lines + 50)
-        process.process.send_signal(signal.SIGTERM)
-        assert process.wait() == 0, process.text
-
-
-@pytest.mark.slow
-def test_a_line_that_is_never_written(tmp_path):
-    """A single process, which no other one waits for."""
-    train = (sys.executable, Path(__file__).with_name("train_on_a_stuck_disk.py"))
-    limits = ("--resilience.watchdog.other=2", "--resilience.watchdog.compile=60", "--logging.every=1")
-    settings = (*gangs.TINY[:-2], "--devices=cpu:1", *gangs.LONG, *limits, f"--run_dir={tmp_path / 'run'}")
-    with gangs.started(tmp_path) as start:
-        process = start(*train, *settings)
-        assert process.wait(90) == 124, process.text
-    last = process.text.splitlines()[-1]
-    assert "process 0 hangs, logging step 3 for" in last and "limit 2 s (resilience.watchdog.other)" in last

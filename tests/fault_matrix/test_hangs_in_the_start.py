@@ -1,6 +1,5 @@
 """Processes that hang before the first step, or whose disk does not answer: the blamed process, and the files left."""
 
-import json
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import cast
 import gangs
 import pytest
 from peer_threads import ThreadPeers, together
+from run_folder import events
 
 from megajax.faults.activity import Activity
 from megajax.faults.beats import BEATS, Beat
@@ -23,8 +23,7 @@ TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))
 
 def hangs(run_dir: Path, process: int) -> dict:
     """The event of a process that has ended because of a hang; its stacks exist."""
-    lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-    (event,) = (line for line in lines if line["event"] == "hang" and line["process"] == process)
+    (event,) = (event for event in events(run_dir, "hang") if event["process"] == process)
     assert "thread MainThread" in Path(event["stacks"]).read_text()
     return event
 
@@ -46,13 +45,12 @@ def in_a_gang(tmp_path: Path, place: str, process: int, *settings: str) -> gangs
         ("fsync:/checkpoints/", "setup", "opening the checkpoints"),
     ],
 )
-def test_one_process(tmp_path, place, phase, stage):
+def test_one_process(start, tmp_path, place, phase, stage):
     limit = f"--resilience.watchdog.{phase}=2"
     settings = (*gangs.TINY[:-2], "--devices=cpu:1", limit, f"--run_dir={tmp_path / 'run'}")
     fault = {"HANGING_PLACE": place, "HANGING_PROCESS": "0", BEATS: str(tmp_path)}
-    with gangs.started(tmp_path) as start:
-        process = start(*TRAIN, *settings, **fault)
-        assert process.wait() == 124, process.text
+    process = start(*TRAIN, *settings, **fault)
+    assert process.wait() == 124, process.text
     message = process.text.splitlines()[-1]
     assert f"process 0 hangs, {stage} for" in message
     assert f"limit 2 s (resilience.watchdog.{phase})" in message
@@ -91,22 +89,6 @@ def test_a_process_that_is_slow_to_find_its_devices(late, monkeypatch):
 
     assert together(2, start) == [None, None]
     assert done == ["devices", "devices", "collective", "collective"]
-
-
-@pytest.mark.slow
-def test_processes_that_do_not_connect(tmp_path):
-    """While process 0 waits for the others, its limit is longer by --init-timeout."""
-    gang = in_a_gang(tmp_path, "jax.distributed:initialize", 1, "--resilience.watchdog.start=1", "--init-timeout=20")
-    assert "connecting the processes for" in gang.text
-    event = hangs(tmp_path / "run", 1)
-    assert (event["stage"], event["limit"]) == ("connecting the processes", 21.0)
-
-
-@pytest.mark.slow
-def test_a_disk_of_process_0_that_does_not_answer_during_the_setup(tmp_path):
-    gang = in_a_gang(tmp_path, r"fsync:/checkpoints/", 0, "--resilience.watchdog.setup=12")
-    assert "process 0 holds up the others: it has been opening the checkpoints for" in gang.text
-    assert hangs(tmp_path / "run", 0)["stage"] == "opening the checkpoints"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gangs
 import pytest
+from run_folder import events, saved
 
 PROGRAM = Path(__file__).with_name("train_as_processes_that_differ.py")
 CONFIG = """
@@ -44,19 +45,15 @@ def gang(tmp_path):
         yield run
 
 
-def events(folder: Path, name: str) -> list[dict]:
-    lines = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
-
-
 def test_every_optional_feature_at_once(gang, tmp_path):
     run = gang()
     assert run.wait() == 0, run.text
     assert "compiled programs are not cached" in run.text and "health before the run" in run.text
     assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 1
-    assert gangs.saved(tmp_path / "run") == [4, 8] and list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]
-    assert {event["split"] for event in events(tmp_path, "evaluate")} >= {"validation", "choices", "test"}
-    assert {event["step"] for event in events(tmp_path, "save_committed") if event.get("kind") == "local"} == {2, 6}
+    assert saved(tmp_path / "run") == [4, 8] and list(gangs.losses(tmp_path / "run")) == [*range(1, 9)]
+    assert {event["split"] for event in events(tmp_path / "run", "evaluate")} >= {"validation", "choices", "test"}
+    commits = events(tmp_path / "run", "save_committed")
+    assert {event["step"] for event in commits if event.get("kind") == "local"} == {2, 6}
     # All steps are done: both processes find nothing left to do, though one can't read the metrics.
     again = gang(difference="unreadable metrics", name="again")
     assert again.wait() == 0, again.text
@@ -68,7 +65,7 @@ def test_a_full_disk_that_one_process_learns_of_later(gang, tmp_path):
     run = gang("--checkpoint.every=none", "--checkpoint.at_end=false", difference="full disk")
     assert run.wait() == 0, run.text
     assert "no more local checkpoints in this attempt" in run.text
-    assert list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]
+    assert list(gangs.losses(tmp_path / "run")) == [*range(1, 9)]
 
 
 @pytest.mark.slow
@@ -76,19 +73,18 @@ def test_a_signal_that_one_process_gets_when_the_other_finishes(gang, tmp_path):
     settings = ("--resilience.save_on_signal=false", "--resilience.exit_after_steps=5")
     run = gang(*settings, "--resilience.exit_code_on_signal=75", difference="signal")
     assert run.wait() == 75, run.text
-    assert "nothing saved" in run.text and gangs.saved(tmp_path / "run") == [4]
+    assert "nothing saved" in run.text and saved(tmp_path / "run") == [4]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["0", "1", "0,1"])
-def test_some_processes_trace(gang, tmp_path, processes):
-    run = gang(f"--profile.processes={processes}")
+def test_the_second_process_alone_traces(gang, tmp_path):
+    run = gang("--profile.processes=1")
     assert run.wait() == 0, run.text
-    assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == len(processes.split(","))
+    assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 1
 
 
 @pytest.mark.slow
 def test_a_process_that_compiles_for_longer_than_gloo_waits(gang, tmp_path):
     run = gang("--resilience.recompute.every=none", difference="slow compiler")
     assert run.wait() == 0, run.text
-    assert list(gangs.steps(tmp_path / "run")) == [*range(1, 9)]
+    assert list(gangs.losses(tmp_path / "run")) == [*range(1, 9)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gangs
 import pytest
+from run_folder import saved
 
 PRINTS = """
 import sys
@@ -61,8 +62,7 @@ def test_output_with_a_reader_is_complete(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("live", ["never", "always"])
-@pytest.mark.parametrize("reader", ["| head -3", "> /dev/full", ">&- <&-"])
+@pytest.mark.parametrize(("live", "reader"), [("never", "| head -3"), ("always", "> /dev/full"), ("always", ">&- <&-")])
 def test_training_continues_without_a_reader(tmp_path, live, reader):
     """To its last step, with all its files, and code 0."""
     command = (
@@ -74,7 +74,7 @@ def test_training_continues_without_a_reader(tmp_path, live, reader):
         text=True, check=False, timeout=400, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert list(gangs.steps(tmp_path / "run")) == [1, 2, 3, 4, 5, 6] and gangs.saved(tmp_path / "run") == [3, 6]
+    assert list(gangs.losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6] and saved(tmp_path / "run") == [3, 6]
     assert (tmp_path / "run/report.html").is_file()
     assert "Traceback" not in ended.stderr
 

@@ -97,10 +97,7 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
     assert read, process.communicate()[1]
 
 
-@pytest.mark.parametrize(
-    "which",
-    [signal.SIGINT, *(pytest.param(which, marks=pytest.mark.slow) for which in (signal.SIGTERM, signal.SIGUSR1))],
-)
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_a_request_and_the_exit_code_is_0(start, which):
     process = start(POLLING)
     wait_for(process, "ready")
@@ -126,10 +123,7 @@ def test_sigusr1_before_sigterm_does_not_count_as_a_first_sigterm(start):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("second", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
-def test_a_second_signal_ends_a_process_inside_xla(start, second, code):
+def test_a_second_signal_ends_a_process_inside_xla(start):
     process = start(STUCK)
     wait_for(process, "ready")
     assert process.stderr is not None
@@ -138,11 +132,11 @@ def test_a_second_signal_ends_a_process_inside_xla(start, second, code):
     assert "send it again to exit at once" in process.stderr.readline()
     time.sleep(0.4)
     assert process.poll() is None
-    process.send_signal(second)
-    out, err = process.communicate(timeout=10)
-    assert process.returncode == code
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
     assert out == "terminal in order\n"
-    assert f"second {second.name}: exiting at once" in err
+    assert "second SIGINT: exiting at once" in err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -150,7 +144,7 @@ def test_the_first_signal_ends_a_process_without_anything_to_save(start, number,
     process = start(UNPOLLED)
     wait_for(process, "ready")
     process.send_signal(number)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "terminal in order\n")
     assert err.endswith(f"megajax: {number.name}: exiting at once, with nothing to save yet\n")
 

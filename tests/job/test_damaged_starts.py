@@ -1,11 +1,11 @@
 """Damage that only the restore finds, in a block of a large file: runs and weights use the step before."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_folder import events
 from small_jobs import losses, run_config
 
 from megajax.checkpoint import block_reader, integrity
@@ -41,10 +41,6 @@ def damage(run: Path, step: int) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) * 3 // 4] ^= 4  # Parameters come after moments.
     path.write_bytes(content)
-
-
-def events(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def test_a_run_resumes_from_the_step_before_with_the_same_losses(

@@ -1,6 +1,5 @@
 """A run resumes on fewer or more devices with the same command and the same losses."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import gangs
 import jax
 import pytest
+from run_folder import events
 from small_jobs import losses, model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -27,8 +27,8 @@ from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 from megajax.training.session import setup
 
-STEPS = 8
-LEGS = (8, 6, 4, 8)
+STEPS = 6
+LEGS = (8, 6, 8)
 """Devices of each part of a run."""
 LLAMA = model(hidden=48, heads=6, kv_heads=2, ffn=96, repeats=4)
 
@@ -50,11 +50,8 @@ def experts():
 
 
 RUNS = {
-    "gpt": (gpt(), ParallelConfig(data=8)),
-    "llama-tensor2": (LLAMA, ParallelConfig(data=4, tensor=2, sequence=True)),
-    "llama-pipeline2": (LLAMA, ParallelConfig(data=4, pipeline=2)),
-    "experts-expert2": (experts(), ParallelConfig(data=4, expert=2)),
-    "llama-fsdp": (replace(LLAMA, recompute="selective"), ParallelConfig(data=8, data_sharding="fsdp")),
+    "gpt-pipeline2": (gpt(), ParallelConfig(data=4, pipeline=2)),
+    "experts-fsdp": (replace(experts(), recompute="selective"), ParallelConfig(data=4, expert=2, data_sharding="fsdp")),
 }
 
 
@@ -84,11 +81,6 @@ def present(monkeypatch):
     return only
 
 
-def events(folder: Path, name: str) -> list[dict]:
-    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
-
-
 def check(folder: Path, legs: Sequence[int], undisturbed: Sequence[float]) -> None:
     """The losses of the run, and the events of its attempts."""
     assert losses(folder) == pytest.approx(undisturbed, rel=1e-4)
@@ -106,7 +98,7 @@ def test_a_run_resumes_on_the_devices_that_are_present(tmp_path, present, name):
         assert train(job(tmp_path / "legs", model_config, parallel, steps=STEPS // len(LEGS) * leg)) == 0
     check(tmp_path / "legs", LEGS, losses(tmp_path / "whole"))
     replans = events(tmp_path / "legs", "replan")
-    assert [(event["wanted"], event["devices"], event["used"]) for event in replans] == [(8, 6, 6), (8, 4, 4)]
+    assert [(event["wanted"], event["devices"], event["used"]) for event in replans] == [(8, 6, 6)]
 
 
 def test_idle_devices_are_named(tmp_path, present, capsys):
@@ -154,36 +146,17 @@ def test_rounded_down_rows_are_recorded_in_a_checkpoint(devices, rows):
     assert fact.strip('"') == str(rows)
 
 
-@pytest.fixture
-def start(tmp_path):
-    with gangs.started(tmp_path) as begin:
-        yield begin
-
-
 @pytest.mark.slow
 def test_a_gang_resumes_with_fewer_processes(start, tmp_path):
-    """Four processes, three, two with two devices each, then four again, one of them idle."""
+    """Four processes, then three."""
     settings = ["--model.hidden=48", "--batch.global_size=24", "--batch.micro_size=1", "--parallel.data=4"]
     settings += ["--schedule.decay_steps=6", "--evaluation.at_end=false", "--checkpoint.every=none"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
     undisturbed = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
     assert undisturbed.wait(400.0) == 0, undisturbed.text
-    for leg, (processes, devices) in enumerate(((4, 1), (3, 1), (2, 2)), start=1):
-        more = [f"--devices=cpu:{devices}", f"--steps={2 * leg}", f"--run_dir={tmp_path / 'legs'}"]
+    for leg, processes in enumerate((4, 3), start=1):
+        more = ["--devices=cpu:1", f"--steps={3 * leg}", f"--run_dir={tmp_path / 'legs'}"]
         gang = start(*gangs.launcher(processes=processes), *command, *more, name=f"leg{leg}", MEGAJAX_ELASTIC="1")
         assert gang.wait(400.0) == 0, gang.text
-    assert gangs.steps(tmp_path / "legs") == pytest.approx(gangs.steps(tmp_path / "whole"), rel=1e-5)
+    assert gangs.losses(tmp_path / "legs") == pytest.approx(gangs.losses(tmp_path / "whole"), rel=1e-5)
     assert [event["used"] for event in events(tmp_path / "legs", "replan")] == [3]
-
-
-@pytest.mark.slow
-def test_a_gang_leaves_devices_idle(start, tmp_path):
-    """Three processes with two devices each, of which eight rows use four."""
-    settings = ["--batch.micro_size=1", "--parallel.data=4", "--parallel.elastic", "--evaluation.at_end=false"]
-    command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
-    undisturbed = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
-    assert undisturbed.wait(400.0) == 0, undisturbed.text
-    gang = start(*gangs.launcher(processes=3), *command, "--devices=cpu:2", f"--run_dir={tmp_path / 'gang'}")
-    assert gang.wait(400.0) == 0, gang.text
-    assert "4 of 6 used" in gang.text and "of process 1" in gang.text and "of process 2" in gang.text
-    assert gangs.steps(tmp_path / "gang") == pytest.approx(gangs.steps(tmp_path / "whole"), rel=1e-5)

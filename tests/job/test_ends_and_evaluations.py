@@ -1,10 +1,10 @@
 """Attempts that end early on their own, and evaluation on several sets and on all rows."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from run_folder import events, exact_losses, lines
 from small_jobs import VOCABULARY, run_config
 
 from megajax.command_line.parser import parse
@@ -20,14 +20,6 @@ from megajax.training.config import EvaluationConfig
 from megajax.training.session import prepare, setup
 
 
-def lines(folder: Path, name: str = "metrics") -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> dict[int, str]:
-    return {line["step"]: line["loss_hex"] for line in lines(folder) if "split" not in line}
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -36,18 +28,18 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 
 def stopped(folder: Path) -> dict:
-    return next(event for event in reversed(lines(folder, "events")) if event["event"] == "stopped")
+    return events(folder, "stopped")[-1]
 
 
 def test_attempts_of_a_given_number_of_steps_complete_the_run(uninterrupted, tmp_path, capsys):
     cfg = run_config(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
     assert train(cfg) == 0
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert list(exact_losses(tmp_path)) == [1, 2, 3, 4]
     assert stopped(tmp_path)["reason"] == "resilience.exit_after_steps=4"
     assert stopped(tmp_path)["saved"] == 4
     assert "stopped after step 4 of 6 (resilience.exit_after_steps=4); step 4 saved" in capsys.readouterr().out
     assert train(cfg) == 0
-    assert losses(tmp_path) == losses(uninterrupted)
+    assert exact_losses(tmp_path) == exact_losses(uninterrupted)
     assert [line["split"] for line in lines(tmp_path) if "split" in line] == ["validation", "test"]
 
 
@@ -56,10 +48,10 @@ def test_an_attempt_ends_at_its_time_limit(uninterrupted, tmp_path, monkeypatch)
         tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0)
     )
     assert train(cfg) == 0
-    assert list(losses(tmp_path)) == [1]
+    assert list(exact_losses(tmp_path)) == [1]
     assert (stopped(tmp_path)["reason"], stopped(tmp_path)["saved"]) == ("resilience.exit_after_minutes=1e-06", 1)
     assert train(cfg.but(resilience=ResilienceConfig(exit_after_minutes=60.0))) == 0
-    assert losses(tmp_path) == losses(uninterrupted)
+    assert exact_losses(tmp_path) == exact_losses(uninterrupted)
 
 
 def test_a_failing_sample_does_not_fail_the_run(tmp_path, capsys):

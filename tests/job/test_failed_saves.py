@@ -1,11 +1,11 @@
 """Failed saves are retried and counted; at the end there is one error with exit code 1."""
 
-import json
 import os
 import re
 from pathlib import Path
 
 import pytest
+from run_folder import events, lines
 from small_jobs import run_config
 
 from megajax.checkpoint import arrays
@@ -18,14 +18,10 @@ from megajax.storage import disk
 from megajax.training.config import EvaluationConfig
 
 
-def lines(folder: Path, name: str = "metrics") -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
 def saves(folder: Path) -> list[dict]:
     """The events of saves, without times."""
-    events = [line for line in lines(folder, "events") if line["event"].startswith("save_")]
-    return [{name: value for name, value in event.items() if name != "time"} for event in events]
+    every = [event for event in events(folder) if event["event"].startswith("save_")]
+    return [{name: value for name, value in event.items() if name != "time"} for event in every]
 
 
 def names(folder: Path) -> list[str]:
@@ -73,9 +69,9 @@ def test_failed_saves_are_retried_counted_and_end_the_run(tmp_path, monkeypatch,
         "2 failed saves in a row (checkpoint.failed_saves=2). Nothing has been saved since step 4."
     )
     assert names(tmp_path) == ["begun", "committed", *2 * ["begun", "retried", "begun", "failed"]]
-    events = [event for event in saves(tmp_path) if event["event"] == "save_failed"]
-    assert [event["failures"] for event in events] == [1, 2] and re.fullmatch(full, events[0]["why"])
-    assert "continues" in events[0]["next"] and "ends with exit code 1" in events[1]["next"]
+    failed = events(tmp_path, "save_failed")
+    assert [event["failures"] for event in failed] == [1, 2] and re.fullmatch(full, failed[0]["why"])
+    assert "continues" in failed[0]["next"] and "ends with exit code 1" in failed[1]["next"]
     records = lines(tmp_path)
     assert "save_failed" not in records[4] and records[-1]["save_failed"] is True and len(records) < 60
     output = capfd.readouterr().out
@@ -89,11 +85,9 @@ def test_a_background_error_is_reported_at_the_next_step_and_a_retry_saves(tmp_p
     monkeypatch.setattr(arrays, "start_writing", failing)
     assert train(job(tmp_path, 40)) == 0
     assert names(tmp_path)[:7] == ["begun", "retried", "begun", "retried", "begun", "committed", "begun"]
-    events = saves(tmp_path)
-    assert (
-        events[1]["why"].startswith("/runs/a/checkpoints/x: Input/output error; the disk") and events[1]["attempt"] == 1
-    )
-    assert [event["wait_seconds"] for event in events if "wait_seconds" in event] == [0.0, 0.0]
+    _, retried, *_ = saves(tmp_path)
+    assert retried["why"].startswith("/runs/a/checkpoints/x: Input/output error; the disk") and retried["attempt"] == 1
+    assert [event["wait_seconds"] for event in saves(tmp_path) if "wait_seconds" in event] == [0.0, 0.0]
     failed = [line["step"] for line in lines(tmp_path) if line.get("save_failed")]
     # Known right after step 4, and resolved when a retry has committed, long before the end.
     assert failed and failed[0] in range(5, 20) and failed[-1] < 40
@@ -111,7 +105,7 @@ def test_a_failure_of_the_last_save_is_retried_and_is_not_exit_code_0(tmp_path, 
         SavesFailed, match=r"2 failed saves in a row \(at the end of training\). Nothing has been saved yet"
     ):
         train(job(tmp_path / "lost", 6, every=None, retries=0, failed_saves=None))
-    assert lines(tmp_path / "lost", "events")[-1]["exit_code"] == 1
+    assert events(tmp_path / "lost")[-1]["exit_code"] == 1
 
 
 @pytest.mark.slow
@@ -122,11 +116,10 @@ def test_a_damaged_step_and_its_replacement_are_events(tmp_path):
         train(job(tmp_path, 8, step=8))
     assert caught.value.code == 2
     assert train(job(tmp_path, 8)) == 0
-    events = [line for line in lines(tmp_path, "events") if line["event"].startswith("checkpoint_")]
-    damaged, fallback = events
+    damaged, fallback = (event for event in events(tmp_path) if event["event"].startswith("checkpoint_"))
     assert damaged["event"] == "checkpoint_damaged" and damaged["step"] == 8 and "meta.json" in damaged["why"]
     assert damaged["kept_as"].endswith("00000008.damaged") and (tmp_path / "checkpoints/00000008.damaged").is_dir()
     assert fallback["event"] == "checkpoint_fallback" and (fallback["from_step"], fallback["to_step"]) == (8, 4)
     assert train(job(tmp_path, 8, step=4)) == 0
-    (abandoned,) = [line for line in lines(tmp_path, "events") if line["event"] == "checkpoint_abandoned"]
+    (abandoned,) = events(tmp_path, "checkpoint_abandoned")
     assert (abandoned["step"], abandoned["back_to"]) == (8, 4)

@@ -1,14 +1,14 @@
 """Failures of real runs: their events, and the report."""
 
-import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gangs import LONG, PATIENCE, TINY, TRAIN, Started, launcher, started, steps
+from gangs import LONG, PATIENCE, TINY, TRAIN, Started, launcher
+from run_folder import events, steps
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -25,23 +25,12 @@ from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 
 
-def lines(folder: Path, *names: str) -> list[dict]:
-    every = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [line for line in every if line["event"] in names]
-
-
-@pytest.fixture(name="start")
-def start_processes(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    with started(tmp_path) as start:
-        yield start
-
-
 def test_an_error_while_waiting_for_rows(tmp_path: Path) -> None:
     run = tmp_path / "run"
     faulty = ResilienceConfig(inject=("crash:step=4",))
     with pytest.raises(DrillFault):
         train(run_config(run, resilience=faulty, checkpoint=CheckpointConfig(every=2)))
-    (crash,) = lines(run, "crash")
+    (crash,) = events(run, "crash")
     assert crash.pop("time") and crash.pop("clock") and "DrillFault: " in crash.pop("error")
     assert crash == {"event": "crash", "process": 0, "phase": "data_wait", "step": 4, "exit_code": 1}
     (attempt,) = attempts(read_history(run))
@@ -86,7 +75,7 @@ def test_a_killed_process_and_a_crash(tmp_path: Path, start: Callable[..., Start
     faults = "--resilience.inject=kill:step=5:process=1,crash:step=8:process=1:attempt=2"
     command = (*TRAIN, *TINY, f"--run_dir={run}", "--steps=12", "--checkpoint.every=2", faults)
     assert start(*launcher("--max-restarts=3"), *command).wait(3 * PATIENCE) == 0
-    assert [line["cause"] for line in lines(run, "lost")] == ["killed by SIGKILL"]
+    assert [line["cause"] for line in events(run, "lost")] == ["killed by SIGKILL"]
     killed, crashed, finished_attempt = attempts(read_history(run))
     assert killed.ending.startswith("process 1 killed by SIGKILL at step ") and killed.exit_code == 1
     assert (
@@ -94,7 +83,7 @@ def test_a_killed_process_and_a_crash(tmp_path: Path, start: Callable[..., Start
     )
     assert killed.ending.endswith(" (restarted)") and crashed.ending.endswith(" (restarted)")
     assert (finished_attempt.ending, finished_attempt.exit_code, finished_attempt.last_step) == ("done", 0, 12)
-    (goodput,) = lines(run, "goodput")
+    (goodput,) = events(run, "goodput")
     assert goodput["attempts"] == 3 and {"setup", "compiling", "between attempts"} <= goodput["lost_seconds"].keys()
     assert sum(goodput["lost_seconds"].values()) + goodput["effective_seconds"] == pytest.approx(
         goodput["elapsed_seconds"], abs=0.1
@@ -108,7 +97,7 @@ def test_the_signal_that_stops_a_run(tmp_path: Path, start: Callable[..., Starte
     training.until(lambda: len(steps(run)) >= 2)
     os.kill(training.process.pid, signal.SIGTERM)
     assert training.wait() == 0
-    (line,) = lines(run, "signal")
+    (line,) = events(run, "signal")
     assert (line["signal"], line["process"]) == ("SIGTERM", 0) and "exit_code" not in line
     (attempt,) = attempts(read_history(run))
     assert attempt.ending.startswith("stopped (SIGTERM), step ") and attempt.exit_code == 0

@@ -3,7 +3,6 @@
 Whatever decides on the platform decides here as on an H100: options, kernels, memory, rates. See docs/platforms.md.
 """
 
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ import jax
 import pytest
 from gpu_stand_in import KIND, MEMORY, stand_in
 from jax.experimental.compilation_cache import compilation_cache
+from run_folder import lines, steps
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -80,10 +80,6 @@ def cached(monkeypatch):
     compilation_cache.reset_cache()
 
 
-def lines(cfg: RunConfig) -> list[dict]:
-    return [json.loads(line) for line in (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
 def walk(cfg: RunConfig) -> None:
     """A first start, a resumed start, and an evaluation."""
     set_process(cfg.xla)
@@ -91,9 +87,9 @@ def walk(cfg: RunConfig) -> None:
     assert train(cfg, sampler=sample) == 0
     assert train(cfg, sampler=sample) == 0
     assert train(cfg, skip_train=True) == 0
-    actual = lines(cfg)
-    assert [line["step"] for line in actual if "split" not in line] == [1, 2, 3]
-    assert [line["split"] for line in actual if "split" in line] == ["validation", "validation", "test"]
+    folder = Path(cfg.run_dir)
+    assert list(steps(folder)) == [1, 2, 3]
+    assert [line["split"] for line in lines(folder) if "split" in line] == ["validation", "validation", "test"]
 
 
 def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, capsys, programs, cached):
@@ -114,69 +110,46 @@ def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, 
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
     assert "throughput per GPU (TFLOP/s/GPU): 0.0" in text and "Megatron-LM's formula" in text
     assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 1
-    first = lines(cfg)[0]
+    first = lines(tmp_path / "run")[0]
     assert first["memory_device"] == 2**20 < MEMORY and first["mfu_causal"] > 0
 
 
-LAYOUTS = {
-    "data2-tensor2-pipeline2": ParallelConfig(data=2, tensor=2, pipeline=2, sequence=True),
-    "data4-tensor2": ParallelConfig(data=4, tensor=2),
-    "fsdp4": ParallelConfig(data=4, data_sharding="fsdp"),
-    "gpipe4": ParallelConfig(data=1, pipeline=4, schedule="gpipe"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "platform"), [*((layout, "gpu") for layout in LAYOUTS), (next(iter(LAYOUTS)), "cpu")]
-)
-def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, programs, cached):
-    if platform == "gpu":
-        stand_in(monkeypatch)
+def test_a_job_on_GPUs_in_a_pipeline(tmp_path, monkeypatch, programs, cached):
+    stand_in(monkeypatch)
+    layout = ParallelConfig(data=2, tensor=2, pipeline=2, sequence=True)
     shape = {"heads": 2, "kv_heads": 2, "hidden": 32, "repeats": 4, "dropout": 0.0, "recompute": "full"}
-    batch = BatchConfig(global_size=16, micro_size=2)
-    cfg = config(tmp_path, parallel=LAYOUTS[layout], model=model(**shape), batch=batch)
+    cfg = config(tmp_path, parallel=layout, model=model(**shape), batch=BatchConfig(global_size=16, micro_size=2))
     walk(cfg)
-    wanted = compiler_options(*default_options(cfg, platform))
+    wanted = compiler_options(*default_options(cfg, "gpu"))
     assert wanted and all(wanted.items() <= options.items() for options in programs)
 
 
-COMMAND = ("--config=llama3.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")
 QUICK = "--xla=" + ",".join(f"{name}={value}" for name, value in GIVEN.items())
 SECONDS = 600
-COMMANDS = {
-    "4 devices": (1, ["--devices=cpu:4"]),
-    "8 devices": (1, ["--devices=cpu:8"]),
-    "8 devices with a pipeline": (1, ["--devices=cpu:8", "--parallel.pipeline=2"]),
-    "4 devices of two processes": (2, ["--devices=cpu:2"]),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMMANDS)
-def test_the_command_line_with_options(case, tmp_path):
-    """A first start, and one that resumes from its checkpoint."""
-    processes, words = COMMANDS[case]
-    front = gangs.launcher(processes=processes) if processes > 1 else ()
-    with gangs.started(tmp_path) as start:
-        for attempt, more in enumerate((["--resilience.exit_after_steps=1"], [], ["--skip-train"])):
-            command = (*front, *gangs.TRAIN, *COMMAND, QUICK, *words, f"--run_dir={tmp_path / 'run'}", *more)
-            run = start(*command, name=f"attempt-{attempt}")
-            assert run.wait(SECONDS) == 0, run.text
-            assert re.search("XLA, as asked +xla_cpu_enable_fast_math=False, ", run.text)
-    assert list(gangs.steps(tmp_path / "run")) == [1, 2]
+def test_the_command_line_with_options(start, tmp_path):
+    """Two processes: a first start, one that resumes from its checkpoint, and an evaluation."""
+    words = ("--config=llama3.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")
+    for attempt, more in enumerate((["--resilience.exit_after_steps=1"], [], ["--skip-train"])):
+        command = (*gangs.launcher(), *gangs.TRAIN, *words, QUICK, "--devices=cpu:2")
+        run = start(*command, f"--run_dir={tmp_path / 'run'}", *more, name=f"attempt-{attempt}")
+        assert run.wait(SECONDS) == 0, run.text
+        assert re.search("XLA, as asked +xla_cpu_enable_fast_math=False, ", run.text)
+    assert list(gangs.losses(tmp_path / "run")) == [1, 2]
 
 
 @pytest.mark.slow
-def test_two_processes_with_two_gpus_each(tmp_path):
+def test_two_processes_with_two_gpus_each(start, tmp_path):
     """The whole command, on CPU devices that present themselves as GPUs."""
     program = Path(__file__).with_name("train_on_stand_ins.py")
     words = ("--batch.micro_size=2", "--parallel.data=2", "--parallel.tensor=2", "--devices=cpu:2")
     paths = os.pathsep.join(map(str, [gangs.REPOSITORY, gangs.REPOSITORY / "tests", Path(__file__).parent]))
-    with gangs.started(tmp_path) as start:
-        command = (*gangs.launcher(), sys.executable, program, f"--config={gangs.CONFIG}", QUICK, *words)
-        run = start(*command, f"--run_dir={tmp_path / 'run'}", PYTHONPATH=paths)
-        assert run.wait(SECONDS) == 0, run.text
+    command = (*gangs.launcher(), sys.executable, program, f"--config={gangs.CONFIG}", QUICK, *words)
+    run = start(*command, f"--run_dir={tmp_path / 'run'}", PYTHONPATH=paths)
+    assert run.wait(SECONDS) == 0, run.text
     assert f"4 x {KIND}, 2 processes, 2 on this machine, this one with 2" in run.text.replace("\n", " ")
     assert "xla_gpu_enable_latency_hiding_scheduler=True" in run.text
-    assert list(gangs.steps(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert list(gangs.losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]

@@ -1,9 +1,9 @@
 """A float16 run finds its loss scale, and ends if the lowest scale overflows."""
 
-import json
 from pathlib import Path
 
 import pytest
+from run_folder import steps
 from small_jobs import model, run_config
 
 from megajax.faults.exit_codes import NUMERIC_FAULT
@@ -12,12 +12,6 @@ from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.training.config import EvaluationConfig
-
-
-def lines(folder: Path) -> list[dict]:
-    return [
-        line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "split" not in line
-    ]
 
 
 def job(folder: Path, scale: DynamicScaleConfig, **changes):
@@ -35,11 +29,11 @@ def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp
     # 2^28 overflows: one overflow is tolerated, then a few halvings follow until steps count.
     cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, window=2), steps=24, parallel=ParallelConfig(data=2))
     assert train(cfg) == 0
-    steps = lines(tmp_path)
-    skipped = [line["skipped"] for line in steps]
-    scales = [line["loss_scale"] for line in steps]
+    taken = list(steps(tmp_path).values())
+    skipped = [line["skipped"] for line in taken]
+    scales = [line["loss_scale"] for line in taken]
     assert skipped[0] and not all(skipped)
-    assert [line["consumed_samples"] for line in steps] == [8 * n for n in range(1, 25)]
+    assert [line["consumed_samples"] for line in taken] == [8 * n for n in range(1, 25)]
     expected, good_steps, remaining = 2.0**28, 0, 2
     for overflow, scale in zip(skipped, scales, strict=True):
         assert scale == expected
@@ -48,7 +42,7 @@ def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp
             expected /= 2
         if good_steps == 2:
             expected, good_steps, remaining = expected * 2, 0, 2
-    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert taken[-1]["loss"] < taken[0]["loss"]
 
 
 @pytest.mark.slow

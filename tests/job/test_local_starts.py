@@ -1,6 +1,5 @@
 """The checkpoint that a run starts from, local or shared, and whole runs that do so."""
 
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_folder
 import small_jobs
 from local_sets import damage, like, sets, small
 
@@ -221,7 +221,7 @@ def test_the_state_saved_when_another_process_is_lost(tmp_path, capfd):
         saves.rescue(run, error)
         assert "process 0 saved step 4 in" in (stderr := capfd.readouterr().err) and "1 of 2 processes" in stderr
         assert [path.name for path in sets(tmp_path)] == ["00000004"]
-        (line,) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+        (line,) = run_folder.events(tmp_path / "run")
         assert (line["kind"], line["parts"], line["whole"]) == ("emergency", [0], False)
         activity.step = 3  # The results of step 4 have not arrived: it may be the one that failed.
         saves.rescue(run, error)

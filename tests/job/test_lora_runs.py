@@ -1,6 +1,5 @@
 """Runs with adapters: the compiled step does no other work, they start from a base, and they resume exactly."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from run_folder import exact_losses
 from small_jobs import losses, model, run_config
 from tiny_runs import ONE, QUICK, build_program, llama, within
 
@@ -94,7 +94,7 @@ def test_a_run_starts_from_a_base_and_resumes_exactly(tmp_path: Path, capsys: py
     assert "in 7 adapters of rank 2, scale 2" in output.out + output.err
     assert train(run_config(halved, **settings, resilience=ResilienceConfig(exit_after_steps=2))) == 0
     assert train(run_config(halved, **settings)) == 0
-    assert exact(halved) == exact(uninterrupted)
+    assert exact_losses(halved) == exact_losses(uninterrupted)
     weights, resumed_weights = open_step(uninterrupted).weights(), open_step(halved).weights()
     started = open_step(base).weights()
     for path, shape in weights.shapes().items():
@@ -103,12 +103,6 @@ def test_a_run_starts_from_a_base_and_resumes_exactly(tmp_path: Path, capsys: py
         if ".lora_" not in path:
             np.testing.assert_array_equal(weights.read(path, box), started.read(path, box), err_msg=path)
     assert losses(uninterrupted)[-1] != losses(uninterrupted)[0]
-
-
-def exact(folder: Path) -> list[str]:
-    """Losses of a run, bit for bit."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss_hex"] for line in lines if "split" not in line]
 
 
 def test_formulas_count_the_adapters_of_the_program() -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from run_folder import events
 from small_jobs import model, run_config
 
 from megajax.config.compose import check
@@ -35,7 +36,7 @@ def test_the_window_is_traced_and_summarized(tmp_path, capsys):
     assert answer["exposed"] <= answer["communication"] <= answer["busy"]
     assert sum(kernel["share"] for kernel in answer["kernels"]) <= 1
     assert "profile of 3:4" in (output := capsys.readouterr().out) and "exposed communication" in output
-    compiled = next(e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "compiled")
+    (compiled,) = events(tmp_path, "compiled")
     assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0
     assert "memory of the compiled step: " in output and "Megatron-LM's formula" in output
     assert train(cfg.but(resilience=ResilienceConfig())) == 0  # The run continues after the window.

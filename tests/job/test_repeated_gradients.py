@@ -21,11 +21,9 @@ from megajax.mesh.mesh import build_mesh, rotated_mesh
 ONE = np.float32(1)
 LAYOUTS = {
     "zero1": ParallelConfig(data=4, data_sharding="zero1"),
-    "replicate": ParallelConfig(data=4, tensor=2, sequence=True, data_sharding="replicate"),
     "fsdp": ParallelConfig(data=4, context=2, data_sharding="fsdp"),
     "pipeline": ParallelConfig(pipeline=2, data=4, data_sharding="zero1"),
 }
-SLOW = ("replicate", "fsdp", "pipeline")
 
 
 @cache

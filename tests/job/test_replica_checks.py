@@ -1,8 +1,7 @@
 """A job whose copies of a weight differ: it ends with 17, and the due save is not made."""
 
-import json
-
 import pytest
+from run_folder import events
 from small_jobs import model, run_config
 
 from megajax.config.compose import check
@@ -25,12 +24,11 @@ def test_a_damaged_copy_ends_the_run_before_the_save(tmp_path, capfd):
     )
     settings = {"model": model(repeats=1), "parallel": REPLICATED, "resilience": resilience}
     assert train(run_config(tmp_path, **settings)) == 17
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    (mismatch,) = (event for event in events if event["event"] == "replica_mismatch")
+    (mismatch,) = events(tmp_path, "replica_mismatch")
     # Every hundred steps, and before every save: at step 3, where all is well, and at step 6.
     assert mismatch["step"] == 6 and mismatch["devices"] == [0, 1] and mismatch["copies"] == 2
-    assert [event["step"] for event in events if event["event"] == "state_hash"] == [3]
-    assert [event["step"] for event in events if event["event"] == "save_begun"] == [3]
+    assert [event["step"] for event in events(tmp_path, "state_hash")] == [3]
+    assert [event["step"] for event in events(tmp_path, "save_begun")] == [3]
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("0*")) == ["00000003"]
     out = capfd.readouterr().out
     assert "copies compared" in out and "of the" in out

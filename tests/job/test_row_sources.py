@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from small_jobs import model, run_config
+from run_folder import events
+from small_jobs import losses, model, run_config
 
 from megajax.data.chat.config import ChatConfig
 from megajax.data.config import CyclicConfig, LoaderConfig
@@ -65,9 +66,8 @@ def test_skipped_lines_of_conversations(tmp_path, capsys):
     shown = "train: 2 not a conversation, 1 no answer"
     out = capsys.readouterr().out
     assert sum("rows skipped" in line and shown in line for line in out.splitlines()) == 2, "banner and last box"
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    told = [event["splits"] for event in events if event["event"] == "rows_skipped"]
+    told = [event["splits"] for event in events(tmp_path / "run", "rows_skipped")]
     assert told == [{"train": {"not a conversation": 2, "no answer": 1}}]
     assert shown in (tmp_path / "run" / "report.html").read_text()
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert losses[-1] < losses[0]
+    trained = losses(tmp_path / "run")
+    assert trained[-1] < trained[0]

@@ -84,7 +84,6 @@ def test_parts_of_a_dense_layer_together_compute_the_same(dense: tuple[Path, np.
     "parallel",
     [
         ParallelConfig(data=1, expert=2, tensor=2),
-        ParallelConfig(data=2, expert=2, data_sharding="fsdp"),
         ParallelConfig(data=1, expert=2, pipeline=2),
     ],
 )
@@ -112,7 +111,7 @@ def dense_layer(x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
     return inner @ weights["down"] + weights["down_bias"]
 
 
-@pytest.mark.parametrize("normalise", [pytest.param("chosen", marks=pytest.mark.slow), "all"])
+@pytest.mark.parametrize("normalise", ["chosen", "all"])
 def test_biases_and_all_scores_are_compensated(normalise: str) -> None:
     """Outputs of a group of three, each weighted as by a router with logits of zero."""
     cfg = MoEConfig(

@@ -173,12 +173,6 @@ def test_unknown_settings_are_accepted_by_name(folder: Path, tmp_path: Path) -> 
     assert said[0].endswith(f" weights of hf:{noted}, ignored settings: depth_scale=2.0")
 
 
-@pytest.mark.slow
-def test_intended_changes_are_named(folder: Path, tmp_path: Path) -> None:
-    model = replace(MODEL, norm=RMSNormConfig(epsilon=1e-6))
-    started(tmp_path, hf(folder, changed=("norm.epsilon",)), model)
-
-
 def test_load_takes_only_weights_where_it_is_asked_to(folder: Path) -> None:
     assert CheckpointConfig(load=Path(f"hf:{folder}")).sources() == (WeightsConfig(run=Path(f"hf:{folder}")),)
     run = CheckpointConfig(load=Path("runs/a"), parts="weights")

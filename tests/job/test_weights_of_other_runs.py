@@ -1,6 +1,5 @@
 """Runs that start from other weights: linear probe, other classes, another image size, another pipeline."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from run_folder import lines
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
@@ -58,9 +58,8 @@ def test_the_iou_of_a_segmentation_is_logged(tmp_path: Path) -> None:
     model = replace(vit(), head=SegmenterConfig(classes=10))
     cfg = job(tmp_path, model, data=MockMasksConfig(), evaluation=EvaluationConfig(batches=1))
     assert train(cfg) == 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line.get("split") for line in lines] == [None, "validation", "test"]
-    assert all(0 <= line[name] <= 1 for line in lines for name in ("iou", "accuracy"))
+    assert [line.get("split") for line in lines(tmp_path)] == [None, "validation", "test"]
+    assert all(0 <= line[name] <= 1 for line in lines(tmp_path) for name in ("iou", "accuracy"))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Run by test_gloo.py, once per process: sums and scatters 4 MiB to each process, repeatedly."""
+"""Run by test_training_in_gangs.py, once per process: sums and scatters 4 MiB to each process, repeatedly."""
 
 import sys
 

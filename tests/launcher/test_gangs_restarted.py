@@ -1,7 +1,6 @@
 """Restarts of real gangs, of a program that behaves like training and starts at once: see fake_train.py."""
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gangs import REPOSITORY, Started, launcher, saved
+from gangs import PATIENCE, REPOSITORY, Started, alive, children, launcher
+from run_folder import events, saved
 
 from megajax.launcher.gang import write_or_drop
 
@@ -21,11 +21,6 @@ QUICK = ("--backoff=0.1", "--max-restarts=9")
 
 def train(start, run_dir: Path, *options: str, processes: int = 2, **environment: str) -> Started:
     return start(*launcher(*options, processes=processes), sys.executable, FAKE, run_dir, **environment)
-
-
-def events(run_dir: Path) -> list[dict]:
-    path = run_dir / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def losses(run_dir: Path) -> list[tuple[int, ...]]:
@@ -46,7 +41,7 @@ def last_line(gang: Started) -> str:
 def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(start, tmp_path):
     """F01: with beats, the step too."""
     gang = train(start, tmp_path, *QUICK, FAULTS="kill:1@7#1")
-    assert gang.wait(30) == 0, gang.text
+    assert gang.wait() == 0, gang.text
     assert losses(tmp_path) == whole({1: range(1, 7), 2: range(6, 11)})
     lost, restart = events(tmp_path)
     assert (lost["event"], lost["process"], lost["cause"], lost["step"]) == ("lost", 1, "killed by SIGKILL", 7)
@@ -62,7 +57,7 @@ def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(star
 def test_process_0_killed_and_its_peers_follow(start, tmp_path):
     """F02: errors of the other processes are reported as consequences, whichever came first."""
     gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="kill:0@7#1,kill:0@8#2")
-    assert gang.wait(40) == 0, gang.text
+    assert gang.wait() == 0, gang.text
     assert [event["process"] for event in events(tmp_path) if event["event"] == "restart"] == [0, 0]
     assert [attempt for attempt, step in losses(tmp_path) if step == 6] == [1, 2, 3]
 
@@ -71,7 +66,7 @@ def test_process_0_killed_and_its_peers_follow(start, tmp_path):
 def test_a_crash_loop_ends_with_93(start, tmp_path):
     """F09."""
     gang = train(start, tmp_path, *QUICK, FAULTS="1:1@7#*")
-    assert gang.wait(60) == 93, gang.text
+    assert gang.wait() == 93, gang.text
     assert "no progress past step 5 in 3 attempts" in last_line(gang)
     assert "in 0.1 s" in gang.text and "in 0.2 s" in gang.text
     assert [event["event"] for event in events(tmp_path)] == ["restart"] * 3 + ["supervisor_stop"]
@@ -80,44 +75,30 @@ def test_a_crash_loop_ends_with_93(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [2, 17])
-def test_some_codes_are_never_retried(start, tmp_path, code):
-    gang = train(start, tmp_path, *QUICK, FAULTS=f"{code}:1@7#*")
-    assert gang.wait(30) == code, gang.text
-    assert f"process 1 exited with code {code} after " in last_line(gang)
-    assert f": fault {code}; the others were stopped; exit code {code} is never retried" in last_line(gang)
-    assert [event["event"] for event in events(tmp_path)] == ["supervisor_stop"]
+def test_exit_codes_that_are_retried_and_one_that_never_is(start, tmp_path):
+    gang = train(start, tmp_path, *QUICK, FAULTS="16:1@3#1,124:1@7#2,abort:1@7#3,17:1@7#4")
+    assert gang.wait() == 17, gang.text
+    *restarts, stop = (event for event in events(tmp_path) if event["event"] != "lost")
+    assert [(event["process"], event["after_code"]) for event in restarts] == [(1, 16), (1, 124), (1, 1)]
+    assert stop["event"] == "supervisor_stop"
+    assert "process 1 exited with code 17 after " in last_line(gang)
+    assert ": fault 17; the others were stopped; exit code 17 is never retried" in last_line(gang)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["16", "124", "abort"])
-def test_other_codes_are_retried(start, tmp_path, kind):
-    gang = train(start, tmp_path, *QUICK, FAULTS=f"{kind}:1@7#1")
-    assert gang.wait(40) == 0, gang.text
-    restart = next(event for event in events(tmp_path) if event["event"] == "restart")
-    assert restart["process"] == 1 and restart["after_code"] == (1 if kind == "abort" else int(kind))
-
-
-@pytest.mark.slow
-def test_without_restarts_the_gang_ends_and_records_the_lost_process(start, tmp_path):
-    gang = train(start, tmp_path, FAULTS="kill:1@7#1")
-    assert gang.wait(30) == 1, gang.text
+def test_without_restarts_the_gang_ends_with_the_last_lines_of_the_lost_process(start, tmp_path):
+    gang = train(start, tmp_path, f"--log-dir={tmp_path / 'logs'}", FAULTS="kill:0@7#1")
+    assert gang.wait() == 1, gang.text
     assert "restart" not in gang.text
     assert [event["event"] for event in events(tmp_path)] == ["lost"]
-
-
-@pytest.mark.slow
-def test_no_restart_left(start, tmp_path):
-    gang = train(start, tmp_path, "--max-restarts=1", "--backoff=0.1", FAULTS="1:1@7#*")
-    assert gang.wait(30) == 1, gang.text
-    assert last_line(gang).endswith("all --max-restarts=1 restarts are used up")
+    assert f"megajax.launch: the last lines of {tmp_path / 'logs/process_0.log'}:\n    step 1\n" in gang.text
 
 
 @pytest.mark.slow
 def test_a_stopped_process_is_blamed_and_those_that_wait_for_it_are_not(start, tmp_path):
     """F04 of the launcher: no watchdog of a process fires here. The stacks of the others are collected."""
     gang = train(start, tmp_path, *QUICK, "--beat-timeout=3", processes=3, FAULTS="stop:1@7#1")
-    assert gang.wait(60) == 0, gang.text
+    assert gang.wait() == 0, gang.text
     lost, restart = events(tmp_path)
     assert lost["process"] == 1 and lost["cause"].startswith("is stopped (state T), its last beat is ")
     assert restart["after_code"] == 124
@@ -127,27 +108,20 @@ def test_a_stopped_process_is_blamed_and_those_that_wait_for_it_are_not(start, t
 @pytest.mark.slow
 def test_a_stuck_process_is_blamed_and_the_one_whose_watchdog_fired_is_not(start, tmp_path):
     """F05: process 0 waits in its collective of step 7 and ends with 124, process 1 waits for its rows."""
-    gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="stuck:1@7#1", FAKE_WATCHDOG="3")
-    assert gang.wait(60) == 0, gang.text
+    gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="stuck:1@7#1", FAKE_WATCHDOG="5")
+    assert gang.wait() == 0, gang.text
     restart = events(tmp_path)[-1]
     assert (restart["process"], restart["step"], restart["after_code"]) == (1, 7, 124)
     assert "process 1 holds up the others: it has been waiting for the rows of step 7 for " in restart["cause"]
     assert str(tmp_path / "hangs/process_1.txt") in gang.text
-    assert "in happen" in (tmp_path / "hangs/process_1.txt").read_text()
-
-
-@pytest.mark.slow
-def test_the_launcher_s_watchdog_ends_a_gang_without_movement(start, tmp_path):
-    gang = train(start, tmp_path, "--watchdog-timeout=3", FAULTS="stuck:1@7#1")
-    assert gang.wait(60) == 124, gang.text
-    assert "process 1 holds up the others" in last_line(gang)
+    assert "in inject" in (tmp_path / "hangs/process_1.txt").read_text()
 
 
 @pytest.mark.slow
 def test_fewer_processes_when_one_fails_repeatedly(start, tmp_path):
     """The process at place 1 never gets further; the others take places with their own numbers."""
     gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*")
-    assert gang.wait(60) == 0, gang.text
+    assert gang.wait() == 0, gang.text
     # The first attempt saved step 5, so the second is the first without progress.
     assert [event["processes"] for event in events(tmp_path)] == [3, 2]
     assert "with 2 processes (places 0, 2): the one in place 1 keeps failing" in gang.text
@@ -155,48 +129,33 @@ def test_fewer_processes_when_one_fails_repeatedly(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layout_that_does_not_fit_fewer_processes_gives_the_reason(start, tmp_path):
-    gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*", FITS="3")
-    assert gang.wait(60) == 2, gang.text
-    assert ": the layout needs 3 devices, there are 2; " in last_line(gang)
-    assert last_line(gang).endswith("exit code 2 on 2 of 3 processes is never retried")
-
-
-@pytest.mark.slow
-def test_the_last_lines_of_the_log_are_shown(start, tmp_path):
-    gang = train(start, tmp_path, f"--log-dir={tmp_path / 'logs'}", FAULTS="1:0@7#1")
-    assert gang.wait(30) == 1, gang.text
-    assert f"megajax.launch: the last lines of {tmp_path / 'logs/process_0.log'}:\n    step 1\n" in gang.text
-    assert "    failed: fault 1\n" in gang.text
-
-
-@pytest.mark.slow
 def test_uneven_ends_are_success(start, tmp_path):
     """F11: no process waits for another, and silence at the end is no hang."""
-    gang = train(start, tmp_path, *QUICK, "--beat-timeout=0.5", FAULTS="late:1@0#1")
-    assert gang.wait(30) == 0, gang.text
-    assert "megajax.launch" not in gang.text and events(tmp_path) == []
+    options = ("--beat-timeout=3", f"--log-dir={tmp_path / 'logs'}")
+    gang = train(start, tmp_path, *QUICK, *options, FAULTS="absent:1@0#1")
+    assert gang.wait() == 0, gang.text
+    assert gang.text == "" and events(tmp_path) == []
+    assert "step 10" in (tmp_path / "logs/process_0.log").read_text() and (tmp_path / "logs/process_1.log").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_delay_ends_it(start, tmp_path, number):
-    gang = train(start, tmp_path, "--max-restarts=9", "--backoff=60", FAULTS="1:1@7#1")
+def test_a_signal_during_the_delay_ends_it(start, tmp_path):
+    gang = train(start, tmp_path, "--max-restarts=9", "--backoff=6000", FAULTS="1:1@7#1")
     gang.until(lambda: "restart 1 of 9" in gang.text)
-    gang.process.send_signal(number)
-    assert gang.wait(5) == 128 + number
-    assert f"{number.name} asked for the end before the restart" in last_line(gang)
+    gang.process.send_signal(signal.SIGINT)
+    assert gang.wait() == 130
+    assert "SIGINT asked for the end before the restart" in last_line(gang)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 75, 1])
+@pytest.mark.parametrize("code", [75, 1])
 def test_a_requested_end_is_not_restarted(start, tmp_path, code):
     stop = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))"
     script = f"import signal, sys, time; {stop}; print('up'); time.sleep(60)"
     gang = start(*launcher(*QUICK), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
     gang.process.send_signal(signal.SIGTERM)
-    assert gang.wait(20) == code, gang.text
+    assert gang.wait() == code, gang.text
     assert "restart 1" not in gang.text
 
 
@@ -205,10 +164,11 @@ def test_a_second_ctrl_c_ends_even_processes_that_ignore_the_first(start):
     script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up')\ntime.sleep(60)"
     gang = start(*launcher(*QUICK), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
-    for _ in range(2):
+    while gang.process.poll() is None:  # Two that arrive within a quarter of a second count as one.
         gang.process.send_signal(signal.SIGINT)
+        assert time.monotonic() - gang.began < PATIENCE, gang.text
         time.sleep(0.5)
-    assert gang.wait(20) == 1, gang.text
+    assert gang.wait() == 1, gang.text
     assert "killed by SIGKILL" in last_line(gang)
 
 
@@ -221,7 +181,7 @@ def test_a_reader_that_closes_does_not_end_training(tmp_path):
     assert gang.stdout.readline() == b"[0] step 1\n"
     gang.stdout.close()
     gang.stderr.close()
-    assert gang.wait(30) == 0
+    assert gang.wait() == 0
     assert saved(tmp_path) == [5, 10]
 
 
@@ -232,10 +192,11 @@ def test_every_attempt_has_another_port_and_its_number(start, tmp_path):
         "os.path.isdir(os.environ['MEGAJAX_BEATS']), os.listdir(os.environ['MEGAJAX_BEATS'])); sys.exit(1)"
     )
     gang = start(*launcher("--max-restarts=2", "--backoff=0.1", processes=1), sys.executable, "-c", script)
-    assert gang.wait(30) == 1
+    assert gang.wait() == 1
     lines = [line.split() for line in gang.text.splitlines() if line.startswith("[0]")]
     assert [line[2:] for line in lines] == [[str(attempt), "True", "[]"] for attempt in (1, 2, 3)]
     assert len({line[1] for line in lines}) > 1
+    assert last_line(gang).endswith("all --max-restarts=2 restarts are used up")
 
 
 def scheduled(start, run_dir: Path, *options: str, tasks: int = 2, **environment: str) -> Started:
@@ -245,9 +206,10 @@ def scheduled(start, run_dir: Path, *options: str, tasks: int = 2, **environment
 
 @pytest.mark.slow
 def test_a_scheduler_runs_the_processes(start, tmp_path):
-    """srun ends with 137 whatever the first failure was: beats identify it."""
-    gang = scheduled(start, tmp_path, *QUICK, FAULTS="1:1@7#1,kill:1@8#2")
-    assert gang.wait(60) == 0, gang.text
+    """srun ends with 137 whatever the first failure was: beats identify it, and a code that is never retried."""
+    gang = scheduled(start, tmp_path, *QUICK, FAULTS="1:1@7#1,kill:1@8#2,17:1@9#3")
+    assert gang.wait() == 17, gang.text
+    assert last_line(gang).endswith("exit code 17 is never retried")
     restarts = [event for event in events(tmp_path) if event["event"] == "restart"]
     assert [event["process"] for event in restarts] == [1, 1]
     assert [event["attempt"] for event in restarts] == [2, 3]
@@ -256,17 +218,9 @@ def test_a_scheduler_runs_the_processes(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [2, 17])
-def test_a_scheduler_does_not_hide_codes_that_are_never_retried(start, tmp_path, code):
-    gang = scheduled(start, tmp_path, *QUICK, FAULTS=f"{code}:1@7#*")
-    assert gang.wait(60) == code, gang.text
-    assert last_line(gang).endswith(f"exit code {code} is never retried")
-
-
-@pytest.mark.slow
 def test_a_hang_under_a_scheduler(start, tmp_path):
-    gang = scheduled(start, tmp_path, "--watchdog-timeout=3", FAULTS="stuck:1@7#1", STOPS="1")
-    assert gang.wait(60) == 124, gang.text
+    gang = scheduled(start, tmp_path, "--watchdog-timeout=5", FAULTS="stuck:1@7#1", STOPS="1")
+    assert gang.wait() == 124, gang.text
     assert "process 1 holds up the others" in last_line(gang)
     assert str(tmp_path / "hangs/process_1.txt") in gang.text
 
@@ -275,16 +229,17 @@ def test_a_hang_under_a_scheduler(start, tmp_path):
 def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
     """Processes on other machines would outlive a killed srun. These are frozen: SIGTERM has no effect."""
     gang = scheduled(start, tmp_path, "--beat-timeout=3", FAULTS="stop:0@7#1,stop:1@7#1")
-    assert gang.wait(60) == 124, gang.text
-    assert " is stopped (state T)" in last_line(gang)
-    assert time.monotonic() - gang.began < 28  # Ten seconds later, by two SIGINTs; not by SIGKILL after thirty.
+    gang.until(lambda: (tmp_path / "losses.txt").exists())
+    tasks = [task for srun in gang.children() for task in children(srun)]
+    assert len(tasks) == 2 and gang.wait() == 124, gang.text
+    assert " is stopped (state T)" in last_line(gang) and not any(map(alive, tasks))
 
 
 @pytest.mark.slow
 def test_a_gang_that_was_stopped_with_its_launcher_continues(start, tmp_path):
     """As by Ctrl-Z, a paused container or a sleeping machine: beats are old, and no process hangs."""
     schedule = ",".join(f"late:0@{step}#1" for step in range(1, 11))
-    gang = train(start, tmp_path, "--beat-timeout=3", FAULTS=schedule)
+    gang = train(start, tmp_path, "--beat-timeout=6", FAULTS=schedule)
     gang.until(lambda: (tmp_path / "losses.txt").exists())
     everyone = (gang.process.pid, *gang.children())
     for pid in everyone:
@@ -293,7 +248,7 @@ def test_a_gang_that_was_stopped_with_its_launcher_continues(start, tmp_path):
     for pid in everyone:  # The launcher first: then it sees the old beats.
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
-    assert gang.wait(60) == 0, gang.text
+    assert gang.wait() == 0, gang.text
     assert losses(tmp_path) == whole({1: range(1, 11)})
 
 
@@ -304,7 +259,7 @@ def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
     gang = start(*launcher("--max-restarts=3"), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
     gang.process.send_signal(number)
-    assert gang.wait(20) == 128 + number, gang.text
+    assert gang.wait() == 128 + number, gang.text
     assert f"killed by {number.name} after" in last_line(gang) and f"{number.name} asked for the end" in last_line(gang)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gangs
 import pytest
+from run_folder import saved
 
 from megajax.config import load
 from megajax.job.job import train
@@ -31,7 +32,7 @@ def alone(tmp_path_factory) -> dict[int, float]:
     """Step -> loss of one process with one device."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     assert train(load(gangs.CONFIG).but(run_dir=str(run_dir))) == 0
-    return gangs.steps(run_dir)
+    return gangs.losses(run_dir)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def run(start, processes: int, layout: str, run_dir: Path, *settings: str) -> di
     gang = start(*(gangs.launcher(processes=processes) if processes > 1 else ()), *command)
     assert gang.wait() == 0, gang.text
     assert f"{devices} x cpu, {processes} process" in gang.text
-    return gangs.steps(run_dir)
+    return gangs.losses(run_dir)
 
 
 def check(losses: dict[int, float], expected: dict[int, float]) -> None:
@@ -73,6 +74,6 @@ def test_four_devices(start, tmp_path, alone, layout, processes):
 def test_resuming_with_another_number_of_processes(start, tmp_path, alone):
     """Two processes, then one from their third step, then two from its third step."""
     check(run(start, 2, "zero1", tmp_path / "run"), alone)
-    assert gangs.saved(tmp_path / "run") == [3, 6]
+    assert saved(tmp_path / "run") == [3, 6]
     check(run(start, 1, "zero1", tmp_path / "run", "--checkpoint.step=3"), alone)
     check(run(start, 2, "zero1", tmp_path / "run", "--checkpoint.step=3"), alone)

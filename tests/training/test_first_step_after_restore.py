@@ -67,8 +67,7 @@ def test_the_first_step_after_a_restore_reuses_every_buffer(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallel.data_sharding=zero1", "parallel.tensor=2"),
-        ("parallel.pipeline=2", "parallel.data_sharding=fsdp"),
+        ("parallel.pipeline=2", "parallel.tensor=2", "parallel.data_sharding=zero1"),
         ("optimizer.offload=0.5",),
     ],
 )

@@ -110,9 +110,9 @@ def two_towers(recompute: Recompute = "selective") -> TwoTowersConfig:
     return TwoTowersConfig(reader=reader, stack=replace(reader, pattern=(cross_block,)), recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "none")])
-def test_gradients_and_evaluation_equal_plain_differentiation(recompute):
-    program = build_program(two_towers(recompute), ONE, microbatches=2)
+@pytest.mark.slow
+def test_gradients_and_evaluation_equal_plain_differentiation():
+    program = build_program(two_towers("full"), ONE, microbatches=2)
 
     def plain(params: Any, piece: Any) -> jax.Array:
         return forward(bind(program.abstract, params), piece, None, LossReduction()).loss_sum
@@ -138,10 +138,9 @@ def test_gradients_and_evaluation_equal_plain_differentiation(recompute):
     "parallel",
     [
         ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
-        ParallelConfig(data=4, data_sharding="fsdp"),
-        ParallelConfig(data=2, tensor=4),
+        ParallelConfig(data=2, tensor=4, data_sharding="fsdp"),
     ],
-    ids=["data, tensor, sequence, zero1", "fsdp", "data, tensor"],
+    ids=["data, tensor, sequence, zero1", "fsdp, tensor"],
 )
 def test_losses_equal_those_of_one_device(parallel):
     one, actual = (differentiate(two_towers(), layout, microbatches=3) for layout in (ONE, parallel))
