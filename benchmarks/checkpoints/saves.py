@@ -18,7 +18,7 @@ from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config import load
-from megajax.faults.integrity_config import RecomputeConfig
+from megajax.faults.config import RecomputeConfig
 from megajax.job.integrity.recompute import CheckGradients
 from megajax.job.integrity.replicas import state_hash
 from megajax.training import setup

@@ -11,8 +11,8 @@ import jax
 import pytest
 from gpu_stand_in import stand_in
 
+from megajax.faults.config import HealthConfig
 from megajax.faults.gpu_health import GpuHealth, HealthThread, Symptom, gpu_numbers, load_nvml
-from megajax.faults.integrity_config import HealthConfig
 from megajax.job.integrity.integrity import message, watch_gpus
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

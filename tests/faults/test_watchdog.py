@@ -1,6 +1,10 @@
 """The watchdog with a manual clock: what counts as a hang."""
 
+import os
 import queue
+import signal
+import subprocess
+import sys
 import threading
 import time
 from math import inf
@@ -10,10 +14,11 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from waiting import wait_until
 
 from megajax.faults.activity import Activity, Stage, stacks
 from megajax.faults.config import ResilienceConfig
-from megajax.faults.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling, waits_for_peers
+from megajax.faults.watchdog import Backstop, Hang, Watchdog, WatchdogConfig, is_compiling, waits_for_peers
 from megajax.mesh.processes.peers import Peers
 
 
@@ -177,10 +182,7 @@ def test_processes_that_wait_for_others_are_known_by_their_stack():
     )
     for thread in (waiting, writing):
         thread.start()
-    deadline = time.monotonic() + 30
-    while not waits_for_peers(waiting.ident or 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: waits_for_peers(waiting.ident or 0))
     assert not waits_for_peers(writing.ident or 0) and not waits_for_peers(threading.get_ident())
     barrier.put(None)
     waiting.join()
@@ -262,3 +264,51 @@ def test_stacks_name_threads_and_phases(tmp_path: Path):
         thread.join()
     assert texts[0].startswith("thread MainThread") and "waiting for the rows of step 7 for 0.0 s" in texts[0]
     assert "test_stacks_name_threads_and_phases" in texts[0]
+
+
+BACKSTOP = """
+import ctypes, os, signal, sys, time
+from megajax.faults import watchdog
+watchdog.GRACE_SECONDS = 1
+with watchdog.Backstop() as held:
+    held.reset(1.0)
+    if sys.argv[1] == "locked":
+        ctypes.PyDLL(None).sleep(60)
+    if sys.argv[1] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(12):
+            held.reset(60.0)
+            time.sleep(0.25)
+print("went on")
+"""
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="timers of Linux")
+
+
+def start(how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BACKSTOP, how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@linux
+def test_a_process_that_holds_the_lock_ends_with_its_stacks():
+    process = start("locked")
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == -signal.SIGALRM and not out
+    assert 'File "<string>", line 8' in err
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+def test_a_limit_above_any_timer_sets_the_longest(seconds):
+    with Backstop() as backstop:
+        backstop.reset(seconds)
+
+
+@linux
+@pytest.mark.slow
+def test_a_stopped_process_continues():
+    process = start("stopped")
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    time.sleep(4.0)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=50)[0] == "went on\n" and process.returncode == 0

@@ -9,9 +9,8 @@ from gpu_stand_in import stand_in
 from peer_threads import together
 from small_jobs import run_config
 
-from megajax.faults.config import ResilienceConfig
+from megajax.faults.config import HealthConfig, ResilienceConfig
 from megajax.faults.gpu_health import Symptom
-from megajax.faults.integrity_config import HealthConfig
 from megajax.job.job import train
 from megajax.job.start import preflight
 from megajax.job.start.preflight import Outcome, Unfit, demand_health, refusals

@@ -10,11 +10,17 @@ from small_jobs import run_config
 from tiny_runs import QUICK, build_program, llama, place, rows, start, within
 
 from megajax.config.errors import UserError
-from megajax.faults.config import ResilienceConfig
-from megajax.faults.integrity_config import RecomputeConfig
+from megajax.faults.config import RecomputeConfig, ResilienceConfig
 from megajax.job.integrity.integrity import idle_drills
-from megajax.job.integrity.recompute import CheckGradients, devices_of, mismatch_message
-from megajax.job.integrity.repeated_gradients import Recompute, Verdict, scale_of, verdict
+from megajax.job.integrity.recompute import (
+    CheckGradients,
+    Recompute,
+    Verdict,
+    devices_of,
+    mismatch_message,
+    scale_of,
+    verdict,
+)
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, rotated_mesh
 

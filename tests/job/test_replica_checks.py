@@ -6,9 +6,8 @@ from small_jobs import model, run_config
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.faults.config import ResilienceConfig
+from megajax.faults.config import HealthConfig, RecomputeConfig, ReplicasConfig, ResilienceConfig, StragglersConfig
 from megajax.faults.drills import Drill
-from megajax.faults.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
 from megajax.job.integrity.replicas import most_copies
 from megajax.job.integrity.state_hash import HashedLeaf
 from megajax.job.job import train

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megajax.faults.integrity_config import StragglersConfig
+from megajax.faults.config import StragglersConfig
 from megajax.job.faults.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
 from megajax.training.phase_timers import EXCHANGED, PhaseTimes
 

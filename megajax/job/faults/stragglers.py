@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple, Self
 
-from megajax.faults.integrity_config import StragglersConfig
+from megajax.faults.config import StragglersConfig
 from megajax.training.loop import StepInfo
 from megajax.training.phase_timers import EXCHANGED, HOST, STALLED
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from megajax.faults.config import ResilienceConfig
+from megajax.faults.config import HealthConfig, ResilienceConfig
 from megajax.faults.drills import Drill, for_this_attempt
 from megajax.faults.gpu_health import GpuHealth, HealthThread, Symptom, gpu_numbers, load_nvml
-from megajax.faults.integrity_config import HealthConfig
 from megajax.job.faults.stragglers import Stalls, WatchStragglers
 from megajax.job.integrity.recompute import CheckGradients
 from megajax.job.integrity.replicas import CheckReplicas, FlipBit, most_copies, state_hash

@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from megajax.faults.config import ReplicasConfig
 from megajax.faults.drills import Drill
-from megajax.faults.integrity_config import ReplicasConfig
 from megajax.job.device_memory import size
 from megajax.job.integrity.state_hash import HashedLeaf, Mismatch, StateHash, group_hashes, mismatches
 from megajax.training.guarded.faults import Corruption
