@@ -45,10 +45,10 @@ from megajax.data.text.config import BlendConfig as BlendConfig
 from megajax.data.text.config import FillInMiddleConfig as FillInMiddleConfig
 from megajax.data.text.config import MockConfig as MockConfig
 from megajax.data.text.config import StandardLibraryConfig as StandardLibraryConfig
-from megajax.faults.config import ResilienceConfig as ResilienceConfig
 from megajax.faults.config import HealthConfig as HealthConfig
 from megajax.faults.config import RecomputeConfig as RecomputeConfig
 from megajax.faults.config import ReplicasConfig as ReplicasConfig
+from megajax.faults.config import ResilienceConfig as ResilienceConfig
 from megajax.faults.config import StragglersConfig as StragglersConfig
 from megajax.faults.watchdog import WatchdogConfig as WatchdogConfig
 from megajax.inference.config import GenerationConfig as GenerationConfig
