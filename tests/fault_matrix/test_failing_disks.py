@@ -58,7 +58,7 @@ def test_a_full_disk_ends_a_run_with_one_message(start, small_disk, tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_fails_for_one_process_ends_the_gang_with_one_message(start, tmp_path):
     settings = (*gangs.TINY[:-1], f"--run_dir={tmp_path / 'run'}", *QUICK)
-    more = ("--steps=60", "--checkpoint.every=6", "--checkpoint.retry_seconds=0.05", "--logging.every=1")
+    more = ("--steps=100000", "--checkpoint.every=6", "--checkpoint.retry_seconds=0.05", "--logging.every=1")
     run = start(*gangs.launcher(), sys.executable, FAULT, *settings, *more)
     assert run.wait() == 1
     assert "Traceback" not in run.text and "F1" not in run.text, run.text

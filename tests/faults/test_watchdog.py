@@ -256,7 +256,7 @@ def test_a_thread_that_compiles_is_known_by_its_stack():
 
 
 def test_stacks_name_threads_and_phases(tmp_path: Path):
-    activity = Activity()
+    activity = Activity(lambda: 1000.0)
     with activity.phase("data_wait", 7):
         thread = threading.Thread(target=lambda: texts.append(stacks(activity)), name="other")
         texts: list[str] = []
