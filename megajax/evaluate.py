@@ -86,7 +86,7 @@ def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
     """
     model = resolve("megajax.interop.huggingface.folder:read_model")(folder, ignore).model
     demand_causal(model, f"--hf={folder}: ")
-    read_config = resolve("megajax.interop.tokenizers.files:tokenizer_config")
+    read_config = resolve("megajax.interop.tokenizer_files:tokenizer_config")
     tokenizer = read_config([path.name for path in folder.iterdir()], folder, None, folder)
     if isinstance(tokenizer, NullTokenizerConfig):
         tokenizer = HuggingFaceTokenizerConfig(path=str(folder))  # its error says which file is missing

@@ -105,11 +105,11 @@ def run_config(run: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
 
 def _tokenizer(config: Any, run: Path) -> Any:
     """The tokenizer config of a run, which reads the run's own copies if the files are gone, as in a run that moved."""
-    files = resolve("megajax.interop.tokenizers.files:vocabulary_files")(getattr(config, "base", config))
+    files = resolve("megajax.interop.tokenizer_files:vocabulary_files")(getattr(config, "base", config))
     if all(path.is_file() for path in files.values()):
         return config
     copies = run / TOKENIZER
-    return resolve("megajax.interop.tokenizers.files:with_copies")(config, copies, copies)
+    return resolve("megajax.interop.tokenizer_files:with_copies")(config, copies, copies)
 
 
 def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Source:
@@ -147,7 +147,7 @@ def folder_config[C: GenerationConfig](folder: Path, root: type[C], ignore: Sequ
         raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
     names = [path.name for path in folder.iterdir()]
     vocabulary = resolve("megajax.models.protocol:ids_below")(model)
-    tokenizer = resolve("megajax.interop.tokenizers.files:tokenizer_config")
+    tokenizer = resolve("megajax.interop.tokenizer_files:tokenizer_config")
     return root(
         model=model,
         tokenizer=tokenizer(names, folder, vocabulary, folder),

@@ -17,7 +17,7 @@ from megajax.interop.conversion import open_source
 from megajax.interop.formats import Reading
 from megajax.interop.stored.model import StoredModel
 from megajax.interop.stored.provenance import FILES
-from megajax.interop.tokenizers.files import copy_files
+from megajax.interop.tokenizer_files import copy_files
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically

@@ -16,7 +16,7 @@ from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.safetensors import SafetensorsFile, SafetensorsFolder, ShardWriter, TensorFile
-from megajax.interop.tokenizers.files import copy_files
+from megajax.interop.tokenizer_files import copy_files
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -33,7 +33,7 @@ from megajax.interop.loading import start_engine
 from megajax.interop.origin import Origin, generation_config
 from megajax.interop.runs.format import open_step
 from megajax.interop.stored.provenance import Ancestor, Provenance
-from megajax.interop.tokenizers.files import NAMES, tokenizer_config, with_copies
+from megajax.interop.tokenizer_files import NAMES, tokenizer_config, with_copies
 from megajax.job.job import train
 from megajax.job.start.model_files import ModelFiles
 from megajax.layers.lora.config import LoRAConfig

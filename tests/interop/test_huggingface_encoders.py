@@ -21,7 +21,7 @@ from megajax.interop import conversion
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import model_of, rename_tensors
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
-from megajax.interop.tokenizers.files import tokenizer_config
+from megajax.interop.tokenizer_files import tokenizer_config
 from megajax.layers.norm.config import IdentityNormConfig
 from megajax.models.presets import gpt, llama, mamba, vit
 from megajax.models.presets.vit import llava

@@ -10,9 +10,9 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
-from megajax.interop.tokenizers import tokenizer_json as module
-from megajax.interop.tokenizers.files import copy_files, files_of, tokenizer_config
-from megajax.interop.tokenizers.tokenizer_json import parsed
+from megajax.interop import tokenizer_json as module
+from megajax.interop.tokenizer_files import copy_files, files_of, tokenizer_config
+from megajax.interop.tokenizer_json import parsed
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,

@@ -34,7 +34,7 @@ from megajax.interop.huggingface.safetensors import ShardWriter
 from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredModel, stored_foreign
 from megajax.interop.stored.model_differences import differences
 from megajax.interop.stored.weights_config import special_tokens
-from megajax.interop.tokenizers.files import copy_files
+from megajax.interop.tokenizer_files import copy_files
 from megajax.storage.atomic_folders import new_folder
 
 LONGEST = 60

@@ -34,7 +34,7 @@ from megajax.interop.stored.model import Advance, Options, StateArray, StoredMod
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.interop.stored.provenance import FILES, META, Provenance
 from megajax.interop.stored.weights_config import continued_config, model_facts
-from megajax.interop.tokenizers.files import copy_files
+from megajax.interop.tokenizer_files import copy_files
 from megajax.layers.param import ParamSpec
 from megajax.pipeline.partition import row_order
 from megajax.storage.atomic_folders import new_folder

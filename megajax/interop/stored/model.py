@@ -25,7 +25,7 @@ from megajax.config.errors import UserError
 from megajax.interop.formats import split_name
 from megajax.interop.stored.provenance import FILES, Provenance
 from megajax.interop.stored.weights_config import weights_config
-from megajax.interop.tokenizers.files import tokenizer_config
+from megajax.interop.tokenizer_files import tokenizer_config
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.training.run_config import RunConfig

@@ -12,7 +12,7 @@ from megajax.data.configs import DataConfig
 from megajax.data.images.config import ClassFoldersConfig, ImageTextConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.text.config import BlendConfig
-from megajax.interop.tokenizers.files import special_token_ids, vocabulary_files, with_copies
+from megajax.interop.tokenizer_files import special_token_ids, vocabulary_files, with_copies
 from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.optim.config import AdamWConfig, ScheduleConfig

@@ -17,7 +17,7 @@ from megajax.config.read_limits import parse_json, read_file
 from megajax.interop.formats import FORMATS
 from megajax.interop.huggingface.folder import stored_extra, write_extra
 from megajax.interop.stored.provenance import FILES, Ancestor, Provenance
-from megajax.interop.tokenizers.files import (
+from megajax.interop.tokenizer_files import (
     GENERATION,
     NAMES,
     OF_MODEL,

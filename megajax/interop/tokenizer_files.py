@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config import read_limits
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
-from megajax.interop.tokenizers.tokenizer_json import parsed, tokenizer_json
+from megajax.interop.tokenizer_json import parsed, tokenizer_json
 from megajax.storage.safe_paths import demand_inside
 from megajax.tokenizers.base import LIMITS, Tokenizer, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
