@@ -21,7 +21,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     actual = OneDevice(opening.model).forward(params, rows, np.roll(rows, -1, axis=1), kept)
     compare.check("logits", actual["logits"][: len(ids)], io["logits"], TOLERANCE)
     # Their balancing loss treats all layers as one; ours is per layer.
-    extra = opening.config["router_aux_loss_coef"] * float(io["aux_loss"]) if "aux_loss" in io else 0.0
+    extra = opening.origin.settings["router_aux_loss_coef"] * float(io["aux_loss"]) if "aux_loss" in io else 0.0
     compare.check("loss", actual["per_token_loss"][: len(ids), :-1].mean(), io["loss"] - extra, TOLERANCE)
     # Each next token is the likeliest after those before it, so the whole text equals greedy decoding.
     prompt = greedy.shape[1] - 8

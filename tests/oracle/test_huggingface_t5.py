@@ -18,7 +18,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
     io = stored(folder)
     opening = opened(folder)
-    start, padding = opening.config["decoder_start_token_id"], opening.config["pad_token_id"]
+    start, padding = opening.origin.settings["decoder_start_token_id"], opening.origin.settings["pad_token_id"]
     labels, compare = io["labels"].astype(np.int32), Comparison(case)
     model, (params, _) = OneDevice(opening.model), arrays(opening)
     counted = labels >= 0

@@ -26,7 +26,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
     io, opening, compare = stored(folder), opened(folder), Comparison(case)
     labels, mask = io["labels"], io["attention_mask"].astype(bool)
-    start, length = opening.config["decoder_start_token_id"], labels.shape[1]
+    start, length = opening.origin.settings["decoder_start_token_id"], labels.shape[1]
     layout, mesh = layout_of()
     cfg = replace(opening.model, encoder_length=mask.shape[1], sequence_length=length)
     weights = jax.tree.map(jax.numpy.asarray, arrays(opening)[0])
