@@ -93,4 +93,4 @@ class Grads(NamedTuple):
     metrics: Mapping[str, tuple[Array, Array]]
     """name -> (sum, weight), float32: only for reporting. See `Loss`."""
     observed: Params
-    """Observations of layers, float32 by path; see megajax.mesh.observations."""
+    """Observations of layers, float32 by path; see megajax.mesh.layer_observations."""

@@ -9,7 +9,7 @@ import numpy as np
 from megajax.config import load
 from megajax.data.rows.balancing import Imbalance, RowWork, balance_rows, device_scores, imbalance
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.summary import summarize
 from megajax.training.row_work import row_work
 

@@ -21,11 +21,11 @@ from megajax.kernels.attention.capability import Choice
 from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.context_sharding import ContextSharding
-from megajax.mesh.processes.nccl import variables as nccl_variables
+from megajax.mesh.context_parallelism import ContextSharding
+from megajax.mesh.processes.gpus import nccl_variables
 from megajax.mesh.processes.world import find_world
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import flag_names, memory_fraction
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.facts import Facts, SectionFacts
 from megajax.models.memory import MemoryReport, SavedBytes
 from megajax.models.protocol import ModelConfig

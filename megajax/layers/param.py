@@ -19,8 +19,8 @@ from jax import Array
 from megajax.batch import Params
 from megajax.layers.lora.low_rank import LowRank
 from megajax.layers.quantization.weights import AMAX, FACTOR, SCALE, Product, Quantized
+from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.layout import Layout, Matmul
-from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.replicated_heads import copy_heads
 from megajax.mesh.rules import LogicalAxes
 
@@ -130,7 +130,7 @@ def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role =
 
 
 class Observation(nnx.Variable):
-    """A leaf whose cotangent is an observed statistic; see megajax.mesh.observations."""
+    """A leaf whose cotangent is an observed statistic; see megajax.mesh.layer_observations."""
 
     reduction: Reduction
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from megajax.mesh.layer_observations import Reduction
 from megajax.mesh.mesh import manual_axes
-from megajax.mesh.observations import Reduction
 from megajax.mesh.rules import SHARDS, LogicalAxes, Rules
 
 type Moves = tuple[tuple[int, str], ...]

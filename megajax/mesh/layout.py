@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
+from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import devices_along, free_axes, manual_axes
-from megajax.mesh.observations import Observed
 from megajax.mesh.rules import LogicalAxes, Plan, demand_known
-from megajax.mesh.sequence_sharding import AXIS, UNSHARDED_ROWS, SequenceSharding
+from megajax.mesh.zigzag_order import AXIS, UNSHARDED_ROWS, SequenceSharding
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
 """Logical axes of one array, or of each array of a tuple or a mapping; None where there is no array."""
@@ -85,7 +85,7 @@ class Layout:
     reduced: str | None = None
     """Dtype in which their gradients are communicated; None: unchanged."""
     rows: SequenceSharding = UNSHARDED_ROWS
-    """How a step shards rows over `context`; see `sequence_sharding`."""
+    """How a step shards rows over `context`; see `zigzag_order`."""
     token_weight: float = 1.0
     """Approximate weight of one position's loss in the differentiated loss, before the loss scale."""
 

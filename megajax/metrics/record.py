@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.mesh.measures import Measured, layer_values
+from megajax.mesh.layer_metrics import Measured, layer_values
 from megajax.metrics.throughput import Rates
 
 type Record = StepRecord | EvaluationRecord

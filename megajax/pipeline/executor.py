@@ -29,12 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.batch import Params
+from megajax.batch import Params, Rows
 from megajax.mesh.layout import Layout
 from megajax.pipeline.layer_loop import RESIDUAL, LayerLoop, Rings, add, entry, put, take
-from megajax.pipeline.partition import Partition
+from megajax.pipeline.partition import Partition, Staged, StagedSection, Sums
 from megajax.pipeline.schedule import Schedule, Work, entering
-from megajax.pipeline.staged_model import Rows, Staged, StagedSection, Sums
 
 AXIS = "pipeline"
 

@@ -26,8 +26,8 @@ from jax import Array, lax
 
 from megajax.batch import Params
 from megajax.layers.stack.spans import PerChunk, Span
+from megajax.mesh.layer_observations import accumulated
 from megajax.mesh.layout import Layout
-from megajax.mesh.observations import accumulated
 
 RESIDUAL = ("batch", "seq_residual", "embed")
 

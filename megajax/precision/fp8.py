@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.config.errors import UserError
-from megajax.mesh.measures import Measure
-from megajax.mesh.observations import Observed
+from megajax.mesh.layer_metrics import Measure
+from megajax.mesh.layer_observations import Observed
 from megajax.precision.config import MULTIPLE, DelayedScalingConfig, Fp8Config
 
 OLDEST = (8, 9)
@@ -41,7 +41,7 @@ that of an untrained model: 8-bit floats have range to spare below, and larger v
 
 @dataclass(frozen=True, slots=True)
 class AmaxHistory:
-    """Keeps the observed amax of the last steps: an updater, see megajax.mesh.observations."""
+    """Keeps the observed amax of the last steps: an updater, see megajax.mesh.layer_observations."""
 
     cfg: DelayedScalingConfig
     token_share: float

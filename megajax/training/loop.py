@@ -17,7 +17,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE
 from megajax.faults.signals import StopWaiting
-from megajax.mesh.measures import Measured
+from megajax.mesh.layer_metrics import Measured
 from megajax.training.guarded.step import GuardReport
 from megajax.training.observations import measurements
 from megajax.training.step import Metrics

@@ -1,4 +1,4 @@
-"""The arrays of observations in the training state, see megajax.mesh.observations."""
+"""The arrays of observations in the training state, see megajax.mesh.layer_observations."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec
-from megajax.mesh.measures import Layer, Measure, Measured
+from megajax.mesh.layer_metrics import Layer, Measure, Measured
 
 
 def initial_arrays(declared: Mapping[str, ParamSpec]) -> dict[str, Array]:

@@ -19,11 +19,11 @@ from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization.layers import demand_device
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.context_sharding import ContextSharding
+from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import Value
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.facts import ChoosesKernels
 from megajax.models.protocol import Model, ModelConfig, demand_model
 from megajax.models.reduction import LossReduction
@@ -32,9 +32,8 @@ from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
-from megajax.pipeline.partition import Partition
+from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule, build
-from megajax.pipeline.staged_model import Staged
 from megajax.precision.config import PrecisionConfig
 from megajax.precision.fp8 import AmaxHistory, refuse_old
 from megajax.precision.loss_scale import LossScaler

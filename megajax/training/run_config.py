@@ -17,7 +17,7 @@ from megajax.data.configs import DataConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
-from megajax.mesh.context_sharding import ContextSharding
+from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.decoder.config import DecoderConfig

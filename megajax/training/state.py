@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
+from megajax.mesh.named_shardings import replicated
 from megajax.mesh.rules import Plan, Rules
-from megajax.mesh.shardings import replicated
-from megajax.optim.offload import HOST, in_host_memory
+from megajax.optim.moments import HOST, in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
 from megajax.training.observations import initial_arrays
@@ -44,7 +44,7 @@ class TrainState:
     skipped: Array
     """int32 []: steps whose gradients were not finite and changed nothing."""
     observed: Params = field(default_factory=dict)
-    """float32 by path: arrays of observations; see megajax.mesh.observations."""
+    """float32 by path: arrays of observations; see megajax.mesh.layer_observations."""
 
     def __repr__(self) -> str:
         return state_text(self)

@@ -19,7 +19,7 @@ from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.xla import Value
 from megajax.models.reduction import quotient
-from megajax.optim.offload import to_device, to_host
+from megajax.optim.moments import to_device, to_host
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range

@@ -21,7 +21,7 @@ from megajax.data.rows.balancing import (
 )
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import text_schema
 
 pytestmark = pytest.mark.smoke

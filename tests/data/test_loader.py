@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import Balancing, RowWork, balance_rows, scores
 from megajax.data.rows.loader import Loader, LocalRows, read_rows
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import text_schema
 from megajax.storage.reading import ReadError
 

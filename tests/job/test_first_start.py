@@ -23,7 +23,7 @@ from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.job.start.compile_cache import use_cache
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.processes.nccl import SET, SEVERAL_GPUS
+from megajax.mesh.processes.gpus import SET_BY_MEGAJAX, SEVERAL_GPUS
 from megajax.mesh.xla import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
@@ -94,7 +94,7 @@ def walk(cfg: RunConfig) -> None:
 
 def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, capsys, programs, cached):
     stand_in(monkeypatch)
-    monkeypatch.setenv(SET, SEVERAL_GPUS.name)
+    monkeypatch.setenv(SET_BY_MEGAJAX, SEVERAL_GPUS.name)
     monkeypatch.setenv(SEVERAL_GPUS.name, SEVERAL_GPUS.value)
     cfg = config(tmp_path)
     walk(cfg)

@@ -16,7 +16,7 @@ from megajax.job.job import train
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.measures import Measure, Measured
+from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.metrics.config import LoggingConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.training.config import BatchConfig

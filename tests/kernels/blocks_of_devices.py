@@ -12,7 +12,7 @@ import numpy as np
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.attention.pallas import Blocks, visited
 from megajax.kernels.context.ring import sources
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 
 class Counted(NamedTuple):

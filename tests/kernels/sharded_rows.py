@@ -14,7 +14,7 @@ from tiny_runs import QUICK
 
 from megajax.kernels.attention.attention import AttentionDropout, Mask, Passes, attend, reference_attention
 from megajax.kernels.context.strategy import over_context, over_devices
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 ROWS, LENGTH, SCALE = 2, 64, 0.25
 BORDERS = [[5, 8, 9, 32, 50, 51], [40, 48]]

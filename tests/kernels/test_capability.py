@@ -10,7 +10,7 @@ from gpu_stand_in import KIND, CudaVersions, stand_in
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import PASSES, local_device
 from megajax.kernels.attention.capability import BACKENDS, Device, Request, choose
-from megajax.mesh.context_sharding import ContextSharding
+from megajax.mesh.context_parallelism import ContextSharding
 
 H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 28, 0))
 A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 28, 0))

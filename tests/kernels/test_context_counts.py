@@ -5,7 +5,7 @@ import pytest
 from blocks_of_devices import blocks_of_devices, visible_range
 
 from megajax.kernels.attention.pallas import Blocks
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 LENGTH, BLOCKS = 4096, Blocks(32, 16, 4)
 BORDERS = [7, 300, 301, 1024, 1400, 3000, 3001, 3900]

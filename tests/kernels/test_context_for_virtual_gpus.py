@@ -20,8 +20,8 @@ from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import OUTPUT, STATISTICS, attend
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.strategy import over_context
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.planning import virtual_devices as devices
 from megajax.planning.program import hlo
 from megajax.planning.virtual_devices import GPUS, Cluster

@@ -17,7 +17,7 @@ from megajax.kernels.attention.mask import Mask
 from megajax.kernels.attention.pallas import Blocks
 from megajax.kernels.context.ring import sources
 from megajax.kernels.context.strategy import over_context
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
 EVERYTHING = Case(segments=documents(), window=9, sink=True, groups=2, size=24, wide=16)

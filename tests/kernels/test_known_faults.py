@@ -6,7 +6,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.capability import BACKENDS, KNOWN_FAULTS, Device, Request, choose
-from megajax.mesh.context_sharding import ContextSharding
+from megajax.mesh.context_parallelism import ContextSharding
 
 H200 = Device(name="NVIDIA H200", capability=(9, 0), cudnn=(9, 28, 0))
 B200 = Device(name="NVIDIA B200", capability=(10, 0), cudnn=(9, 28, 0))

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
 from megajax.kernels.context.collectives import from_before
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 
 def mesh_of(pipeline: int, context: int) -> jax.sharding.Mesh:

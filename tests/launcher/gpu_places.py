@@ -11,7 +11,7 @@ import jax
 
 from megajax.config.errors import UserError
 from megajax.mesh.processes import agreement as processes
-from megajax.mesh.processes.nccl import variables
+from megajax.mesh.processes.gpus import nccl_variables
 
 told = {}
 jax.distributed.initialize = lambda *_, local_device_ids, **__: told.update(gpus=local_device_ids)
@@ -20,4 +20,4 @@ try:
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(error.code)
-print(json.dumps([told.get("gpus"), variables()]))
+print(json.dumps([told.get("gpus"), nccl_variables()]))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from megajax.layers.moe.router import REPORTED, load_measures, report_measures
-from megajax.mesh.measures import layer_values
+from megajax.mesh.layer_metrics import layer_values
 from megajax.training.observations import measurements
 
 

@@ -25,7 +25,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import DecoderConfig
 
 HIDDEN, ROWS = 16, 2

@@ -18,8 +18,8 @@ from megajax.layers.mlp.module import MLP
 from megajax.layers.param import LayerSettings, observation
 from megajax.layers.recompute import Recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.measures import Measure
-from megajax.mesh.observations import Observed, observe
+from megajax.mesh.layer_metrics import Measure
+from megajax.mesh.layer_observations import Observed, observe
 from megajax.training.program import Program
 
 

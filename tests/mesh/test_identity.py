@@ -20,7 +20,7 @@ from megajax.mesh.processes.identity import (
     section,
     user_code,
 )
-from megajax.mesh.processes.rendezvous_server import MESSAGE_BYTES, parse_hello
+from megajax.mesh.processes.rendezvous_process_zero import MESSAGE_BYTES, parse_hello
 from megajax.mesh.xla import program_variables
 
 PACKAGE = Path(megajax.__file__).parent

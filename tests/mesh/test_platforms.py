@@ -13,10 +13,8 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.mesh import mesh
 from megajax.mesh.mesh import find_devices, select_devices
 from megajax.mesh.processes import agreement as processes
-from megajax.mesh.processes.gpus import assign
+from megajax.mesh.processes.gpus import ONE_GPU, SET_BY_MEGAJAX, SEVERAL_GPUS, assign, nccl_variables
 from megajax.mesh.processes.installation import Installation
-from megajax.mesh.processes.nccl import ONE_GPU, SET, SEVERAL_GPUS
-from megajax.mesh.processes.nccl import variables as nccl_variables
 from megajax.mesh.processes.rendezvous import Place
 from megajax.mesh.processes.world import World
 
@@ -98,7 +96,14 @@ def test_a_mesh_smaller_than_the_number_of_processes_is_refused():
         select_devices(devices_of(2, 2, 2), 2)
 
 
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS", "XLA_FLAGS", SET, SEVERAL_GPUS.name, ONE_GPU.name)
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "JAX_LOCAL_DEVICE_IDS",
+    "XLA_FLAGS",
+    SET_BY_MEGAJAX,
+    SEVERAL_GPUS.name,
+    ONE_GPU.name,
+)
 
 
 @pytest.fixture
@@ -174,7 +179,7 @@ def test_the_user_s_NCCL_variable_is_kept(told, tmp_path, monkeypatch):
     monkeypatch.setenv(ONE_GPU.name, "0")
     start_on(monkeypatch, told, device_folder(tmp_path, 8), None, 8)
     assert nccl_variables({ONE_GPU.name: os.environ[ONE_GPU.name]}) == f"{ONE_GPU.name}=0 (environment)"
-    assert SET not in os.environ
+    assert SET_BY_MEGAJAX not in os.environ
 
 
 @pytest.mark.parametrize("files", [(), ("nvidia0", "nvidiactl")])

@@ -17,7 +17,7 @@ from megajax.mesh.processes.agreement import StopFlags, start
 from megajax.mesh.processes.gpus import GpuClaim
 from megajax.mesh.processes.identity import Section, section
 from megajax.mesh.processes.rendezvous import Place, meet
-from megajax.mesh.processes.rendezvous_server import name_processes
+from megajax.mesh.processes.rendezvous_process_zero import name_processes
 from megajax.mesh.processes.world import StartError, World
 
 
@@ -53,7 +53,7 @@ def connect(port: int) -> socket.socket:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("megajax.mesh.processes.rendezvous_server.DIFFERENCE_SECONDS", 1.0)
+    monkeypatch.setattr("megajax.mesh.processes.rendezvous_process_zero.DIFFERENCE_SECONDS", 1.0)
 
 
 class Meeting:
@@ -220,7 +220,7 @@ def test_a_process_waits_until_its_own_process_0_listens():
 
 
 def test_many_silent_connections_keep_no_process_out(monkeypatch):
-    monkeypatch.setattr("megajax.mesh.processes.rendezvous_server.MAX_SILENT", 40)
+    monkeypatch.setattr("megajax.mesh.processes.rendezvous_process_zero.MAX_SILENT", 40)
     meeting = Meeting(patience=60)
     meeting.join(0, 4)
     strangers = [connect(meeting.port) for _ in range(60)]

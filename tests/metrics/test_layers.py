@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.mesh.measures import Measure, Measured
+from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.metrics.layer_history import LayerColumns, plot_layers
 from megajax.metrics.lines import Summary, short_fields, step_line
 from megajax.metrics.record import StepRecord

@@ -10,7 +10,7 @@ from tiny_runs import build_program, llama, place, rows, start, within
 
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, OptimizerConfig
-from megajax.optim.offload import HOST, in_host_memory
+from megajax.optim.moments import HOST, in_host_memory
 from megajax.training.program import Program
 from megajax.training.state import TrainState
 

@@ -15,8 +15,8 @@ from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.job.start.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layer_observations import accumulated
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.observations import accumulated
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
 from megajax.precision.fp8 import STARTS, AmaxHistory, Fp8Matmul
 from megajax.training.guarded.step import GuardLimits, StepControl

@@ -14,8 +14,8 @@ from megajax.inference.assembly import engine_refusal
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
+from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.generation import Generation, by_recomputation, generate

@@ -17,7 +17,7 @@ from megajax.faults.spikes import SpikeRule
 from megajax.job.faults.watch import Watch
 from megajax.job.job import train
 from megajax.layers.param import ONES, ParamSpec
-from megajax.mesh.measures import Measure, Measured
+from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.training.gradients.nonfinite import nonfinite_message
 from megajax.training.guarded.faults import NumericFault, UnrepeatedFault

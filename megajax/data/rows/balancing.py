@@ -6,7 +6,7 @@ b = B / groups consecutive rows of each microbatch.
 The attention work of a row is the scores of its documents: a query has a score with each key that it attends to, so a
 document of n tokens needs n (n + 1) / 2 scores. Rows of equal length can differ a hundredfold, with one document or a
 hundred. All other layers have equal work for every row. C devices of `context` hold parts of a row of S positions; see
-`megajax.mesh.sequence_sharding`.
+`megajax.mesh.zigzag_order`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
+from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 
 
 def document_lengths(segment_ids: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import BalancedSteps, Balancing, Imbalance
 from megajax.data.rows.row_source import RowSource
-from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
+from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 from megajax.storage.reading import RETRIES, ChangedFile, ReadError, wait_for, with_retries
 
 SAMPLE_BITS = 32

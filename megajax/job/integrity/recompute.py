@@ -22,9 +22,9 @@ from megajax.faults.config import RecomputeConfig
 from megajax.faults.drills import Drill
 from megajax.job.integrity.state_hash import array_hash
 from megajax.mesh.collectives import rotated
+from megajax.mesh.layer_observations import reduction_of
 from megajax.mesh.mesh import rotated_mesh
-from megajax.mesh.observations import reduction_of
-from megajax.mesh.shardings import one_for_each_group, replicated
+from megajax.mesh.named_shardings import one_for_each_group, replicated
 from megajax.precision.loss_scale import in_range
 from megajax.training.gradients.grads import MANUAL, Weights
 from megajax.training.guarded.faults import Corruption

@@ -14,9 +14,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.mesh.shardings import axes_of, one_for_each_device, replicated
+from megajax.mesh.named_shardings import axes_of, one_for_each_device, replicated
 from megajax.mesh.xla import Value
-from megajax.optim.offload import to_device
+from megajax.optim.moments import to_device
 from megajax.training.state import TrainState
 
 LANES = 2

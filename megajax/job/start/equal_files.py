@@ -17,7 +17,7 @@ from megajax.config.errors import UserError
 from megajax.data.checksum import FileSum, Group, sample_checksums
 from megajax.interop.formats import split_name
 from megajax.mesh.processes.peers import Peers
-from megajax.mesh.processes.rendezvous_server import name_processes
+from megajax.mesh.processes.rendezvous_process_zero import name_processes
 
 BLOCK, BLOCKS, FILES = 4096, 4, 1024
 """Bytes of a block; blocks of a file, spread evenly; maximum number of files of a group that are sampled."""

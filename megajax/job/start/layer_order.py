@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from megajax.layers.param import ParamSpec, RowOrder
-from megajax.mesh.shardings import shard_count, unsharded_rows
+from megajax.mesh.named_shardings import shard_count, unsharded_rows
 
 
 def stored_chunks(meta: Mapping[str, Any]) -> list[range]:

@@ -17,8 +17,8 @@ from megajax.config.errors import UserError
 from megajax.faults.gpu_health import GpuHealth, gpu_numbers, load_nvml
 from megajax.job.device_memory import size
 from megajax.mesh.collectives import reduce_shards
+from megajax.mesh.named_shardings import one_for_each_device
 from megajax.mesh.processes.peers import Peers
-from megajax.mesh.shardings import one_for_each_device
 
 ROWS = 512
 """Rows and columns of the test matrices."""

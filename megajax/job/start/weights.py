@@ -21,7 +21,7 @@ from megajax.interop.stored.model_differences import describe_differences, diffe
 from megajax.interop.stored.provenance import Ancestor
 from megajax.job.start.stored_weights import StoredWeights, TargetArray, open_weights, read_intact, shape_problem
 from megajax.layers.moe.upcycling import Derived
-from megajax.mesh.shardings import without_dimension
+from megajax.mesh.named_shardings import without_dimension
 from megajax.models.protocol import ids_below
 from megajax.training.program import Program
 from megajax.training.session import Parts

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.nearest import divisors_of
-from megajax.mesh.context_sharding import UNSHARDED, ContextSharding
+from megajax.mesh.context_parallelism import UNSHARDED, ContextSharding
 
 type Version = tuple[int, ...]
 type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]

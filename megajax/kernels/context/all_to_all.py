@@ -15,7 +15,7 @@ from jax import Array, lax
 from megajax.kernels.attention.attention import AttentionDropout, Passes
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import gather_group, to_heads, to_positions
-from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
+from megajax.mesh.zigzag_order import AXIS, SequenceSharding
 
 
 def all_to_all(sharding: SequenceSharding, passes: Passes) -> Passes:

@@ -19,7 +19,7 @@ from megajax.kernels.attention.attention import Passes, merge_parts
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.all_gather import all_gather, whole_keys
 from megajax.kernels.context.collectives import reduce_rows
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 
 def _as_rows(x: Array, count: int, axis: int = 1) -> Array:

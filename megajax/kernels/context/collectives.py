@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.mesh.mesh import manual_axes
-from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
+from megajax.mesh.zigzag_order import AXIS, SequenceSharding
 
 
 def _same_heads(sharding: SequenceSharding) -> list[list[int]] | None:

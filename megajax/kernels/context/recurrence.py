@@ -29,7 +29,7 @@ from jax import Array, lax
 from megajax.kernels.context.collectives import gather_rows, to_heads, to_positions
 from megajax.kernels.ssm.selective_scan import compose_transitions
 from megajax.kernels.ssm.ssd import runs_of
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 
 @dataclass(frozen=True, slots=True)

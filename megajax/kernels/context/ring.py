@@ -15,7 +15,7 @@ from jax import Array, lax
 from megajax.kernels.attention.attention import AttentionDropout, Passes, merge_parts
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import from_before, gather_devices
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 
 class _Ring(NamedTuple):

@@ -9,7 +9,7 @@ from megajax.kernels.context.all_gather import all_gather
 from megajax.kernels.context.all_to_all import all_to_all
 from megajax.kernels.context.chunks import chunks_with_gathered_keys, two_squares
 from megajax.kernels.context.ring import ring
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 RECTANGLES: Mapping[str, Passes] = MappingProxyType(
     {"cudnn": Passes(cudnn.rectangle_forward, cudnn.rectangle_backward)}

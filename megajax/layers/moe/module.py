@@ -28,10 +28,10 @@ from megajax.layers.moe.router import (
     within_capacity,
 )
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, observation, param
+from megajax.mesh.layer_metrics import Measure
+from megajax.mesh.layer_observations import Observed, observe
 from megajax.mesh.layout import Layout
-from megajax.mesh.measures import Measure
 from megajax.mesh.mesh import devices_along, manual_axes
-from megajax.mesh.observations import Observed, observe
 
 JITTER_PLACE = 5
 TOKENS = ("batch", "seq_residual", "embed")

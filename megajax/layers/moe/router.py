@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
-from megajax.mesh.measures import Measure
-from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
+from megajax.mesh.layer_metrics import Measure
+from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
 SINKHORN_ROUNDS = 1000

@@ -9,9 +9,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.mesh.processes.gpus import GpuClaim, installed_gpus, visible_gpus
+from megajax.mesh.processes.gpus import GpuClaim, installed_gpus, set_nccl_variables, visible_gpus
 from megajax.mesh.processes.identity import Identity
-from megajax.mesh.processes.nccl import set_variables
 from megajax.mesh.processes.rendezvous import meet
 from megajax.mesh.processes.world import World, find_world
 from megajax.mesh.xla import CPU_PATIENCE, add_flags
@@ -33,7 +32,7 @@ def start(
     on_cpu = jax.config.jax_platforms == "cpu" or not (jax.config.jax_platforms or visible)
     visible = () if on_cpu else visible
     if world is None:
-        set_variables(len(visible), processes=1)
+        set_nccl_variables(len(visible), processes=1)
         return None
     # MegaJAX handles SIGTERM itself; the runtime's handler would replace it.
     jax.config.update("jax_enable_preemption_service", False)
@@ -42,7 +41,7 @@ def start(
         add_flags(CPU_PATIENCE)
     claim = GpuClaim.of(world, visible)
     place = meet(world, claim, patience=patience, identity=identity())
-    set_variables(len(claim.gpus if place.gpus is None else place.gpus), processes=world.count)
+    set_nccl_variables(len(claim.gpus if place.gpus is None else place.gpus), processes=world.count)
     jax.distributed.initialize(
         world.coordinator,
         world.count,

@@ -1,4 +1,4 @@
-"""The GPUs that a process sees, and its share of them among the processes of its machine.
+"""The GPUs that a process sees, its share of them among the processes of its machine, and NCCL's variables for them.
 
 Visible are the GPUs with a device file, restricted by CUDA_VISIBLE_DEVICES as CUDA restricts them. The processes of a
 machine either divide what all of them see, or each was given GPUs of its own. No process can tell alone which of the
@@ -198,3 +198,47 @@ def _taken_twice(local: Mapping[int, GpuClaim], host: str) -> str | None:
 if __name__ == "__main__":
     # For launch/local.sh: the number of processes to start on this machine.
     print(len(visible_gpus(os.environ, installed_gpus())) or 1)
+
+
+SET_BY_MEGAJAX = "MEGAJAX_NCCL"
+"""Variable that names the variables of NCCL which MegaJAX has set, separated by commas."""
+
+
+class NcclVariable(NamedTuple):
+    """A variable of NCCL."""
+
+    name: str
+    value: str
+    why: str
+
+
+SEVERAL_GPUS = NcclVariable(
+    "NCCL_LAUNCH_MODE",
+    "GROUP",
+    "launches the kernels of all GPUs of a process together; otherwise a call that waits for a GPU may block the rest",
+)
+ONE_GPU = NcclVariable(
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "1",
+    "runs the collectives of different communicators in the order in which the process launches them",
+)
+
+
+def set_nccl_variables(gpus: int, *, processes: int, environment: Any = os.environ) -> None:
+    """Sets the variable for a process that drives so many GPUs, unless the user has set it. Before jax starts."""
+    variable = SEVERAL_GPUS if gpus > 1 else ONE_GPU if gpus == 1 and processes > 1 else None
+    if variable is not None and variable.name not in environment:
+        environment[variable.name] = variable.value
+        environment[SET_BY_MEGAJAX] = ",".join(
+            [*filter(None, environment.get(SET_BY_MEGAJAX, "").split(",")), variable.name]
+        )
+
+
+def nccl_variables(environment: Mapping[str, str] = os.environ) -> str:
+    """The variables of NCCL in force, with those that MegaJAX set marked; "" without any."""
+    set_by_megajax = environment.get(SET_BY_MEGAJAX, "").split(",")
+    return ", ".join(
+        f"{name}={value} ({'MegaJAX' if name in set_by_megajax else 'environment'})"
+        for name, value in sorted(environment.items())
+        if name.startswith("NCCL_")
+    )

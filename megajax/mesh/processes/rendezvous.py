@@ -2,8 +2,8 @@
 
 jax's own initialisation aborts every process without naming the missing ones, lets two processes with the same index
 replace each other, and accepts processes of another run on its port. So process 0 first listens on that port itself
-(see `rendezvous_server`). Each other process sends a line of JSON about itself, and process 0 answers when all have
-connected. It then closes the port, which jax uses afterwards.
+(see `rendezvous_process_zero`). Each other process sends a line of JSON about itself, and process 0 answers when all
+have connected. It then closes the port, which jax uses afterwards.
 """
 
 import errno
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megajax.mesh.processes.gpus import GpuClaim
 from megajax.mesh.processes.identity import Identity
-from megajax.mesh.processes.rendezvous_server import MESSAGE_BYTES, PROTOCOL, Gathering
+from megajax.mesh.processes.rendezvous_process_zero import MESSAGE_BYTES, PROTOCOL, Gathering
 from megajax.mesh.processes.world import StartError, World, is_loopback, split_address
 
 RETRY_SECONDS = 0.2

@@ -13,7 +13,7 @@ from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, duration
 from megajax.kernels.attention.capability import Choice
 from megajax.kernels.attention.capability import Device as KernelDevice
-from megajax.mesh.context_sharding import ContextSharding
+from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import ModelConfig

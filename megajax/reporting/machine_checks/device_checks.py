@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-from megajax.mesh.processes.nccl import set_variables
+from megajax.mesh.processes.gpus import set_nccl_variables
 from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, warn
 
 STAGES = ("devices", "matmul", "attention", "grouped matmul", "all-reduce")
@@ -24,7 +24,7 @@ def run_trial(machine: Machine) -> tuple[Mapping[str, Finding], str, str]:
     command = (sys.executable, "-u", "-m", "megajax.reporting.machine_checks.device_trial", str(STAGE_SECONDS))
     # As in a run of one process that drives all of them.
     environment = dict(machine.environment)
-    set_variables(len(machine.visible_gpus), processes=1, environment=environment)
+    set_nccl_variables(len(machine.visible_gpus), processes=1, environment=environment)
     nccl = {name: value for name, value in environment.items() if name not in machine.environment}
     output = machine.run(*command, seconds=STAGE_SECONDS * (len(STAGES) + 1), **nccl)
     findings, stage = {}, "import"

@@ -11,9 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from megajax.display.text import byte_size
-from megajax.mesh.processes.gpus import VISIBLE
-from megajax.mesh.processes.nccl import ONE_GPU, SEVERAL_GPUS
-from megajax.mesh.processes.nccl import variables as nccl_variables
+from megajax.mesh.processes.gpus import ONE_GPU, SEVERAL_GPUS, VISIBLE, nccl_variables
 from megajax.mesh.xla import flag_names
 from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, ok, warn
 

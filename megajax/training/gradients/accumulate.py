@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import Batch, Grads, Params, Rows
 from megajax.pipeline.layer_loop import LayerLoop, Rings, add
-from megajax.pipeline.staged_model import MEMORY, Staged, StagedSection
+from megajax.pipeline.partition import MEMORY, Staged, StagedSection
 from megajax.training.gradients.grads import GradFn, Weights, over_replicas
 from megajax.training.gradients.staged import SplitWeights
 

@@ -26,9 +26,9 @@ from megajax.mesh.collectives import (
     row_major,
 )
 from megajax.mesh.config import MESH_AXES
+from megajax.mesh.layer_observations import Reduction, reduction_of
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
-from megajax.mesh.observations import Reduction, reduction_of
 from megajax.mesh.replicated_heads import COPIED, copy_heads, sum_copies
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction

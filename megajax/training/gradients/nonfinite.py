@@ -10,7 +10,7 @@ from jax import Array
 
 from megajax.batch import Batch, Params
 from megajax.layers.param import ParamSpec
-from megajax.mesh.measures import Measured
+from megajax.mesh.layer_metrics import Measured
 from megajax.mesh.xla import Value
 from megajax.precision.loss_scale import in_range
 from megajax.training.gradients.grads import GradFn

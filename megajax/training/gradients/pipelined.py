@@ -7,9 +7,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.pipeline.executor import AXIS, Stage
-from megajax.pipeline.partition import Partition
+from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule
-from megajax.pipeline.staged_model import Staged
 from megajax.training.gradients.grads import GradFn, Sums, Weights, over_replicas
 from megajax.training.gradients.staged import SplitWeights
 

@@ -13,8 +13,7 @@ from megajax.layers.stack.spans import Unit
 from megajax.layers.stack.stack import BLOCKS
 from megajax.models.protocol import Model, last_output, with_memory
 from megajax.models.reduction import LossReduction
-from megajax.pipeline.partition import Partition
-from megajax.pipeline.staged_model import MEMORY, Staged, StagedSection
+from megajax.pipeline.partition import MEMORY, Partition, Staged, StagedSection
 
 STACK_PREFIX = "stack."
 """Path prefix of the stack's weights in a section."""

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.drills import factors, for_this_attempt
 from megajax.faults.spikes import SpikeRule
-from megajax.mesh.shardings import replicated
+from megajax.mesh.named_shardings import replicated
 from megajax.training.guarded.step import GuardLimits
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.mesh.measures import Measure
+from megajax.mesh.layer_metrics import Measure
 
 type Reduction = Literal["max", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("max", "sum")

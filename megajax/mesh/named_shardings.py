@@ -1,4 +1,4 @@
-"""Functions of array shardings."""
+"""Functions of `jax.sharding.NamedSharding`s: what an array's sharding becomes without rows or a dimension."""
 
 from collections.abc import Sequence
 from math import prod

@@ -10,7 +10,7 @@ from megajax.mesh.config import ContextStrategy, ParallelConfig
 class ContextSharding:
     """The part of each row on a device, and how attention reaches the other parts. Hashable.
 
-    `megajax.mesh.sequence_sharding.SequenceSharding` arranges arrays accordingly.
+    `megajax.mesh.zigzag_order.SequenceSharding` arranges arrays accordingly.
     """
 
     devices: int = 1

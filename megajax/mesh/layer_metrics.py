@@ -1,7 +1,7 @@
 """Measures of a run's observations: a number for each layer, and one for all layers, computed on the host.
 
-An updater declares its measures (see megajax.mesh.observations). The code that fetches, logs or plots them does not
-depend on the kinds of layers.
+An updater declares its measures (see megajax.mesh.layer_observations). The code that fetches, logs or plots them does
+not depend on the kinds of layers.
 
 L layers, K parts of a layer.
 """
