@@ -103,7 +103,7 @@ def shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("cfg", [*MODELS.values(), *MIXTURES.values()], ids=[*MODELS, *MIXTURES])
-def test_parameter_count_equals_the_arrays(cfg):
+def test_parts_of_the_parameter_count_are_those_of_the_arrays(cfg):
     declared = shapes(cfg)
     padding = cfg.hidden * (cfg.padded_vocabulary() - cfg.vocabulary_size)
     tables = {path: prod(declared[path]) for path in ("tokens", "positions", "head") if path in declared}

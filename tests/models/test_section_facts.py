@@ -1,6 +1,6 @@
 """Facts of models of several sections, or with another head: against their modules, and against computation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, build_program, gpt, llama
+from tiny_runs import LENGTH, ONE, READ, ROWS, build_program, gpt, llama
 
 from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.facts import norm_weights
 from megajax.layers.mlp.config import DenseMLPConfig
-from megajax.layers.param import specs
+from megajax.layers.param import ParamSpec, specs
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -23,7 +23,13 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.vit.config import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
+from tests.models.test_classifiers import HEADS as TEXT_HEADS
+from tests.models.test_classifiers import small_model
 from tests.models.test_encoders import bert, normalised_after, positioned, t5
+from tests.models.test_llava import llava
+from tests.models.test_presets_and_formulas import MIXTURES
+from tests.models.test_presets_and_formulas import MODELS as DECODERS
+from tests.models.test_vision import clip, intern, siglip
 
 MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}
 
@@ -48,8 +54,16 @@ def layout() -> Layout:
     return Layout(Plan.of(ParallelConfig()))
 
 
-OTHERS = {"bert, as first published": normalised_after()}
-KNOWN = MODELS | IMAGES | OTHERS
+KNOWN = {
+    **MODELS,
+    **IMAGES,
+    **DECODERS,
+    **MIXTURES,
+    **{f"classifier of {name}": small_model(name) for name in (*TEXT_HEADS, "decoder")},
+    **{f"{make.__name__} tower": make() for make in (clip, siglip, intern)},
+    "bert, as first published": normalised_after(),
+    "llava": llava(),
+}
 
 
 @pytest.mark.parametrize("cfg", KNOWN.values(), ids=KNOWN)
@@ -72,19 +86,22 @@ def test_weights_equal_those_that_modules_declare(cfg: DecoderConfig | ViTConfig
         declared[weight.name] = weight.shape, weight.axes
     held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
     assert {path: (spec.shape, spec.axes) for path, spec in held.items()} == declared
-    row_sizes = [prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes]
-    unused = (cfg.head_facts().columns - VOCABULARY) * sum(row_sizes)
-    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
+    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused(cfg, held)
+
+
+def unused(cfg: Any, held: Mapping[str, ParamSpec]) -> int:
+    """Weights of the ids that pad the vocabulary."""
+    tables = [spec.shape for spec in held.values() if "vocab" in spec.axes]
+    return sum(
+        (cfg.padded_vocabulary() - cfg.vocabulary_size) * prod(shape) // cfg.padded_vocabulary() for shape in tables
+    )
 
 
 def test_tables_of_relative_positions_are_counted_in_both_sections() -> None:
     cfg = positioned(rope=False)
-    declared = specs(nnx.eval_shape(lambda: cfg.build(layout())))
-    assert {"encoder.stack.relative.table", "stack.relative.table"} <= declared.keys()
-    unused = (cfg.head_facts().columns - VOCABULARY) * sum(
-        prod(spec.shape) // spec.shape[0] for spec in declared.values() if "vocab" in spec.axes
-    )
-    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in declared.values()) - unused
+    held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
+    assert {"encoder.stack.relative.table", "stack.relative.table"} <= held.keys()
+    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused(cfg, held)
 
 
 def products(jaxpr: Any, times: int = 1) -> Iterator[int]:

@@ -146,19 +146,3 @@ def test_clipping_scales_the_global_norm_down_to_the_limit():
     assert float(clip_factor(norm, 100.0)) == 1
     assert float(clip_factor(norm, None)) == 1
     assert float(clip_factor(jnp.float32(0), 1.0)) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting", "message"),
-    [
-        ({"beta1": 1.0}, "beta1", "must be at least 0 and below 1, got 1.0"),
-        ({"beta2": -0.1}, "beta2", "must be at least 0 and below 1, got -0.1"),
-        ({"clip": 0.0}, "clip", "must be a number above 0, got 0.0"),
-        ({"epsilon": -1e-8}, "epsilon", "must be above 0, got -1e-08"),
-        ({"weight_decay": -1.0}, "weight_decay", "must be a number of at least 0, got -1.0"),
-    ],
-)
-def test_problems(changes, setting, message):
-    (problem,) = AdamWConfig(**changes).problems()
-    assert (problem.setting, problem.message) == (setting, message)
-    assert AdamWConfig(clip=None).problems() == []

@@ -124,16 +124,3 @@ def test_the_table_names_rule_rates_and_weights(declared):
     listed = sorted(path for weights in rows.values() for path in weights.split(", "))
     assert listed == sorted(declared)
     assert str(Group()) == "schedule's lr, decay"
-
-
-@pytest.mark.parametrize(
-    ("settings", "setting"),
-    [
-        ({"match": ""}, "match"),
-        ({"match": "a", "lr": -1.0}, "lr"),
-        ({"match": "a", "lr": 1.0, "min_lr": 2.0}, "min_lr"),
-        ({"match": "a", "decay": -1.0}, "decay"),
-    ],
-)
-def test_problems(settings, setting):
-    assert [problem.setting for problem in GroupConfig(**settings).problems()] == [setting]

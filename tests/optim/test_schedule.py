@@ -182,29 +182,6 @@ def test_no_length_divides_by_zero():
 
 
 @pytest.mark.parametrize(
-    ("settings", "setting", "message"),
-    [
-        ({"warmup_steps": 1, "warmup_samples": 1}, "warmup_samples", "warmup_steps and warmup_samples are both set"),
-        ({"decay_steps": 9, "decay_samples": 9}, "decay_samples", "decay_steps and decay_samples are both set"),
-        ({"min_lr": 1.0}, "min_lr", "min_lr=1.0 is above lr=0.0003"),
-        ({"lr": -1.0, "min_lr": -1.0}, "lr", "must be a number of at least 0"),
-        ({"warmup_steps": -1}, "warmup_steps", "must be a number of at least 0"),
-        ({"warmup_fraction": 1.5}, "warmup_fraction", "must be between 0 and 1, got 1.5"),
-        ({"warmup_start": 1.0}, "warmup_start", "warmup_start=1.0 is above lr=0.0003"),
-        ({"style": "wsd"}, "anneal_steps", "is needed with style=wsd"),
-        ({"style": "wsd", "anneal_steps": 0}, "anneal_steps", "must be at least 1, got 0"),
-        ({"anneal_samples": 5}, "anneal_samples", "has no meaning with style=cosine"),
-        ({"style": "wsd", "anneal_samples": 5, "anneal_steps": 5}, "anneal_samples", "are both set"),
-        ({"weight_decay_start": -1.0}, "weight_decay_start", "must be a number of at least 0"),
-    ],
-)
-def test_problems(settings, setting, message):
-    problem = ScheduleConfig(**settings).problems()[0]
-    assert problem.setting == setting
-    assert message in problem.message
-
-
-@pytest.mark.parametrize(
     ("settings", "message", "hint"),
     [
         (
@@ -261,10 +238,3 @@ def test_a_schedule_that_fits_has_no_problem():
     assert ScheduleConfig().run_problems(steps=0, global_size=SIZE) == []
     cfg = ScheduleConfig(style="wsd", anneal_samples=900)
     assert cfg.run_problems(steps=113, global_size=SIZE) == []
-
-
-def test_of_two_exclusive_settings_the_hint_keeps_either():
-    (problem,) = ScheduleConfig(warmup_steps=1, warmup_samples=1).problems()
-    assert problem.hint == (
-        "--schedule.warmup_samples=none keeps warmup_steps, --schedule.warmup_steps=none keeps warmup_samples"
-    )
