@@ -1,4 +1,4 @@
-"""Shardings by logical axes: with a mesh, inside manual code and without either."""
+"""Shardings by logical axes: with a mesh, inside manual code and without either; and copies of key-value heads."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from megajax.mesh.collectives import gather_shards, moved_axes, reduce_shards
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh, free_axes, manual_axes
+from megajax.mesh.replicated_heads import copy_heads, sum_copies
 from megajax.mesh.rules import Plan
 
 PARALLEL = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
@@ -109,3 +110,38 @@ def test_explicit_moves():
     np.testing.assert_array_equal(gathered, np.stack([X] * 4))
     np.testing.assert_array_equal(summed, 4 * X)
     np.testing.assert_array_equal(total, X.sum(0, keepdims=True))
+
+
+COPYING = ParallelConfig(data=2, tensor=4, data_sharding="zero1")
+COPIES = Layout(Plan.of(COPYING))
+HEADS = ("layer", "embed", "kv_heads_copied", "head_dim")
+HEADS_OF_TWO = np.random.default_rng(0).normal(size=(2, 6, 2, 3)).astype(np.float32)
+
+
+def test_the_plan_names_the_axis_of_heads():
+    plan = COPIES.plan
+    assert [plan.kv_heads(heads) for heads in (1, 2, 4, 8)] == ["kv_heads_copied"] * 2 + ["kv_heads"] * 2
+    assert plan.axes_in_step(HEADS) == ("layer", "embed", "kv_heads", "head_dim")
+    assert plan.params.spec(HEADS) == P("pipeline", ("data", "expert", "context"), None, None)
+
+
+def test_devices_that_share_a_head_are_neighbours():
+    with jax.set_mesh(build_mesh(COPYING)):
+        copies = jax.jit(lambda w: copy_heads(COPIES, w, HEADS))(HEADS_OF_TWO)
+        unchanged = jax.jit(lambda w: copy_heads(COPIES, w, HEADS))(copies)
+    assert copies.sharding.shard_shape(copies.shape) == (2, 6, 1, 3)
+    np.testing.assert_array_equal(copies, np.repeat(HEADS_OF_TWO, 2, axis=2))
+    np.testing.assert_array_equal(unchanged, copies)
+    assert copy_heads(COPIES, HEADS_OF_TWO, HEADS) is HEADS_OF_TWO, "without a mesh"
+
+
+def test_gradients_of_copies_are_summed_explicitly_and_by_autodiff():
+    g = np.random.default_rng(1).normal(size=(2, 6, 4, 3)).astype(np.float32)
+    expected = g.reshape(2, 6, 2, 2, 3).sum(3)
+    with jax.set_mesh(build_mesh(COPYING)):
+        summed = jax.jit(lambda g: sum_copies(COPIES, g, HEADS, 2))(g)
+        _, pull = jax.vjp(jax.jit(lambda w: copy_heads(COPIES, w, HEADS)), jnp.asarray(HEADS_OF_TWO))
+        np.testing.assert_allclose(pull(jnp.asarray(g))[0], expected, rtol=1e-6)
+    assert summed.sharding.is_fully_replicated
+    np.testing.assert_allclose(summed, expected, rtol=1e-6)
+    assert sum_copies(COPIES, summed, HEADS, 2) is summed, "without a mesh"

@@ -275,16 +275,6 @@ def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
         np.testing.assert_allclose(updated[path], expected[path], rtol=1e-6, atol=1e-7, err_msg=path)
 
 
-def own_sgd(learning_rate: Any) -> optax.GradientTransformation:
-    return optax.chain(scale_by_rule(Momentum(0.9)), optax.scale_by_learning_rate(learning_rate))
-
-
-def test_our_rule_through_optax_equals_our_optimizer() -> None:
-    own_params, _ = two_updates(SGDConfig(weight_decay=0).build(DECLARED), lambda values: values)
-    by_optax, _ = two_updates(OptaxConfig(make=f"{HERE}:own_sgd").build(DECLARED), lambda values: values)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), by_optax, own_params)
-
-
 def test_settings_of_the_function_are_given_separately():
     optax_run = ("optimizer.type=Optax", "optimizer.make=optax:adafactor")
     cfg = load("quickstart.py", *optax_run, "optimizer.settings.factored=false", "optimizer.settings.decay_rate=0.7")

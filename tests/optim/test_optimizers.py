@@ -19,8 +19,6 @@ DECLARED = {
     "gain": ParamSpec("gain", (3,), ("embed",), ONES, "gain", "gain", ()),
     "bias": ParamSpec("bias", (3,), ("embed",), ZEROS, "bias", "bias", ()),
 }
-EVERY = [AdamWConfig(beta2=0.95), SGDConfig(), LionConfig(), MuonConfig(beta2=0.95)]
-NAMES = [type(cfg).__name__ for cfg in EVERY]
 
 
 def random(rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray]:
@@ -91,18 +89,11 @@ def test_an_update_rounds_each_weight_once(cfg):
     assert abs(np.mean(off * np.sign(p))) < 5e-8
 
 
-@pytest.mark.parametrize("cfg", EVERY, ids=NAMES)
-def test_every_optimizer_minimises_a_quadratic(cfg):
-    rng = np.random.default_rng(2)
-    optimizer, params = cfg.build(DECLARED), {path: jnp.asarray(p) for path, p in random(rng).items()}
-    start, state = float(sum((p**2).sum() for p in params.values())), optimizer.init(params)
-    update = jax.jit(lambda s, p: optimizer.update(p, s, p, rates=constant_rates(0.02)))
-    for _ in range(60):
-        params, state = update(state, params)
-    assert float(sum((p**2).sum() for p in params.values())) < 0.2 * start
-
-
-@pytest.mark.parametrize("cfg", [EVERY[0], pytest.param(EVERY[3], marks=pytest.mark.slow)], ids=lambda cfg: cfg.name())
+@pytest.mark.parametrize(
+    "cfg",
+    [AdamWConfig(beta2=0.95), pytest.param(MuonConfig(beta2=0.95), marks=pytest.mark.slow)],
+    ids=lambda cfg: cfg.name(),
+)
 def test_moments_in_bfloat16_are_stored_so_and_computed_in_float32(cfg):
     rng = np.random.default_rng(3)
     params, gradients = random(rng), [random(rng) for _ in range(4)]
