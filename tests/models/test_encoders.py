@@ -1,10 +1,11 @@
 """BERT and T5 have the losses of one device on every layout."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiate, train
+from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiate, rows, train
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
@@ -19,6 +20,7 @@ from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.models.protocol import ModelConfig
 from megajax.models.t5.config import T5Config
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
@@ -108,8 +110,13 @@ FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
     ],
 )
 def test_trains_like_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
+    assert_the_step_of_one_device(model, parallel)
+
+
+def assert_the_step_of_one_device(model: ModelConfig, parallel: ParallelConfig, draw: Callable = rows) -> None:
+    """Loss and gradients."""
     microbatches = 6 if parallel.virtual_stages > 1 else 3
-    single, sharded = (differentiate(model, on, microbatches=microbatches) for on in (ONE, parallel))
+    single, sharded = (differentiate(model, on, microbatches=microbatches, draw=draw) for on in (ONE, parallel))
     np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
     assert sharded.padding == 0
     for path, expected in single.gradients.items():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_runs import ONE, ROWS, build_program, differentiate
+from tiny_runs import ONE, ROWS, build_program
 
 from megajax.batch import Batch
 from megajax.config.compose import check
@@ -34,6 +34,7 @@ from megajax.models.vit.config import (
     ViTConfig,
     with_image_head,
 )
+from tests.models.test_encoders import assert_the_step_of_one_device
 
 CLASSES, SIZE = 5, 8
 BLOCK = BlockConfig(
@@ -123,14 +124,7 @@ PIPELINE = ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule=
     ],
 )
 def test_trains_like_one_device(model: ViTConfig, parallel: ParallelConfig) -> None:
-    microbatches = 6 if parallel.virtual_stages > 1 else 3
-    draw = pixels if isinstance(model.head, SegmenterConfig) else images
-    single, sharded = (differentiate(model, on, microbatches=microbatches, draw=draw) for on in (ONE, parallel))
-    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
-    assert sharded.padding == 0
-    for path, expected in single.gradients.items():
-        scale = max(np.abs(expected).max(), 1e-4)
-        np.testing.assert_allclose(sharded.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+    assert_the_step_of_one_device(model, parallel, pixels if isinstance(model.head, SegmenterConfig) else images)
 
 
 def build_model(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
