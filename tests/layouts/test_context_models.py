@@ -36,7 +36,6 @@ from megajax.training.config import EvaluationConfig
 
 TWO = ParallelConfig(data=1, context=2)
 FOUR = ParallelConfig(data=1, context=4)
-ROUNDS = replace(TWO, context_rounds=2)
 PIPELINE = ParallelConfig(pipeline=2, data=1, context=2, tensor=2)
 
 

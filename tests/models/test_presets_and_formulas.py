@@ -286,11 +286,6 @@ def test_every_preset_is_consistent(name):
         assert cfg.problems() == [], size
         parts = [part for block in cfg.stack.pattern for part in block.parts().values()]
         assert not any(one.problems() for one in (*cfg.stack.pattern, *parts)), size
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_unknown_size_names_the_known_ones(name):
-    family, _ = FAMILIES[name]
     with pytest.raises(UserError, match=r"no size '9z'; sizes: debug, "):
         family("9z")
 

@@ -48,12 +48,9 @@ def store(name: str, book: nbformat.NotebookNode) -> None:
     (FOLDER / f"{name}.ipynb").write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def executed(name: str, folder: Path, steps: int | None = None, *, update: bool = False) -> list[str]:
-    """The text that each code cell shows, by its order. steps: instead of the notebook's own; update: store them."""
+def executed(name: str, folder: Path, *, update: bool) -> list[str]:
+    """The text that each code cell shows, by its order. update: store them."""
     book = read(name)
-    for cell in book.cells:
-        if steps is not None and "parameters" in cell.metadata.get("tags", []):
-            cell.source = f"steps = {steps}"
     # Neither another installation's kernels and settings, nor what this process was told of devices.
     os.environ |= {f"JUPYTER_{kind}_DIR": str(folder / "jupyter") for kind in ("DATA", "CONFIG", "RUNTIME")}
     os.environ["IPYTHONDIR"] = str(folder / "ipython")
