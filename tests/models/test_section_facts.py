@@ -27,7 +27,6 @@ from tests.models.test_classifiers import HEADS as TEXT_HEADS
 from tests.models.test_classifiers import small_model
 from tests.models.test_encoders import bert, normalised_after, positioned, t5
 from tests.models.test_llava import llava
-from tests.models.test_presets_and_formulas import MIXTURES
 from tests.models.test_presets_and_formulas import MODELS as DECODERS
 from tests.models.test_vision import clip, intern, siglip
 
@@ -57,8 +56,7 @@ def layout() -> Layout:
 KNOWN = {
     **MODELS,
     **IMAGES,
-    **DECODERS,
-    **MIXTURES,
+    **{name: cfg for name, cfg in DECODERS.items() if cfg.prediction is None},
     **{f"classifier of {name}": small_model(name) for name in (*TEXT_HEADS, "decoder")},
     **{f"{make.__name__} tower": make() for make in (clip, siglip, intern)},
     "bert, as first published": normalised_after(),
