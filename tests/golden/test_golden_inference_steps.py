@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from collective_counts import counts
 from flax import nnx
 from jax.sharding import NamedSharding
+from test_golden_collectives import counts
 
 from megajax.config import load
 from megajax.config.errors import UserError
