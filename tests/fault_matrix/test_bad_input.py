@@ -23,11 +23,6 @@ WRONG = {
     "no such choice": (["--parallel.data_sharding=zero2"], ["'zero2'", "zero1"]),
     "heads": (["--model.stack.pattern.0.mixer.heads=7"], ["heads=7", "kv_heads=2"]),
     "hidden": (["--model.hidden=65"], ["hidden=65", "heads=4"]),
-    "tensor": (["--parallel.tensor=8"], ["heads=4", "parallel.tensor=8", "1, 2, 4"]),
-    "batch": (["--batch.global_size=12"], ["12 rows", "8, 16"]),
-    "devices": (["--parallel.data=4", "--parallel.tensor=4"], ["16 devices", "there are 8"]),
-    "pipeline": (["--parallel.pipeline=8"], ["parallel.pipeline", "8 stages", "has 4", "at most 4"]),
-    "recompute": (["--parallel.data_sharding=fsdp", "--model.recompute=none"], ["fsdp", "selective or full"]),
     "schedule": (
         ["--schedule.warmup_steps=50", "--schedule.warmup_fraction=none"],
         ["warm-up takes", "warmup_steps=50", "steps=20", "a larger --steps"],
@@ -35,8 +30,6 @@ WRONG = {
     "two warm-ups": (["--schedule.warmup_samples=5"], ["warmup_samples and warmup_fraction"]),
     "optimizer": (["--optimizer.beta2=1.5"], ["beta2", "1.5"]),
     "dropout": (["--model.dropout=-1"], ["model.dropout", "-1"]),
-    "sequence": (["--parallel.sequence=true"], ["sequence", "parallel.tensor"]),
-    "micro": (["--batch.micro_size=3"], ["micro_size=3", "global_size=8", "2, 4"]),
     "ffn": (["--model.stack.pattern.0.mlp.ffn=0"], ["mlp.ffn", "above 0"]),
     "heads of nothing": (["--model.stack.pattern.0.mixer.heads=0"], ["mixer.heads", "above 0"]),
     "epsilon": (["--optimizer.epsilon=0"], ["optimizer.epsilon", "above 0"]),
@@ -44,7 +37,6 @@ WRONG = {
     "no folder": (["--run_dir="], ["run_dir", "empty"]),
     "too many rows": (["--steps=1e9"], ["8000000000 rows", "2147483647"]),
     "with a faulty one": (["--steps=many", "--parallel.tensor=8"], ["'many'", "heads=4"]),
-    "shards": (["--parallel.data=3", "--batch.global_size=3"], ["hidden=64", "3 data-parallel"]),
 }
 
 

@@ -60,6 +60,7 @@ def test_slow_from_a_given_step(monkeypatch):
 
 def test_invalid_drills_are_refused():
     assert not ResilienceConfig(inject=("stuck:step=7:process=1:always",)).problems()
+    assert drills.Drill.parse("bitflip:step=7:process=3") == drills.Drill("bitflip", 7, False, 3)
     for text in ("stuck", "stuck:process=1", "melt:step=1", "nan:step=1:process=0", "kill:step=0"):
         assert ResilienceConfig(inject=(text,)).problems(), text
 

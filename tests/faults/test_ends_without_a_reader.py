@@ -1,6 +1,5 @@
 """Processes whose standard error is a full pipe without a reader: they record why they end, and end."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from run_folder import events
+from waiting import wait_until
 
 from megajax.faults.beats import BEATS, Beat
 
@@ -61,7 +62,7 @@ def child(tmp_path: Path):
 
 def test_a_hang_leaves_its_stacks_an_event_and_a_last_beat(tmp_path, child):
     assert child(HANGS).wait(120) == 124
-    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    (event,) = events(tmp_path)
     assert (event["event"], event["phase"], event["exit_code"]) == ("hang", "step", 124)
     assert "thread MainThread" in Path(event["stacks"]).read_text()
     beat = Beat.read(tmp_path, 0)
@@ -71,10 +72,7 @@ def test_a_hang_leaves_its_stacks_an_event_and_a_last_beat(tmp_path, child):
 def test_the_second_signal_ends_it(tmp_path, child):
     process = child(TAKES_SIGNALS)
     for name in ("ready", "SIGTERM_None"):
-        deadline = time.monotonic() + 120
-        while not (tmp_path / name).exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        assert wait_until((tmp_path / name).exists, 120) and process.poll() is None
         time.sleep(0.5)  # A second signal at once is the same request.
         process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from waiting import wait_until
 
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.faults.activity import STACKS_FOLDER, Activity
@@ -71,13 +72,10 @@ def test_a_failure_of_a_former_process_is_dropped(beats: Path) -> None:
 def test_beats_state_the_main_thread_s_activity_and_end_with_the_last_one(beats: Path, tmp_path: Path) -> None:
     activity = Activity()
     with Pulse(tmp_path / "run", activity) as pulse, activity.phase("evaluation", 7):
-        deadline = time.monotonic() + 30
-        while not ((beat := Beat.read(beats, 0)) and beat.phase) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert beat is not None and (beat.phase, beat.phase_step, beat.run_dir) == (
-            *("evaluation", 7),
-            str(tmp_path / "run"),
-        )
+        assert wait_until(lambda: (beat := Beat.read(beats, 0)) and beat.phase)
+        beat = Beat.read(beats, 0)
+        assert beat is not None and (beat.phase, beat.phase_step) == ("evaluation", 7)
+        assert beat.run_dir == str(tmp_path / "run")
         pulse.failed(ValueError("odd"))
         time.sleep(1.5)
         beat = Beat.read(beats, 0)
@@ -88,10 +86,7 @@ def test_the_first_beat_is_written_at_once(beats: Path, tmp_path: Path, monkeypa
     """The launcher knows of a process that stops in its first second."""
     monkeypatch.setattr("megajax.job.faults.hang.TICK_SECONDS", 1e6)
     with Pulse(tmp_path, Activity()):
-        deadline = time.monotonic() + 30
-        while Beat.read(beats, 0) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert wait_until(lambda: Beat.read(beats, 0) is not None)
 
 
 def test_a_lost_process_is_recorded_once_by_the_launcher_if_there_is_one(
@@ -123,9 +118,8 @@ def test_sigusr2_writes_the_stacks_and_ends_nothing(tmp_path: Path, capfd: pytes
     pulse = Pulse(tmp_path, activity)
     with Signals(dump=pulse.dump) as signals, activity.phase("data_wait", 7):
         os.kill(os.getpid(), signal.SIGUSR2)
-        path, deadline = tmp_path / STACKS_FOLDER / "process_0.txt", time.monotonic() + 30
-        while not (path.exists() and __name__ in path.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        path = tmp_path / STACKS_FOLDER / "process_0.txt"
+        assert wait_until(lambda: path.exists() and __name__ in path.read_text())
         assert signals.request is None
     text = path.read_text()
     assert "asked for by SIGUSR2" in text and "thread MainThread" in text and "waiting for the rows of step 7" in text

@@ -18,7 +18,6 @@ from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.reporting.write_report import close_run
-from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 
 
@@ -140,9 +139,6 @@ def test_a_resumed_run_equals_one_without_a_stop(uninterrupted, copied):
             {"steps": 7},
             ["schedule: samples of decay", "48 -> 56", "which was 6 and is 7 now: --schedule.decay_steps=6"],
         ),
-        ({"model": model(ffn=48)}, ["model.stack.pattern.0.mlp.ffn: 32 -> 48"]),
-        ({"batch": BatchConfig(global_size=16, micro_size=4)}, ["batch.global_size: 8 -> 16"]),
-        ({"schedule": ScheduleConfig(lr=1e-3, warmup_steps=2)}, ["schedule.lr: 0.01 -> 0.001"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

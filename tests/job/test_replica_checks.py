@@ -7,7 +7,6 @@ from small_jobs import model, run_config
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.faults.config import HealthConfig, RecomputeConfig, ReplicasConfig, ResilienceConfig, StragglersConfig
-from megajax.faults.drills import Drill
 from megajax.job.integrity.replicas import most_copies
 from megajax.job.integrity.state_hash import HashedLeaf
 from megajax.job.job import train
@@ -60,9 +59,3 @@ def test_copies_of_weights_that_a_bit_flip_needs(sharding, copies):
     whole = HashedLeaf("params.norm", tuple(sharding == "zero1" and axis == "data" for axis in mesh.axis_names), 8)
     counter = HashedLeaf("consumed_samples", (False,) * len(mesh.axis_names), 4)
     assert most_copies([counter, whole], mesh) == copies
-
-
-def test_drills_of_a_process():
-    assert Drill.parse("bitflip:step=7:process=3") == Drill("bitflip", 7, False, 3)
-    assert Drill.parse("slow:step=2:process=0:always") == Drill("slow", 2, True, 0)
-    assert Drill.parse("nan:step=7") == Drill("nan", 7, False)

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import wait_until
 
 from megajax.faults.activity import Stage
 from megajax.faults.beats import Beat
@@ -131,8 +131,7 @@ def test_a_stopped_process_of_this_machine(gang):
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         os.kill(sleeping.pid, signal.SIGSTOP)
-        while process_state(sleeping.pid) != "T":
-            time.sleep(0.01)
+        assert wait_until(lambda: process_state(sleeping.pid) == "T")
         gang.beat(1, host="here", pid=sleeping.pid)
         assert gang.after(1.0) is None
         gang.beat(0)
