@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:
     """Whether a condition holds within some time."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
