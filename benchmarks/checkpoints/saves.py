@@ -21,8 +21,7 @@ from megajax.config import load
 from megajax.faults.config import RecomputeConfig
 from megajax.job.integrity.recompute import CheckGradients
 from megajax.job.integrity.replicas import state_hash
-from megajax.training import setup
-from megajax.training.session import Run
+from megajax.training.session import Run, setup
 
 SETTINGS = (
     *("model.hidden=512", "model.stack.repeats=8", "model.sequence_length=256", "data.type=MockConfig"),

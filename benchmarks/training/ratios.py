@@ -22,9 +22,8 @@ from megajax.job.description import describe
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
 from megajax.planning.program.train_step import compile_train_step
 from megajax.planning.virtual_devices import GIB, MIB, prepare, read_cluster
-from megajax.training import setup
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run
+from megajax.training.session import Run, setup
 
 
 def step_seconds(run: Run, batch: object, steps: int) -> float:

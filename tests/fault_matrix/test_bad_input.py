@@ -13,7 +13,7 @@ from megajax.config.errors import UserError
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.job import train
 from megajax.models.decoder.config import text_schema
-from megajax.training import setup
+from megajax.training.session import setup
 
 BASE = ["--config=llama3.py:debug", "--devices=cpu:8"]
 

@@ -31,8 +31,8 @@ from megajax.models.presets.vit import llava, vit, vit_tower
 from megajax.models.protocol import ModelConfig
 from megajax.tasks.sample_outputs import sample_continuation
 from megajax.tokenizers.config import NullTokenizerConfig
-from megajax.training import setup
 from megajax.training.config import EvaluationConfig
+from megajax.training.session import setup
 
 TWO = ParallelConfig(data=1, context=2)
 FOUR = ParallelConfig(data=1, context=4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import load
-from megajax.training import setup
+from megajax.training.session import setup
 
 PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config import load
 from megajax.models.protocol import position_unit
-from megajax.training import setup
+from megajax.training.session import setup
 from tests.docs.blocks import ROOT, blocks
 
 STEPS = 3

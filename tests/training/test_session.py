@@ -14,10 +14,9 @@ from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
 from megajax.tokenizers.config import NullTokenizerConfig
-from megajax.training import setup, visualize
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.placement import drawing
-from megajax.training.session import Run
+from megajax.training.placement import drawing, visualize
+from megajax.training.session import Run, setup
 
 CONFIG = run_config(
     model=model(dropout=0.0),

@@ -19,7 +19,7 @@ from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig, MultimodalTokenizerConfig
 from megajax.tools.megatron_args import main
-from megajax.training import setup
+from megajax.training.session import setup
 
 HERE = Path(__file__).parent
 NORM = LayerNormConfig()
