@@ -8,9 +8,9 @@ from typing import Any
 from megajax.config import load
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, SharedExpertConfig
-from megajax.layers.moe.facts import ExpertSharding
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.planning import virtual_devices as devices

@@ -18,7 +18,7 @@ from megajax.job.integrity.replicas import coverage
 from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
-from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
+from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from megajax.config.errors import Problem
 from megajax.config.references import Builds
 from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.layers.moe.facts import ExpertFacts, ExpertSharding
+from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import PARTS, Part, SavePolicy
 
 CUT_AXES = frozenset({"heads", "kv_heads", "mlp"})

@@ -10,9 +10,9 @@ from megajax.command_line.parser import parse
 from megajax.config.errors import Problem, UserError
 from megajax.job.banner import _experts, _fp8
 from megajax.job.description import mixtures_of
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
-from megajax.layers.moe.facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.facts import block_facts

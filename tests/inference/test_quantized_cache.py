@@ -9,8 +9,8 @@ from compiled_steps import Logits, Row, Step, loaded, programs_of, step_logits, 
 from test_programs import HEADS, LATENT, ROPE, VOCABULARY, decoder
 
 from megajax.inference.programs import CacheSize, LoadedModel, like_cache
+from megajax.layers.attention.cached import in_cache
 from megajax.layers.cache_spec import CacheLeaf
-from megajax.layers.decoding import in_cache
 
 SIZE = CacheSize(blocks=8, block=4, slots=2)
 LEAVES = (CacheLeaf("0.mixer.key", (2, 64), ("kv_heads", None), layers=3), CacheLeaf("state", (5,), (None,), per="row"))

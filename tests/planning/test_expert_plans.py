@@ -7,10 +7,10 @@ import pytest
 
 from megajax.config import load
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.moe.dispatch import Dispatch
-from megajax.layers.moe.facts import ExpertSharding
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops

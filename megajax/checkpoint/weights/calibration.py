@@ -29,7 +29,7 @@ from megajax.checkpoint.weights.quantize_on_load import Calibrated
 from megajax.config.errors import UserError
 from megajax.layers.context import Context
 from megajax.layers.param import ParamSpec, bind, matrices_of, path_of
-from megajax.layers.quantization.weights import AMAX, FACTOR, Quantized
+from megajax.layers.quantized import AMAX, FACTOR, Quantized
 from megajax.layers.stack.stack import BLOCKS
 from megajax.mesh.layout import exact
 from megajax.models.protocol import demand_causal

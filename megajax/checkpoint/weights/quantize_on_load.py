@@ -13,7 +13,7 @@ from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, one_device
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec, matrices_of
-from megajax.layers.quantization.weights import AMAX, ARRAY, FACTOR, SCALE, Quantized
+from megajax.layers.quantized import AMAX, ARRAY, FACTOR, SCALE, Quantized
 
 
 class Calibrated(NamedTuple):

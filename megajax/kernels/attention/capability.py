@@ -175,7 +175,7 @@ class Backend(Support):
     """Reported faults, see KNOWN_FAULTS."""
     positions: Literal["any", "chunks", "whole rows"] = "whole rows"
     """Supported shards of rows. any: queries and keys at any positions; chunks: a chunk of queries with its own
-    keys and those before it (kernels/context/chunks.py); whole rows: no shards."""
+    keys and those before it (kernels/context/gathered.py); whole rows: no shards."""
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. device: None for any NVIDIA GPU."""

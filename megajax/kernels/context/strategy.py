@@ -5,9 +5,8 @@ from types import MappingProxyType
 
 from megajax.kernels.attention import cudnn
 from megajax.kernels.attention.attention import PASSES, Passes
-from megajax.kernels.context.all_gather import all_gather
 from megajax.kernels.context.all_to_all import all_to_all
-from megajax.kernels.context.chunks import chunks_with_gathered_keys, two_squares
+from megajax.kernels.context.gathered import all_gather, chunks_with_gathered_keys, two_squares
 from megajax.kernels.context.ring import ring
 from megajax.mesh.zigzag_order import SequenceSharding
 

@@ -14,25 +14,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.kernels.paged.capability import PagedKernel
-from megajax.kernels.paged.pools import Attend, Bias, Pools
+from megajax.kernels.paged.pools import Attend, PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
 
 
-def reference(
-    q: Array,
-    pools: Pools,
-    table: Array,
-    positions: Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    sink: Array | None = None,
-    bias: Bias | None = None,
-) -> Array:
+def reference(queries: PagedQueries, pools: Pools) -> Array:
     """Gathers all blocks of every table. See `Attend`."""
-    k, v = pools.read(table, q.dtype)
+    q, sink = queries.q, queries.sink
+    k, v = pools.read(queries.table, q.dtype)
     at = jnp.arange(k.shape[1])
-    scores, v = _scores(q, k, positions, at, scale, window, bias), _zero_unwritten(v, positions, at)
+    scores, v = _scores(queries, k, at), _zero_unwritten(v, queries.positions, at)
     column = jnp.full(q.shape[2], -jnp.inf) if sink is None else sink.astype(jnp.float32)
     column = jnp.broadcast_to(column.reshape(1, *scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
     # The sum is 0 for a query that sees no key, unless there is a sink.
@@ -44,23 +35,13 @@ def reference(
     return _joined(jnp.einsum("rkgwl,rlku->rkgwu", weights.astype(v.dtype), v), q)
 
 
-def tiled(
-    q: Array,
-    pools: Pools,
-    table: Array,
-    positions: Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    sink: Array | None = None,
-    bias: Bias | None = None,
-    tile: int = 64,
-) -> Array:
+def tiled(queries: PagedQueries, pools: Pools, tile: int = 64) -> Array:
     """Loops over tiles of about `tile` positions, up to the end of the longest row. See `Attend`.
 
     A wide table costs nothing. The order of each row's sums does not depend on the other rows: a tile after the end of
     a row adds zeros.
     """
+    q, table, positions, window, sink = queries.q, queries.table, queries.positions, queries.window, queries.sink
     rows, width, heads, _ = q.shape
     block, groups = pools.keys.shape[1:3]
     per = max(1, tile // block)
@@ -70,7 +51,7 @@ def tiled(
         highest, total, mixed = carry
         k, v = pools.read(lax.dynamic_slice_in_dim(table, number * per, per, axis=1), q.dtype)
         at = number * step + jnp.arange(step)
-        scores, v = _scores(q, k, positions, at, scale, window, bias), _zero_unwritten(v, positions, at)
+        scores, v = _scores(queries, k, at), _zero_unwritten(v, queries.positions, at)
         higher = jnp.maximum(highest, scores.max(-1))
         finite = jnp.where(jnp.isneginf(higher), 0.0, higher)
         weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
@@ -95,13 +76,12 @@ KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType(
 )
 
 
-def _scores(
-    q: Array, k: Array, positions: Array, at: Array, scale: float, window: int | None, bias: Bias | None
-) -> Array:
+def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
     """float32 [R, K, N/K, W, L] for the keys at positions `at` int32 [L]; -inf if the query does not see the key."""
+    q, positions, window, bias = queries.q, queries.positions, queries.window, queries.bias
     rows, width, heads, size = q.shape
     split = q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
-    scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * queries.scale
     before = positions[..., None] - at[None, None]
     if bias is not None:
         scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)

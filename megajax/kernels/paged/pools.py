@@ -1,4 +1,4 @@
-"""The pools of keys and values of a paged cache, and the signature of its attention kernels.
+"""The pools of keys and values of a paged cache, and the arguments of its attention kernels.
 
 R rows, W queries per row, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
 P blocks of the pool, M blocks of a row's table.
@@ -7,7 +7,7 @@ P blocks of the pool, M blocks of a row's table.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,28 +44,28 @@ class Pools:
         return keys, _dequantized(_rows(self.values, blocks), self.value_scales, blocks, dtype)
 
 
-class Attend(Protocol):
-    """An attention kernel for a paged cache."""
+class PagedQueries(NamedTuple):
+    """The queries of a step and the keys that they see.
 
-    def __call__(
-        self,
-        q: Array,
-        pools: Pools,
-        table: Array,
-        positions: Array,
-        *,
-        scale: float,
-        window: int | None = None,
-        sink: Array | None = None,
-        bias: Bias | None = None,
-    ) -> Array:
-        """q [R, W, N, H], table int32 [R, M], positions int32 [R, W] -> [R, W, N, U] in q's dtype.
+    A query at position p attends to the keys of its row at positions 0 to p, or to p and the last `window` positions
+    before it. The pool already contains the keys of the step. A query at a negative position attends to nothing; its
+    output is 0. window, sink and bias are as in `megajax.kernels.attention.attention`.
+    """
 
-        A query at position p attends to the keys of its row at positions 0 to p, or to p and the last `window`
-        positions before it. The pool already contains the keys of the step. A query at a negative position attends to
-        nothing; its output is 0. window, sink and bias are as in `megajax.kernels.attention.attention`.
-        """
-        ...
+    q: Array
+    """[R, W, N, H]."""
+    table: Array
+    """int32 [R, M]: blocks of each row."""
+    positions: Array
+    """int32 [R, W]."""
+    scale: float
+    window: int | None = None
+    sink: Array | None = None
+    bias: Bias | None = None
+
+
+type Attend = Callable[[PagedQueries, Pools], Array]
+"""An attention kernel for a paged cache: the output [R, W, N, U], in q's dtype."""
 
 
 def _rows(pool: Array, blocks: Array) -> Array:

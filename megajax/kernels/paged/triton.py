@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from megajax.kernels.attention.pallas import LOG2_E, dot_float32, head_tiles, next_power
-from megajax.kernels.paged.pools import Bias, Pools
+from megajax.kernels.paged.pools import PagedQueries, Pools
 
 SHORTEST_SPLIT, MOST_SPLITS = 256, 32
 """The size of a split is the smallest power of two from 256 on that gives a table at most 32 splits."""
@@ -264,22 +264,12 @@ def _merge_kernel(sums_ref: Any, positions: Any, sink: Any, out: Any, *, sizes: 
     lax.fori_loop(*queries.splits(sizes), add, sums).store(out, queries, sizes)
 
 
-def paged_attention(
-    q: Array,
-    pools: Pools,
-    table: Array,
-    positions: Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    sink: Array | None = None,
-    bias: Bias | None = None,
-    interpret: bool = False,
-) -> Array:
+def paged_attention(queries: PagedQueries, pools: Pools, *, interpret: bool = False) -> Array:
     """See `megajax.kernels.paged.pools.Attend`. `interpret` runs the kernels on a CPU.
 
     H and U are multiples of 16. Raises ValueError for a bias, which `megajax.kernels.paged.capability` refuses earlier.
     """
+    q, table, positions, scale, window, sink, bias = queries
     if bias is not None:
         raise ValueError("the Triton kernel of a paged cache has no bias of scores: choose reference or tiled")
     for name, pool in (("keys", pools.keys), ("values", pools.values)):

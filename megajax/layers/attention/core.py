@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from megajax.kernels.attention.attention import AttentionDropout, Mask, attend, local_device
 from megajax.kernels.attention.capability import Kernel, Request, choose
-from megajax.kernels.context.all_gather import whole_keys
+from megajax.kernels.context.gathered import whole_keys
 from megajax.kernels.context.strategy import over_context
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import SelfAttentionConfig

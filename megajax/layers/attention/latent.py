@@ -9,10 +9,11 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.layers.attention.cached import attend_to_cache
 from megajax.layers.attention.core import CoreAttention
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, attend_to_cache
+from megajax.layers.decoding import Cache
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 from megajax.layers.position.config import YarnScalingConfig
 

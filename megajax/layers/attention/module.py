@@ -8,10 +8,11 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.layers.attention.cached import attend_to_cache, attend_to_memory, write_memory
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.core import CoreAttention
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, attend_to_cache, attend_to_memory, write_memory
+from megajax.layers.decoding import Cache
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param, with_head_copies
 
 

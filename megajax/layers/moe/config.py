@@ -10,9 +10,9 @@ from megajax.config.references import Builds, resolve
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.layers.checks import above_zero, below_one
+from megajax.layers.expert_facts import ExpertFacts, Way
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.mlp.config import MLPConfig
-from megajax.layers.moe.facts import ExpertFacts, Way
 from megajax.layers.recompute import Part
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.layers.moe.facts import buffer_rows
+from megajax.layers.expert_facts import buffer_rows
 from megajax.layers.moe.router import Routing
 
 type Apply = Callable[[Array, Array, Array], Array]

@@ -10,7 +10,7 @@ from megajax.config.errors import UserError
 from megajax.config.nearest import matching
 from megajax.layers.param import Matrix, matrices_of
 from megajax.layers.quantization.config import QuantizationConfig
-from megajax.layers.quantization.weights import Quantized, form_of
+from megajax.layers.quantized import Quantized, form_of
 from megajax.precision.fp8 import refuse_old
 
 SETTING = "model.quantization"

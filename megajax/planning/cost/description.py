@@ -12,9 +12,9 @@ from math import gcd, prod
 from typing import Literal
 
 from megajax.config.errors import UserError
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.moe.facts import ExpertSharding
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
