@@ -71,6 +71,18 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope="session")
+def gpu_compiler() -> None:
+    """Skips the test without the compiler for virtual GPUs, which comes with the extra `aot`."""
+    from megajax.config.errors import UserError
+    from megajax.planning.virtual_devices import prepare
+
+    try:
+        prepare()
+    except UserError as error:
+        pytest.skip(str(error).splitlines()[0])
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """As it was, whatever a test made of it: a command line with --devices=cpu:8 is for later programs as well."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from megajax.layers.expert_facts import ExpertFacts
 from megajax.layers.facts import BlockFacts, Share
-from megajax.layers.moe.facts import ExpertFacts
 from megajax.models.facts import Facts, SectionFacts, block_facts
 from megajax.models.memory import MemoryReport, MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.training.program import Program

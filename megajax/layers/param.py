@@ -20,8 +20,8 @@ from megajax.batch import Params
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.layers.quantized import AMAX, FACTOR, SCALE, Product, Quantized
+from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.layout import Layout, Matmul, exact
-from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.replicated_heads import copy_heads
 from megajax.mesh.rules import LogicalAxes
 

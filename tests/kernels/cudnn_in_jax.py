@@ -27,7 +27,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, pallas: bool = True) -> list[st
     def ffi_call(target: str, shapes: Any, *, legacy_backend_config: str, **_: Any) -> Any:
         config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
         calls.append(f"{'backward' if 'Backward' in target else 'forward'} {config['mask_type']}")
-        return partial(call, "Backward" in target, config, [shape.shape for shape in shapes])
+        return partial(call, target, config)
 
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
@@ -54,10 +54,13 @@ def _pieces(starts: Array, lengths: Array, rows: int, length: int) -> tuple[Arra
     return number.reshape(rows, length), (places[0] - starts[number]).reshape(rows, length)
 
 
-def call(backward: bool, config: dict, shapes: list[tuple[int, ...]], *operands: Array) -> list[Array]:
+def call(target: str, config: dict, *operands: Array) -> list[Array]:
     """Results of one call, [B, N, S, H] each."""
+    backward, biased = "Backward" in target, "Bias" in target
     q, k, v, *rest = operands
-    statistics, dout, out = (rest.pop(0) for _ in range(3)) if backward else (None, None, None)
+    statistics, dout = (rest.pop(0), rest.pop(0)) if backward else (None, None)
+    bias = rest.pop(0) if biased else 0
+    out = rest.pop(0) if backward else None
     (rows, length, heads, _), keys, most = q.shape, k.shape[1], config["max_seg_per_batch"]
     share, masked = heads // k.shape[2], config["mask_type"]
     if most == 1:
@@ -78,7 +81,7 @@ def call(backward: bool, config: dict, shapes: list[tuple[int, ...]], *operands:
     visible = visible[:, None]
     k, v = (jnp.repeat(x, share, axis=2) for x in (k, v))
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = product("bsnh,btnh->bnst", q, k) * config["fmha_scale"]
+    scores = product("bsnh,btnh->bnst", q, k) * config["fmha_scale"] + bias
     complete = (lengths > 0) & (key_lengths > 0) if most == 1 else jnp.ones((rows,), bool)
     covered = (piece >= 0) & complete[:, None]
     if not backward:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from sharded_rows import SCALE, Case, check, documents, on_devices, texts
 
@@ -15,62 +16,73 @@ from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.attention import PASSES, Passes, reference_forward
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.attention.pallas import Blocks
+from megajax.kernels.context.collectives import from_before
 from megajax.kernels.context.ring import sources
 from megajax.kernels.context.strategy import over_context
 from megajax.mesh.zigzag_order import SequenceSharding
 
-STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
-EVERYTHING = Case(segments=documents(), window=9, sink=True, groups=2, size=24, wide=16)
-FEATURES = {
-    "causal": Case(),
-    "a window shorter than a chunk": Case(window=3),
-    "a window longer than a chunk": Case(window=20),
-    "a window, many chunks": Case(window=3, length=128),
-    "sinks": Case(sink=True),
-    "two queries a key head": Case(groups=2),
-    "four queries a key head": Case(heads=8, groups=2),
-    "latent attention": Case(size=24, wide=16),
-    "documents": Case(segments=documents()),
-    "everything": EVERYTHING,
-    "dropout": Case(rate=0.3, segments=documents()),
-    "two rounds": Case(rounds=2, segments=documents()),
-    "four rounds, a window": Case(rounds=4, window=9, length=128),
-    "plain chunks": Case(rounds=0, segments=documents()),
-    "both ways": Case(causal=False),
-    "both ways, padded": Case(causal=False, padded=True, segments=texts()),
-    "padded": Case(padded=True, segments=texts([40, 0])),
-}
+DOCUMENTS, LATENT = {"segments": documents()}, {"size": 24, "wide": 16}
+PADDED = {"padded": True, "segments": texts([40, 0])}
+PADDED_BOTH_WAYS = {"padded": True, "segments": texts(), "causal": False}
+COVERING = [
+    Case(strategy="ring", context=2, window=20, rounds=2, groups=2, **LATENT),
+    Case(strategy="ring+all_to_all", tensor=2, **DOCUMENTS, rounds=4, rate=0.3),
+    Case(strategy="all_to_all", **PADDED, window=3, heads=8, groups=2, sink=True),
+    Case(strategy="ring", context=8, **PADDED, rounds=0, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(**DOCUMENTS, window=3, rounds=0, **LATENT),
+    Case(tensor=2, window=20, heads=8, groups=2, sink=True, rate=0.3),
+    Case(strategy="ring+all_to_all", context=2, **PADDED_BOTH_WAYS, sink=True, **LATENT),
+    Case(strategy="all_to_all", context=8, window=3, rounds=2, rate=0.3),
+    Case(context=8, causal=False, heads=8, groups=2, **LATENT),
+    Case(strategy="all_to_all", context=2, **DOCUMENTS, window=20, rounds=0, heads=8, groups=2, sink=True, rate=0.3),
+    Case(strategy="all_to_all", tensor=2, **PADDED, window=3, rounds=4, groups=2),
+    Case(strategy="ring", **PADDED_BOTH_WAYS, heads=8, groups=2, rate=0.3),
+    Case(strategy="ring+all_to_all", **DOCUMENTS, window=20, rounds=2, groups=2, sink=True),
+    Case(context=2, **PADDED, window=20, rounds=4, groups=2, sink=True, **LATENT),
+    Case(strategy="all_to_all", context=2, causal=False, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(strategy="ring+all_to_all", context=8, rounds=0, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(strategy="ring", tensor=2, causal=False, sink=True, **LATENT, rate=0.3),
+    Case(strategy="ring", context=8, **DOCUMENTS, window=20, rounds=4, **LATENT),
+    Case(strategy="ring+all_to_all", tensor=2, **PADDED, rounds=2, heads=8, groups=2),
+    Case(strategy="ring+all_to_all", window=20, rounds=4, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(strategy="ring", context=2, **DOCUMENTS, window=3, heads=8, groups=2, sink=True, **LATENT),
+    Case(tensor=2, **PADDED, window=20, rounds=0, **LATENT, rate=0.3),
+    Case(tensor=2, **PADDED_BOTH_WAYS, groups=2),
+    Case(strategy="ring+all_to_all", causal=False, heads=8, groups=2, sink=True, rate=0.3),
+    Case(strategy="all_to_all", context=8, **PADDED_BOTH_WAYS, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(**DOCUMENTS, window=20, rounds=2, heads=8, groups=2),
+    Case(strategy="ring+all_to_all", tensor=2, **DOCUMENTS, window=3, heads=8, groups=2, **LATENT),
+]
+"""Every pair of a strategy, a layout, a kind of rows, a window below or above a chunk, rounds, numbers of heads, sinks,
+values of another size and dropout."""
 SLOW = pytest.mark.slow
+EVERYTHING = Case(**DOCUMENTS, **LATENT, window=9, sink=True, groups=2)
 FIRST = [("all_gather", 4, 1), ("ring", 4, 1), ("all_to_all", 2, 2), ("ring+all_to_all", 4, 1)]
 
 
-def laid_out(case: Case, strategy: str, context: int, tensor: int = 1) -> Case:
+def laid_out(case: Case) -> Case:
     """With as many heads as the layout needs."""
-    exchanging = {"all_to_all": context, "ring+all_to_all": 2}.get(strategy, 1)
-    times = -(-exchanging * tensor // case.heads)
-    sizes = {"heads": case.heads * times, "groups": case.groups * (times if tensor > case.groups else 1)}
-    return replace(case, strategy=strategy, context=context, tensor=tensor, **sizes)
+    exchanging = {"all_to_all": case.context, "ring+all_to_all": case.exchanging}.get(case.strategy, 1)
+    times = -(-exchanging * case.tensor // case.heads)
+    groups = case.groups * (times if case.tensor > case.groups else 1)
+    return replace(case, heads=case.heads * times, groups=groups)
+
+
+def described(case: Case) -> str:
+    values = {name: getattr(case, name) for name in case.__dataclass_fields__ if name != "segments"}
+    return " ".join(f"{name}={value}" for name, value in values.items() if value != getattr(Case, name))
 
 
 @pytest.mark.parametrize(("strategy", "context", "tensor"), FIRST)
 def test_every_strategy_equals_one_device(strategy: str, context: int, tensor: int) -> None:
     """With documents across chunks, on their borders and one position long, a window, sinks, GQA and MLA together."""
-    check(laid_out(EVERYTHING, strategy, context, tensor))
+    check(laid_out(replace(EVERYTHING, strategy=strategy, context=context, tensor=tensor)))
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", FEATURES)
-def test_every_feature_equals_one_device(name: str, strategy: str) -> None:
-    check(laid_out(FEATURES[name], strategy, 4))
-
-
-@SLOW
-@pytest.mark.parametrize(("context", "tensor"), [(2, 1), (8, 1), (4, 2)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["causal", "everything", "dropout", "both ways, padded"])
-def test_every_layout_equals_one_device(name: str, strategy: str, context: int, tensor: int) -> None:
-    check(laid_out(FEATURES[name], strategy, context, tensor))
+@pytest.mark.parametrize("case", COVERING, ids=described)
+def test_combinations_equal_one_device(case: Case) -> None:
+    check(laid_out(case))
 
 
 def test_dropout_in_a_ring_equals_that_of_whole_rows() -> None:
@@ -99,21 +111,19 @@ def statistics(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(lse)[:, :, np.argsort(order)], np.asarray(expected)
 
 
-@pytest.mark.parametrize("strategy", [*(pytest.param(s, marks=SLOW) for s in STRATEGIES if s != "ring"), "ring"])
-def test_in_16_bits_statistics_are_in_float32(strategy: str) -> None:
-    case = laid_out(Case(dtype=jnp.bfloat16, length=32), strategy, 4)
-    np.testing.assert_allclose(*statistics(case), atol=1e-5)
+def test_in_16_bits_statistics_are_in_float32() -> None:
+    np.testing.assert_allclose(*statistics(Case(strategy="ring", dtype=jnp.bfloat16, length=32)), atol=1e-5)
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["all_gather", "ring+all_to_all"])
 def test_in_16_bits_results_round_like_inputs(strategy: str) -> None:
     """bfloat16 keeps 8 bits, so rounding a number once changes it by up to 2^-9 of itself."""
-    check(laid_out(replace(EVERYTHING, dtype=jnp.bfloat16), strategy, 4), most=2**-7)
+    check(laid_out(replace(EVERYTHING, dtype=jnp.bfloat16, strategy=strategy)), most=2**-7)
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["all_gather", "ring+all_to_all"])
 def test_documents_are_isolated_bitwise(strategy: str) -> None:
     """Another document changes no bit of the others' results and gradients, on any device."""
 
@@ -123,7 +133,7 @@ def test_documents_are_isolated_bitwise(strategy: str) -> None:
             in_document = jnp.asarray(documents() == 3)[..., None, None]
             return [*(jnp.where(in_document, x + 1, x) for x in rows), sinks]
 
-    case = laid_out(Case(segments=documents(), groups=2), strategy, 4)
+    case = laid_out(Case(segments=documents(), groups=2, strategy=strategy))
     changed = Changed(**{name: getattr(case, name) for name in case.__dataclass_fields__})
     for value, changed_value in zip(on_devices(case)[:4], on_devices(changed)[:4], strict=True):
         np.testing.assert_array_equal(value[documents() != 3], changed_value[documents() != 3])
@@ -134,10 +144,16 @@ INTERPRETED = {"interpret": True, "blocks": Blocks(16, 16, 4)}
 PALLAS = Passes(partial(pallas_attention.forward, **INTERPRETED), partial(pallas_attention.backward, **INTERPRETED))
 
 
-@pytest.mark.parametrize("strategy", [*(pytest.param(s, marks=SLOW) for s in STRATEGIES if s != "ring"), "ring"])
-def test_the_pallas_kernels_take_positions_in_zigzag(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(EVERYTHING, size=32, wide=16) if strategy != "ring" else Case(size=16, wide=16, segments=documents())
-    check(laid_out(case, strategy, 2), PALLAS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(size=16, wide=16, segments=documents(), strategy="ring", context=2),
+        pytest.param(replace(EVERYTHING, size=32, context=2), marks=SLOW),
+    ],
+    ids=described,
+)
+def test_the_pallas_kernels_take_positions_in_zigzag(case: Case) -> None:
+    check(case, PALLAS)
 
 
 def test_a_ring_skips_devices_whose_keys_no_window_reaches() -> None:
@@ -160,3 +176,42 @@ def test_a_ring_skips_devices_whose_keys_no_window_reaches() -> None:
 
 def test_only_the_reference_has_dropout_in_strategies() -> None:
     assert [name for name in PASSES if over_context(SequenceSharding(2, 1, "ring"), name).dropout] == ["reference"]
+
+
+def mesh_of(pipeline: int, context: int) -> jax.sharding.Mesh:
+    devices = jax.devices()[: pipeline * context]
+    return jax.make_mesh((pipeline, context), ("pipeline", "context"), (AxisType.Auto,) * 2, devices=devices)
+
+
+def around(sharding: SequenceSharding, places: int, x: Array) -> Array:
+    """Of a device's x [1, 1]: what arrives around the ring, once on the first stage and twice on the second."""
+
+    def turn(_: Array, x: Array) -> Array:
+        return from_before(sharding, x, places)
+
+    return lax.fori_loop(0, 1 + lax.axis_index("pipeline"), turn, x)
+
+
+@pytest.mark.parametrize(("devices", "stride"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+def test_stages_send_at_different_times(devices: int, stride: int) -> None:
+    sharding, total = SequenceSharding(devices, 1, "ring", stride=stride), devices * stride
+    x = jnp.arange(2.0 * total).reshape(2, total)
+    specs = P("pipeline", "context")
+    for places in range(1, devices):
+        send = partial(around, sharding, places)
+        with jax.set_mesh(mesh_of(2, total)):
+            mapped = jax.jit(jax.shard_map(send, in_specs=specs, out_specs=specs, check_vma=False))
+            actual = np.asarray(mapped(x))
+            text = str(mapped.trace(x).jaxpr)
+        for stage in range(2):
+            expected = np.roll(x[stage], (1 + stage) * places * stride)
+            np.testing.assert_array_equal(actual[stage], expected)
+        assert "ppermute" not in text
+
+
+def test_without_a_pipeline_a_ring_permutes() -> None:
+    sharding, specs = SequenceSharding(4, 1, "ring"), P("pipeline", "context")
+    with jax.set_mesh(mesh_of(1, 4)):
+        send = partial(from_before, sharding, places=1)
+        mapped = jax.jit(jax.shard_map(send, in_specs=specs, out_specs=specs, check_vma=False))
+        assert "ppermute" in str(mapped.trace(jnp.zeros((1, 4))).jaxpr)

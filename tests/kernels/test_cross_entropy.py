@@ -1,4 +1,6 @@
-"""The chunked, sharded loss against a dense one in float64."""
+"""The chunked, sharded loss, with label smoothing and z-loss, against a plain log-softmax and its derivative."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,126 +10,130 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses
-
-pytestmark = pytest.mark.smoke
+from megajax.kernels.cross_entropy import CROSS_ENTROPY, Objective, VocabularyShard, loss_and_gradients, token_losses
 
 TOKENS, HIDDEN, ROWS, SIZE = 23, 5, 24, 17
 """24 rows of the table, 17 in use: of four shards the last is all padding and the third partly."""
+WHOLE = VocabularyShard(0, SIZE, ())
+OBJECTIVES = {
+    "plain": CROSS_ENTROPY,
+    "smoothed": Objective(label_smoothing=0.1),
+    "z": Objective(z_loss=0.03),
+    "both": Objective(label_smoothing=0.3, z_loss=0.01),
+}
 
 
 @pytest.fixture(scope="module")
 def inputs() -> dict[str, np.ndarray]:
+    """Some tokens are masked, one with a label that does not exist and one with a label in the padding."""
     rng = np.random.default_rng(0)
+    labels, weights = rng.integers(0, SIZE, TOKENS).astype(np.int32), rng.random(TOKENS).astype(np.float32)
+    labels[:2], weights[:5] = (-100, SIZE + 1), 0
     return {
-        "x": rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32),
-        "table": rng.normal(size=(ROWS, HIDDEN)).astype(np.float32),
-        "labels": rng.integers(0, SIZE, TOKENS).astype(np.int32),
-        "weights": (rng.random(TOKENS) < 0.8).astype(np.float32) * rng.random(TOKENS).astype(np.float32),
+        # Logits are not centred, because log(Z) is not invariant to a shift.
+        "x": rng.normal(0.3, 1, size=(TOKENS, HIDDEN)).astype(np.float32),
+        "table": rng.normal(0.3, 1, size=(ROWS, HIDDEN)).astype(np.float32),
+        "labels": labels,
+        "weights": weights,
     }
 
 
-def dense(inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token losses, d loss/dx and d loss/dtable by their closed forms, in float64."""
-    x, table = inputs["x"].astype(np.float64), inputs["table"].astype(np.float64)
+def plain(objective: Objective, x: Any, table: Any, labels: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+    """(what is minimised, losses by name): the target as a distribution over the ids in use."""
     logits = x @ table[:SIZE].T
-    logits -= logits.max(-1, keepdims=True)
-    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    losses = -log_p[np.arange(TOKENS), inputs["labels"]]
-    dlogits = np.zeros((TOKENS, ROWS))
-    dlogits[:, :SIZE] = np.exp(log_p)
-    dlogits[np.arange(TOKENS), inputs["labels"]] -= 1
-    dlogits *= inputs["weights"][:, None]
-    return losses, dlogits @ table, dlogits.T @ x
+    log_p = jax.nn.log_softmax(logits)
+    rest = objective.label_smoothing / (SIZE - 1)
+    hit = labels[:, None] == np.arange(SIZE)
+    target = jnp.where(hit, 1 - objective.label_smoothing, rest)
+    losses = {"loss": -jnp.sum(weights[:, None] * hit * log_p)}
+    minimised = smoothed = -jnp.sum(weights[:, None] * target * log_p)
+    if objective.label_smoothing:
+        losses["smoothed_loss"] = smoothed
+    if objective.z_loss:
+        losses["z_loss"] = objective.z_loss * jnp.sum(weights * jax.nn.logsumexp(logits, -1) ** 2)
+        minimised = smoothed + losses["z_loss"]
+    return minimised, losses
 
 
-def test_the_closed_form_is_the_derivative(inputs):
-    """The formula that the other tests compare with, against automatic differentiation."""
-
-    def loss(x, table):
-        log_p = jax.nn.log_softmax(x @ table[:SIZE].T)
-        return -jnp.sum(log_p[jnp.arange(TOKENS), inputs["labels"]] * inputs["weights"])
-
+def check(
+    actual: tuple,
+    objective: Objective,
+    inputs: dict[str, np.ndarray],
+    token_values: dict[str, Any],
+    within: float = 1e-5,
+) -> None:
+    """Sums, dx and dtable by automatic differentiation; losses of tokens add up to the sums."""
+    sums, *gradients = actual
     with jax.default_matmul_precision("highest"):
-        dx, dtable = jax.grad(loss, (0, 1))(inputs["x"], inputs["table"])
-    np.testing.assert_allclose(dx, dense(inputs)[1], atol=1e-5)
-    np.testing.assert_allclose(dtable, dense(inputs)[2], atol=1e-5)
+        differentiated = jax.value_and_grad(lambda *a: plain(objective, *a), (0, 1), has_aux=True)
+        (minimised, losses), expected = differentiated(*inputs.values())
+    np.testing.assert_allclose(objective.minimised(sums), minimised, rtol=1e-5)
+    assert dict(sums).keys() == losses.keys() == set(objective.names)
+    for name, loss in losses.items():
+        np.testing.assert_allclose(sums[name], loss, rtol=1e-5, err_msg=name)
+        total = np.asarray(token_values[name])[5:] @ inputs["weights"][5:]
+        np.testing.assert_allclose(total, loss, rtol=1e-5, err_msg=name)
+    for value, reference in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(value, np.float32), reference, atol=within)
+    assert not np.any(gradients[1][SIZE:])
 
 
-@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
-def test_any_chunk_gives_the_dense_loss_and_gradients(inputs, chunk):
-    shard = VocabularyShard(0, SIZE, ())
-    losses, dx, dtable = dense(inputs)
-    actual = loss_and_gradients(**inputs, shard=shard, chunk=chunk)
-    np.testing.assert_allclose(actual[0]["loss"], losses @ inputs["weights"], rtol=1e-5)
-    np.testing.assert_allclose(actual[1], dx, atol=1e-5)
-    np.testing.assert_allclose(actual[2], dtable, atol=1e-5)
-    losses_by_name = token_losses(inputs["x"], inputs["table"], inputs["labels"], shard, chunk=chunk)
-    np.testing.assert_allclose(losses_by_name["loss"], losses, rtol=1e-5)
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("plain", 1), ("plain", 100), ("smoothed", 5), ("z", 5), ("both", 5), ("both", TOKENS)]
+)
+def test_any_chunk_gives_the_plain_loss_and_gradients(inputs, name, chunk):
+    objective = OBJECTIVES[name]
+    sums, dx, dtable, _ = loss_and_gradients(**inputs, shard=WHOLE, objective=objective, chunk=chunk)
+    losses = token_losses(inputs["x"], inputs["table"], inputs["labels"], WHOLE, objective, chunk=chunk)
+    check((sums, dx, dtable), objective, inputs, losses)
 
 
 def test_a_bias_is_a_column_of_the_table_times_ones(inputs):
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
     wide = {"x": np.pad(inputs["x"], ((0, 0), (0, 1)), constant_values=1), "table": np.c_[inputs["table"], bias]}
-    losses, dx, dtable = dense(inputs | wide)
-    actual = loss_and_gradients(**inputs, shard=VocabularyShard(0, SIZE, ()), chunk=8, bias=bias)
-    np.testing.assert_allclose(actual[0]["loss"], losses @ inputs["weights"], rtol=1e-5)
-    for gradient, expected in zip(actual[1:], (dx[:, :-1], dtable[:, :-1], dtable[:, -1]), strict=True):
-        np.testing.assert_allclose(gradient, expected, atol=1e-5)
+    arguments = {"shard": WHOLE, "chunk": 8}
+    sums, dx, dtable, dbias = loss_and_gradients(**inputs, **arguments, bias=bias)
+    expected, wide_dx, wide_dtable, _ = loss_and_gradients(**inputs | wide, **arguments)
+    np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-5)
+    for gradient, reference in zip(
+        (dx, dtable, dbias), (wide_dx[:, :-1], wide_dtable[:, :-1], wide_dtable[:, -1]), strict=True
+    ):
+        np.testing.assert_allclose(gradient, reference, atol=1e-5)
 
 
 def test_padding_does_not_change_the_loss(inputs):
-    shard = VocabularyShard(0, SIZE, ())
     padded = inputs | {"table": np.where(np.arange(ROWS)[:, None] < SIZE, inputs["table"], 1e4).astype(np.float32)}
-    loss, dx, dtable, _ = loss_and_gradients(**inputs, shard=shard, chunk=8)
-    actual = loss_and_gradients(**padded, shard=shard, chunk=8)
-    np.testing.assert_array_equal(loss["loss"], actual[0]["loss"])
-    np.testing.assert_array_equal(dx, actual[1])
-    assert not np.any(dtable[SIZE:])
+    expected, actual = (loss_and_gradients(**arguments, shard=WHOLE, chunk=8) for arguments in (inputs, padded))
+    np.testing.assert_array_equal(expected[0]["loss"], actual[0]["loss"])
+    np.testing.assert_array_equal(expected[1], actual[1])
 
 
-def test_a_masked_token_has_no_effect_with_any_label(inputs):
-    """Label -100 (no label) and a label in the padding, at weight 0."""
-    shard = VocabularyShard(0, SIZE, ())
-    masked = inputs | {"weights": inputs["weights"].copy()}
-    masked["weights"][:2] = 0
-    relabelled = masked | {"labels": masked["labels"].copy()}
-    relabelled["labels"][:2] = -100, SIZE + 1
-    runs = [loss_and_gradients(**arguments, shard=shard, chunk=8) for arguments in (relabelled, masked)]
-    for actual, expected in zip(*map(jax.tree.leaves, runs), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_sharded_vocabulary_equals_unsharded(inputs, size):
+@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("both", 4)])
+def test_sharded_vocabulary_equals_unsharded(inputs, name, size):
+    """The mean of logits is over all ids, not over a device's, as Megatron-LM's is."""
+    objective = OBJECTIVES[name]
     mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
     def local(x, table, labels, weights):
         shard = VocabularyShard(lax.axis_index("tensor") * table.shape[0], SIZE, ("tensor",))
-        loss, dx, dtable, _ = loss_and_gradients(x, table, labels, weights, shard, chunk=8)
-        return loss, shard.sum(dx), dtable, token_losses(x, table, labels, shard, chunk=8)
+        sums, dx, dtable, _ = loss_and_gradients(x, table, labels, weights, shard, objective, chunk=8)
+        return (sums, shard.sum(dx), dtable), token_losses(x, table, labels, shard, objective, chunk=8)
 
-    ins, out = (P(), P("tensor"), P(), P()), (P(), P(), P("tensor"), P())
+    ins, out = (P(), P("tensor"), P(), P()), ((P(), P(), P("tensor")), P())
     sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False))
-    loss, dx, dtable, token_losses_by_name = sharded(*inputs.values())
-    losses, dense_dx, dense_dtable = dense(inputs)
-    np.testing.assert_allclose(loss["loss"], losses @ inputs["weights"], rtol=1e-5)
-    np.testing.assert_allclose(dx, dense_dx, atol=1e-5)
-    np.testing.assert_allclose(dtable, dense_dtable, atol=1e-5)
-    np.testing.assert_allclose(token_losses_by_name["loss"], losses, rtol=1e-5)
+    actual, losses = sharded(*inputs.values())
+    check(actual, objective, inputs, losses)
 
 
 def test_bfloat16_keeps_loss_and_table_gradient_in_float32(inputs):
     low = inputs | {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in ("x", "table")}
     rounded = inputs | {name: np.asarray(low[name], np.float32) for name in ("x", "table")}
-    sums, dx, dtable, _ = loss_and_gradients(**low, shard=VocabularyShard(0, SIZE, ()), chunk=8)
-    loss = sums["loss"]
-    losses, dense_dx, dense_dtable = dense(rounded)
-    assert (loss.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    sums, dx, dtable, _ = loss_and_gradients(**low, shard=WHOLE, chunk=8)
+    assert (sums["loss"].dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    losses = token_losses(low["x"], low["table"], low["labels"], WHOLE, chunk=8)
     # Logits, softmax and loss lose no precision; gradients pass through matmuls of bfloat16 operands.
-    np.testing.assert_allclose(loss, losses @ inputs["weights"], rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(dx, np.float32), dense_dx, atol=2**-6)
-    np.testing.assert_allclose(dtable, dense_dtable, atol=2**-6)
+    check((sums, dx, dtable), CROSS_ENTROPY, rounded, losses, within=2**-6)
 
 
 def test_float32_logits_exist_for_one_chunk_only():
@@ -141,3 +147,10 @@ def test_float32_logits_exist_for_one_chunk_only():
         if not memory.temp_size_in_bytes:
             pytest.skip("this backend does not report temporary memory")
         assert memory.temp_size_in_bytes < tokens * rows * 4 / 3
+
+
+def test_the_default_objective_computes_only_the_cross_entropy():
+    assert Objective(label_smoothing=0.0, z_loss=0.0) == CROSS_ENTROPY
+    assert CROSS_ENTROPY.names == ("loss",)
+    losses = {"loss": np.float32(3)}
+    assert CROSS_ENTROPY.minimised(losses) is losses["loss"]

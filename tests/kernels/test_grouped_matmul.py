@@ -210,21 +210,20 @@ SMALL = {
 }
 
 
-def test_the_triton_kernels_equal_the_reference() -> None:
-    """Sizes that its blocks don't divide."""
-    check(SMALL["triton"], LIVE, TALL, 48, 80)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(("groups", "count"), [((0, 0, 0), 64), ((0, 200, 0), 200), ((100, 0, 60, 70), 264)])
+@pytest.mark.parametrize(
+    ("name", "groups", "count"),
+    [("triton", (0, 200, 0), 200), ("mosaic", (0, 0, 0), 64), ("mosaic", (100, 0, 60, 70), 264)],
+)
 def test_the_kernels_equal_the_reference_for_other_groups(name: str, groups: tuple[int, ...], count: int) -> None:
     check(SMALL[name], groups, count, 128, 192)
 
 
-def test_the_mosaic_kernels_equal_the_reference() -> None:
-    """Groups begin between multiples of 8; the last tile would reach beyond the last row."""
-    check(SMALL["mosaic"], LIVE, TALL, 64, 64)
+@pytest.mark.parametrize(("name", "inner", "outer"), [("triton", 48, 80), ("mosaic", 64, 64)])
+def test_the_kernels_equal_the_reference(name: str, inner: int, outer: int) -> None:
+    """Sizes that Triton's blocks don't divide; groups between multiples of 8, and a last tile that would reach beyond
+    the last row, for Mosaic."""
+    check(SMALL[name], LIVE, TALL, inner, outer)
 
 
 @pytest.mark.gpu

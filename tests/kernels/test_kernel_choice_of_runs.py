@@ -1,5 +1,6 @@
 """What a run reports about its attention kernels: errors before anything is built, and lines of the start banner."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,18 +32,27 @@ def config(*settings: str):
     return load("llama3.py", *settings)
 
 
-def test_isolated_documents_affect_the_choice() -> None:
-    assert [choice.kernel for choice in demand_kernels(config(), H100)] == ["cudnn"]
-    assert [choice.kernel for choice in demand_kernels(config(), A100)] == ["pallas"]
-    apart = config("data.isolate_documents=false")
-    assert [choice.kernel for choice in demand_kernels(apart, A100)] == ["cudnn"]
+@pytest.fixture
+def kernel_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Device], list[tuple[str, str]]]:
+    """The banner's lines about kernels on a device."""
+
+    def lines(cfg: Any, device: Device) -> list[tuple[str, str]]:
+        for place in ("megajax.training.program", "megajax.job.banner"):
+            monkeypatch.setattr(f"{place}.local_device", lambda: device)
+        return banner._kernels(cfg.model, cfg.parallel, facts_of(cfg.model), demand_kernels(cfg))
+
+    return lines
 
 
-def test_the_error_names_the_setting_and_an_alternative() -> None:
-    with pytest.raises(UserError) as caught:
-        demand_kernels(config(f"{MIXER}.kernel=cudnn"), A100)
-    assert str(caught.value).startswith(f"{MIXER}.kernel=cudnn: cuDNN's attention isolates documents from compute")
-    assert str(caught.value).endswith(f"Set {MIXER}.kernel=pallas or auto.")
+def model_of(block: BlockConfig) -> DecoderConfig:
+    stack = StackConfig(pattern=(block,), repeats=2)
+    return DecoderConfig(hidden=64, vocabulary_size=64, sequence_length=32, stack=stack)
+
+
+def parts(model: Any, **leaves: str) -> SimpleNamespace:
+    """The parts of a run config that `demand_kernels` reads."""
+    data, precision = SimpleNamespace(leaves=lambda: leaves), SimpleNamespace(compute="bfloat16")
+    return SimpleNamespace(model=model, data=data, precision=precision, parallel=ParallelConfig())
 
 
 ENCODER_ATTENTION, DECODER_ATTENTION = AttentionConfig(heads=4, causal=False), AttentionConfig(heads=4)
@@ -52,7 +62,6 @@ MLP = DenseMLPConfig(ffn=32)
 def t5(
     encoder: AttentionConfig = ENCODER_ATTENTION, decoder: AttentionConfig = DECODER_ATTENTION, **cross: Any
 ) -> SimpleNamespace:
-    """The parts of a T5 run config that `demand_kernels` reads."""
     across = CrossAttentionConfig(heads=4, **cross)
     model = T5Config(
         hidden=64,
@@ -62,17 +71,15 @@ def t5(
         encoder=StackConfig(pattern=(BlockConfig(mixer=encoder, mlp=MLP),), repeats=2),
         stack=StackConfig(pattern=(BlockConfig(mixer=decoder, cross=across, mlp=MLP),), repeats=2),
     )
-    data = SimpleNamespace(leaves=lambda: {"segment_ids": "int32", "encoder_segment_ids": "int32"})
-    precision = SimpleNamespace(compute="bfloat16")
-    return SimpleNamespace(model=model, data=data, precision=precision, parallel=ParallelConfig())
+    return parts(model, segment_ids="int32", encoder_segment_ids="int32")
 
 
-def kernel_lines(cfg: Any) -> list[tuple[str, str]]:
-    """The banner's lines about kernels on the local device."""
-    return banner._kernels(cfg.model, cfg.parallel, facts_of(cfg.model), demand_kernels(cfg))
+def moe(**settings: Any) -> SimpleNamespace:
+    experts = MoEConfig(experts=8, expert=GatedMLPConfig(ffn=128), **settings)
+    return parts(model_of(BlockConfig(mixer=AttentionConfig(heads=4), mlp=experts)))
 
 
-def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_attention_has_a_kernel_and_a_line(kernel_lines) -> None:
     biased = replace(DECODER_ATTENTION, relative=RelativeBiasConfig(shared=True))
     cfg = t5(decoder=biased)
     choices = demand_kernels(cfg, A100)
@@ -81,9 +88,7 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
         ("decoder self-attention", "reference"),
         ("decoder cross-attention", "cudnn"),
     ]
-    monkeypatch.setattr("megajax.training.program.local_device", lambda: A100)
-    monkeypatch.setattr(banner, "local_device", lambda: A100)
-    (_, kernels), (_, why) = kernel_lines(cfg)
+    (_, kernels), (_, why) = kernel_lines(cfg, A100)
     assert kernels.startswith(
         "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
     )
@@ -109,40 +114,45 @@ def test_an_unsupported_kernel_is_refused_in_every_section() -> None:
         demand_kernels(cfg, H100)
 
 
+CONTEXT, BECAUSE_FLOAT32 = "parallel.context=4", "reference, because cudnn, pallas, cudnn_mask:"
+
+
 @pytest.mark.parametrize(
-    ("device", "settings", "lines"),
+    ("device", "cfg", "line", "why"),
     [
-        (H100, (), ["attention cudnn"]),
-        (A100, (), ["attention pallas", "pallas, because cudnn: isolates documents from compute capability 9.0 on"]),
+        (H100, config(), "attention cudnn", None),
+        (
+            A100,
+            config(),
+            "attention pallas",
+            "pallas, because cudnn: isolates documents from compute capability 9.0 on",
+        ),
+        (A100, config("data.isolate_documents=false"), "attention cudnn", None),
+        (H100, config("precision.compute=float32"), "attention reference", BECAUSE_FLOAT32),
+        # Without a GPU there is no faster kernel to mention.
+        (Device(name="cpu"), config(), "attention reference", None),
+        (A100, moe(), "attention cudnn, experts triton, cross-entropy", "experts triton, because mosaic: runs"),
+        (H100, config(CONTEXT), "attention cudnn over context 4 by all_gather, cross", None),
         (
             H100,
-            ("precision.compute=float32",),
-            ["attention reference", "reference, because cudnn, pallas, cudnn_mask:"],
+            config(CONTEXT, "parallel.context_strategy=ring"),
+            "attention pallas over context 4 by ring,",
+            "pallas, because cudnn: isolates no documents",
         ),
-        # Without a GPU there is no faster kernel to mention.
-        (Device(name="cpu"), (), ["attention reference"]),
+        (
+            H100,
+            config(CONTEXT, "parallel.context_strategy=ring+all_to_all", f"{MIXER}.kernel=reference"),
+            "attention reference over context 4 by ring+all_to_all in groups of 2,",
+            None,
+        ),
     ],
 )
-def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.program.local_device", lambda: device)
-    monkeypatch.setattr(banner, "local_device", lambda: device)
-    actual = kernel_lines(config(*settings))
-    assert len(actual) == len(lines)
-    assert [name for name, _ in actual] == ["kernels", "attention"][: len(lines)]
-    for (_, text), prefix in zip(actual, lines, strict=True):
-        assert text.startswith(prefix)
-
-
-def moe(**settings: Any) -> SimpleNamespace:
-    """The settings of a mixture of experts that are read."""
-    experts = MoEConfig(experts=8, expert=GatedMLPConfig(ffn=128), **settings)
-    block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=experts)
-    model = DecoderConfig(
-        hidden=64, vocabulary_size=64, sequence_length=32, stack=StackConfig(pattern=(block,), repeats=2)
-    )
-    data = SimpleNamespace(leaves=lambda: {})
-    precision = SimpleNamespace(compute="bfloat16")
-    return SimpleNamespace(model=model, data=data, precision=precision, parallel=ParallelConfig())
+def test_the_banner_shows_the_kernel_and_the_reasons(device, cfg, line, why, kernel_lines) -> None:
+    (name, kernels), *reasons = kernel_lines(cfg, device)
+    assert name == "kernels" and kernels.startswith(line)
+    assert len(reasons) == (why is not None)
+    for name, text in reasons:
+        assert name == ("experts" if why.startswith("experts") else "attention") and text.startswith(why)
 
 
 def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this_machine() -> None:
@@ -150,42 +160,9 @@ def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this
     assert [(choice.layer, choice.kernel) for choice in choices] == [("attention", "cudnn"), ("experts", "mosaic")]
     (block,) = moe().model.with_kernels([choice.kernel for choice in choices]).stack.pattern
     assert (block.mixer.kernel, block.mlp.kernel) == ("cudnn", "mosaic")
-    assert demand_kernels(moe(), A100)[1].kernel == "triton"
     assert demand_kernels(moe(), Device(name="cpu"))[1].kernel == "reference"
     with pytest.raises(UserError, match=r"model\.stack\.pattern\.0\.mlp\.kernel=mosaic: .* Set .*mlp\.kernel=triton"):
         demand_kernels(moe(kernel="mosaic"), A100)
-
-
-def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.program.local_device", lambda: A100)
-    monkeypatch.setattr(banner, "local_device", lambda: A100)
-    (_, kernels), (name, why) = kernel_lines(moe())
-    assert kernels.startswith("attention cudnn, experts triton, cross-entropy")
-    assert name == "experts" and why.startswith("experts triton, because mosaic: runs")
-
-
-@pytest.mark.parametrize(
-    ("settings", "line", "why"),
-    [
-        ((), "attention cudnn over context 4 by all_gather, cross", ""),
-        (
-            ("parallel.context_strategy=ring",),
-            "attention pallas over context 4 by ring,",
-            "cudnn: isolates no documents",
-        ),
-        (
-            ("parallel.context_strategy=ring+all_to_all", f"{MIXER}.kernel=reference"),
-            "attention reference over context 4 by ring+all_to_all in groups of 2,",
-            "",
-        ),
-    ],
-)
-def test_the_banner_names_the_strategy_of_sharded_rows(settings, line, why, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.program.local_device", lambda: H100)
-    monkeypatch.setattr(banner, "local_device", lambda: H100)
-    (_, kernels), *reasons = kernel_lines(config("parallel.context=4", *settings))
-    assert kernels.startswith(line)
-    assert [why in text for _, text in reasons] == [True] * bool(why)
 
 
 def test_a_kernel_without_the_strategy_is_an_error_before_anything_is_built() -> None:
@@ -200,16 +177,8 @@ def test_a_kernel_without_the_strategy_is_an_error_before_anything_is_built() ->
 
 def problems(mixer: AttentionConfig, **settings: Any) -> list[str]:
     """Mesh problems of a block with this attention."""
-    parallel = ParallelConfig(data=1, **settings)
-    model = DecoderConfig(
-        hidden=64,
-        vocabulary_size=64,
-        sequence_length=32,
-        stack=StackConfig(pattern=(BlockConfig(mixer=mixer, mlp=MLP),), repeats=2),
-    )
-    return [
-        f"{problem.setting}: {problem.message}; {problem.hint}" for problem in model.parallel_problems(parallel, None)
-    ]
+    found = model_of(BlockConfig(mixer=mixer, mlp=MLP)).parallel_problems(ParallelConfig(data=1, **settings), None)
+    return [f"{problem.setting}: {problem.message}; {problem.hint}" for problem in found]
 
 
 EXCHANGE = {"context": 4, "context_strategy": "all_to_all"}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels.attention.attention import AttentionDropout, Mask, attend, reference_attention
+from megajax.kernels.attention.attention import AttentionDropout, Mask, reference_attention
 
 ROWS, LENGTH, SIZE = 2, 9, 6
 SCALE = SIZE**-0.5
@@ -55,41 +55,30 @@ def whole_row(segments: np.ndarray | None = None) -> Mask:
     return Mask(index, index, segments, segments)
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
-def test_matches_a_float64_loop(heads, groups, isolated):
-    arrays = inputs(heads, groups)
+SINK = np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
+BIAS = np.random.default_rng(1).normal(size=(4, LENGTH, LENGTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "isolated", "options"),
+    [
+        (4, 4, False, {}),
+        (4, 2, True, {}),
+        (3, 1, True, {"window": 0}),
+        (4, 2, True, {"window": 3}),
+        (4, 2, False, {"window": 3, "sink": SINK}),
+        (4, 2, False, {"bias": BIAS, "wide": 4}),
+    ],
+)
+def test_matches_a_float64_loop(heads: int, groups: int, isolated: bool, options: dict) -> None:
+    """A window counts the keys before the query; a sink adds to the denominator only."""
+    arrays, options = inputs(heads, groups), dict(options)
+    qkv = *arrays[:2], arrays.v[..., : options.pop("wide", SIZE)]
     segments = arrays.segments if isolated else None
+    expected = looped(*qkv, segments, **options)
+    mask = whole_row(segments)._replace(window=options.pop("window", None))
     with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*arrays[:3], whole_row(segments), scale=SCALE)
-    np.testing.assert_allclose(actual, looped(*arrays[:3], segments), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("isolated", [False, True])
-@pytest.mark.parametrize("window", [0, 3, LENGTH])
-def test_a_window_excludes_the_query_itself(window, isolated):
-    arrays = inputs(4, 2)
-    segments = arrays.segments if isolated else None
-    mask = whole_row(segments)._replace(window=window)
-    assert np.asarray(mask.visible()).sum(-1).max() <= window + 1
-    with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*arrays[:3], mask, scale=SCALE)
-    np.testing.assert_allclose(actual, looped(*arrays[:3], segments, window=window), rtol=1e-5, atol=1e-6)
-
-
-def test_a_sink_adds_to_the_denominator_only():
-    arrays, sink = inputs(4, 2), np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
-    with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*arrays[:3], whole_row(), scale=SCALE, sink=sink)
-    np.testing.assert_allclose(actual, looped(*arrays[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
-
-
-def test_a_bias_and_values_of_another_head_size():
-    arrays = inputs(4, 2)
-    bias = np.random.default_rng(1).normal(size=(4, LENGTH, LENGTH)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*arrays[:2], arrays.v[..., :4], whole_row(), scale=SCALE, bias=bias)
-    expected = looped(*arrays[:2], arrays.v[..., :4], None, bias=bias)
+        actual = reference_attention(*qkv, mask, scale=SCALE, **options)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -115,7 +104,6 @@ def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarra
     return AttentionDropout(rate, keys, jnp.asarray(heads), jnp.asarray(queries))
 
 
-@pytest.mark.slow
 def test_dropout_is_the_same_for_a_part_of_the_heads():
     """A device with some rows, heads and queries draws the same numbers for them as one device would."""
     weights = jnp.ones((3, 4, 8, 16))
@@ -142,10 +130,3 @@ def test_attention_with_dropout_averages_to_attention_without():
     drop = dropout(0.2, np.arange(2000), np.arange(4), np.arange(LENGTH))
     mean = reference_attention(*repeated, whole_row(), scale=SCALE, dropout=drop).mean(0)
     np.testing.assert_allclose(mean, looped(*arrays[:3], None)[0], atol=0.06)
-
-
-@pytest.mark.parametrize("kernel", ["cudnn", "cudnn_mask", "pallas"])
-def test_fused_backends_refuse_dropout(kernel):
-    arrays = inputs(4, 2)
-    with pytest.raises(ValueError, match="kernel=reference"):
-        attend(kernel, *arrays[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))

@@ -1,4 +1,4 @@
-"""The recurrence of Mamba-2: a loop in float64, the recurrence by lax.scan, and matmuls over chunks."""
+"""The recurrences of Mamba-2 and Mamba: loops in float64, lax.scan, and matmuls over chunks."""
 
 from functools import partial
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.kernels.ssm.selective_scan import SelectiveScan, selective_scan
 from megajax.kernels.ssm.ssd import Scan, causal_conv, runs_of, ssd, ssd_reference, ssd_step
 
 ROWS, HEADS, SIZE, GROUPS, STATES = 2, 4, 3, 2, 5
@@ -57,10 +58,7 @@ def scanned(arrays, ids, of, **options):
     return of(Scan(**arrays, runs=runs), **options)
 
 
-ODD = [pytest.param(24, 8, False, marks=pytest.mark.slow), pytest.param(50, 7, True, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("length", "chunk", "isolated"), [(1, 64, False), (70, 32, True), *ODD])
+@pytest.mark.parametrize(("length", "chunk", "isolated"), [(1, 64, False), (24, 8, False), (70, 32, True)])
 def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated):
     arrays, ids = inputs(length), segments(length) if isolated else None
     expected = looped(arrays, ids)
@@ -159,3 +157,63 @@ def test_convolution_sees_only_its_own_document():
             expected[row, t] += kernel[3 - back] * before[row, at]
     actual = jax.jit(causal_conv)(x, kernel, bias, runs, before)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+MAMBA1_ROWS, MAMBA1_LENGTH, CHANNELS, MAMBA1_STATES = 2, 23, 5, 3
+MAMBA1_IDS = np.array([[1] * 9 + [2] * 14, [1] * 9 + [2] * 10 + [1] * 4], np.int32)
+
+
+def mamba1_inputs(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    values = {
+        "x": rng.normal(size=(MAMBA1_ROWS, MAMBA1_LENGTH, CHANNELS)),
+        "dt": np.exp(rng.uniform(-7, 1, (MAMBA1_ROWS, MAMBA1_LENGTH, CHANNELS))),
+        "a": -rng.uniform(1, 9, (CHANNELS, MAMBA1_STATES)),
+        "b": rng.normal(size=(MAMBA1_ROWS, MAMBA1_LENGTH, MAMBA1_STATES)),
+        "c": rng.normal(size=(MAMBA1_ROWS, MAMBA1_LENGTH, MAMBA1_STATES)),
+        "skip": rng.normal(size=CHANNELS),
+        "state": rng.normal(size=(MAMBA1_ROWS, CHANNELS, MAMBA1_STATES)),
+    }
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+@jax.jit
+def mamba1_results(arrays, ids):
+    """y and the last state; gradients of sin(y) with respect to mamba1_inputs that have positions."""
+    moving = {name: arrays[name] for name in ("x", "dt", "b", "c")}
+
+    def loss(moving):
+        y, state = selective_scan(SelectiveScan(**arrays | moving, runs=runs_of(ids)), 8)
+        return jnp.sum(jnp.sin(y)), {"y": y, "state": state}
+
+    grads, out = jax.grad(loss, has_aux=True)(moving)
+    return out | grads
+
+
+def test_mamba1_matches_a_float64_loop():
+    arrays = mamba1_inputs(0)
+    x, dt, a, b, c, skip, state = (arrays[name].astype(np.float64) for name in arrays)
+    y = np.zeros(x.shape)
+    for row, t in np.ndindex(MAMBA1_ROWS, MAMBA1_LENGTH):
+        if t and MAMBA1_IDS[row, t] != MAMBA1_IDS[row, t - 1]:
+            state[row] = 0
+        state[row] = np.exp(dt[row, t, :, None] * a) * state[row] + np.outer(dt[row, t] * x[row, t], b[row, t])
+        y[row, t] = state[row] @ c[row, t] + skip * x[row, t]
+    actual = mamba1_results(arrays, MAMBA1_IDS)
+    np.testing.assert_allclose(actual["y"], y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual["state"], state, rtol=1e-5, atol=1e-5)
+
+
+def test_a_document_of_mamba1_is_bitwise_independent():
+    arrays, other_arrays = mamba1_inputs(0), mamba1_inputs(1)
+    changed = {
+        name: np.where((MAMBA1_IDS == 2).reshape(*MAMBA1_IDS.shape, 1), arrays[name], other_arrays[name])
+        for name in ("x", "dt", "b", "c")
+    }
+    original, another = (
+        mamba1_results(arrays, MAMBA1_IDS),
+        mamba1_results(arrays | changed | {"state": other_arrays["state"]}, MAMBA1_IDS),
+    )
+    for name in ("y", "x", "dt", "b", "c"):
+        np.testing.assert_array_equal(original[name][MAMBA1_IDS == 2], another[name][MAMBA1_IDS == 2], err_msg=name)
+        assert np.any(original[name][MAMBA1_IDS == 1] != another[name][MAMBA1_IDS == 1])

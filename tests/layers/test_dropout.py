@@ -1,30 +1,16 @@
-"""Dropout is the same on every layout and for any grouping of layers; recomputation draws the same masks."""
+"""Dropout is the same on every layout; test_segments.py groups and recomputes layers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from flax import nnx
 
-from megajax.layers.attention.config import AttentionConfig
-from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context, dropout
-from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.position.config import RopeConfig
-from megajax.layers.recompute import Recomputing
-from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 
 ROWS, LENGTH, HIDDEN = 4, 8, 16
-BLOCK = BlockConfig(
-    mixer=AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig(), dropout=0.2),
-    mlp=GatedMLPConfig(ffn=24),
-    dropout=0.3,
-)
 
 
 def context(rows: int = ROWS, first: int = 0) -> Context:
@@ -63,37 +49,3 @@ def test_without_keys_or_rate_nothing_is_dropped():
     layout, x = Layout(Plan.of(ParallelConfig())), jnp.ones((ROWS, LENGTH, HIDDEN))
     assert dropout(x, 0.5, context()._replace(row_keys=None), 0, layout) is x
     assert dropout(x, 0.0, context(), 0, layout) is x
-
-
-def run(pattern: int, recompute: str, values: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """Output of four layers, and the gradient at the input of its sum of squares."""
-    stack = abstract(pattern, recompute)
-    renamed = {path: values[path.split(".", 2)[2]][int(path.split(".")[1]) :: pattern] for path in specs(stack)}
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, LENGTH, HIDDEN)), jnp.float32)
-
-    def total(x):
-        y = bind(stack, renamed)(x, context())
-        return jnp.sum(y * y), y
-
-    (_, y), dx = jax.value_and_grad(total, has_aux=True)(x)
-    return y, dx
-
-
-def abstract(pattern: int, recompute: str) -> nnx.Module:
-    settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
-    cfg = StackConfig(pattern=(BLOCK,) * pattern, repeats=4 // pattern)
-    return nnx.eval_shape(lambda: cfg.build(settings, recomputing=Recomputing(recompute=recompute)))
-
-
-@pytest.mark.slow  # Masks follow from keys, which the tests above cover.
-def test_a_stack_is_the_same_for_any_grouping_and_recomputation():
-    """With dropout: masks are drawn again in the recomputation and must be the same."""
-    rng = np.random.default_rng(1)
-    values = {
-        path.split(".", 2)[2]: rng.normal(0, 0.3, spec.shape) for path, spec in specs(abstract(1, "none")).items()
-    }
-    values = {path: value.astype(np.float32) for path, value in values.items()}
-    with jax.default_matmul_precision("highest"):
-        runs = [jax.jit(lambda case=case: run(*case, values))() for case in ((1, "none"), (2, "full"))]
-    for first, second in zip(*runs, strict=True):
-        np.testing.assert_allclose(first, second, atol=1e-5 * np.abs(second).max())

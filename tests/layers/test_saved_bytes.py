@@ -13,11 +13,11 @@ from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import Share
-from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
-from megajax.layers.moe.facts import ExpertSharding
 from megajax.layers.recompute import NAMES, PARTS, SELECTIVE, Recomputing
 from megajax.layers.stack.config import StackConfig
 from megajax.layers.stack.spans import Span
@@ -91,14 +91,6 @@ def latent(**changes: Any) -> DecoderConfig:
     return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
 
 
-def gated(**changes: Any) -> DecoderConfig:
-    """Grouped queries and a gate."""
-    model = llama(repeats=2)
-    (block,) = model.stack.pattern
-    block = replace(block, mixer=replace(block.mixer, gate=True))
-    return replace(model, stack=replace(model.stack, pattern=(block,)), **changes)
-
-
 def reading(**changes: Any) -> T5Config:
     """A decoder that reads another section with rows of another length."""
     model, (block,) = llama(repeats=2), small().stack.pattern
@@ -115,21 +107,14 @@ def reading(**changes: Any) -> T5Config:
     )
 
 
-def state_space(mixer: Mamba2Config | Mamba1Config, **changes: Any) -> DecoderConfig:
+def mamba2(**changes: Any) -> DecoderConfig:
     model = llama(repeats=2)
     (block,) = model.stack.pattern
-    return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
+    block = replace(block, mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2))
+    return replace(model, stack=replace(model.stack, pattern=(block,)), **changes)
 
 
-def mamba2(**changes: Any) -> DecoderConfig:
-    return state_space(Mamba2Config(heads=4, head_dim=6, state=5, groups=2), **changes)
-
-
-def mamba1(**changes: Any) -> DecoderConfig:
-    return state_space(Mamba1Config(inner=24, rank=3, state=4), **changes)
-
-
-@pytest.mark.parametrize("build", [small, latent, gated, reading, mamba2, pytest.param(mamba1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [small, latent, reading, mamba2])
 def test_every_part_saves_exactly_its_tensors(build: Any):
     pairs = (("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"))
     for recompute in (SELECTIVE, *pairs, "full"):

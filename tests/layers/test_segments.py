@@ -1,4 +1,4 @@
-"""Stacks of several patterns: how layers are divided into segments, without any change of numbers."""
+"""Stacks of several patterns: how layers are divided into segments and runs, without any change of numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, QUICK, build_program, gpt, llama, place, rows, within
+from tiny_runs import ONE, QUICK, build_program, gpt, llama, place, rows, within
 
 from megajax.batch import Grads
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.layers.block.config import BlockConfig
-from megajax.layers.param import bind, initial_values
-from megajax.layers.stack.config import SegmentsConfig, StackConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig, split_patterns
 from megajax.mesh.config import ParallelConfig
+from megajax.pipeline.partition import Partition, common_runs
 
 A = replace(llama().stack.pattern[0], dropout=0.1)
 B = replace(A, mlp=gpt().stack.pattern[0].mlp)
@@ -25,64 +25,40 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
     return SegmentsConfig(segments=tuple(StackConfig(pattern=(block,), repeats=1) for block in blocks))
 
 
-def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
-    """Training loss with the library's initial weights, and the norm of its gradients."""
-    program = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
-    with within(program):
-        arguments = program.fresh_state()().inputs, place(program, rows()), np.float32(1)
-        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
-        grads: Grads = jax.device_get(compiled(*arguments))
-    norm = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in grads.grads.values()))
-    return [float(np.divide(*grads.metrics["loss"])), float(norm)]
-
-
-def losses(stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, **settings: Any) -> list[float]:
-    """Of three steps, from the library's own initial weights."""
+def losses(
+    stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, steps: int = 3, **settings: Any
+) -> list[float]:
+    """Of some steps from the library's own initial weights; of none the first loss and the norm of its gradients."""
     program = build_program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
     batch, reported = place(program, rows()), []
     with within(program):
         state = program.fresh_state()()
+        if not steps:
+            arguments = state.inputs, batch, np.float32(1)
+            compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+            grads: Grads = jax.device_get(compiled(*arguments))
+            norm = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in grads.grads.values()))
+            return [float(np.divide(*grads.metrics["loss"])), float(norm)]
         step: Any = program.train_step
         step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
-        for _ in range(3):
+        for _ in range(steps):
             state, metrics = step(state, batch)
             reported.append(float(metrics["loss"]))
     return reported
 
 
-@pytest.fixture(scope="module")
-def repeated() -> list[float]:
-    return losses(StackConfig(pattern=(A, B), repeats=2))
-
-
 def test_a_repeated_pattern_equals_its_segments() -> None:
     """Dropout and initial values follow the number of the layer, wherever its block is."""
-    first, second = (first_loss(stack) for stack in (one_by_one(A, A), StackConfig(pattern=(A,), repeats=2)))
+    first, second = (losses(stack, steps=0) for stack in (one_by_one(A, A), StackConfig(pattern=(A,), repeats=2)))
     np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_repeated_pattern_of_two_equals_its_segments(repeated: list[float]) -> None:
-    np.testing.assert_allclose(losses(one_by_one(A, B, A, B)), repeated, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_segments_on_a_layout(repeated: list[float]) -> None:
-    segments = (StackConfig(pattern=(A, B), repeats=1), *one_by_one(A, B).segments)
-    np.testing.assert_allclose(losses(SegmentsConfig(segments=segments), FSDP), repeated, rtol=1e-4)
-    np.testing.assert_allclose(losses(SegmentsConfig(segments=segments), recompute="full"), repeated, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_forward_pass_by_plain_jit() -> None:
-    """The model as a notebook calls it, without a mesh."""
-    models = []
-    for stack in (StackConfig(pattern=(A, B), repeats=2), one_by_one(A, B, A, B)):
-        program = build_program(replace(llama(), stack=stack), ONE, microbatches=4)
-        models.append(bind(program.abstract, initial_values(program.declared, 3)))
-    tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
-    first, second = (np.asarray(jax.jit(model)(tokens)) for model in models)
-    np.testing.assert_allclose(second, first, atol=1e-5)
+def test_segments_train_as_their_pattern_on_a_layout_and_recomputed() -> None:
+    repeated = losses(StackConfig(pattern=(A, B), repeats=2))
+    segments = SegmentsConfig(segments=(StackConfig(pattern=(A, B), repeats=1), *one_by_one(A, B).segments))
+    np.testing.assert_allclose(losses(segments, FSDP), repeated, rtol=1e-4)
+    np.testing.assert_allclose(losses(segments, recompute="full"), repeated, rtol=1e-5)
 
 
 def test_segments_of_layers_have_the_fewest_blocks_to_compile() -> None:
@@ -115,3 +91,60 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         check(cfg.but(model=replace(cfg.model, recompute="full", recompute_layers=2)), 8)
     with pytest.raises(ConfigError, match=r"segments: needs at least one"):
         check(cfg.but(model=replace(cfg.model, stack=SegmentsConfig(segments=()))), 8)
+
+
+NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+def numbers(text: str) -> list[int]:
+    return [text.index(letter) for letter in text]
+
+
+def chunks(text: str, count: int) -> list[list[int]]:
+    return [numbers(text)[span.start : span.stop] for span in Partition.even(len(text), count, 1).layers()[0]]
+
+
+def test_an_aperiodic_stack_has_few_blocks_to_compile() -> None:
+    assert len(NEMOTRON_H_8B) == 52
+    runs = split_patterns(numbers(NEMOTRON_H_8B))
+    assert [number for pattern, count in runs for number in pattern * count] == numbers(NEMOTRON_H_8B)
+    assert [len(pattern) for pattern, _ in runs] == [11, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "compiled"),
+    [
+        (NEMOTRON_H_8B, 2, 10),
+        (NEMOTRON_H_8B, 4, 7),
+        (NEMOTRON_H_8B, 26, 6),
+        ("DDD" + "E" * 58, 4, 2),
+        ("DDD" + "E" * 58, 16, 2),
+        ("M-M*", 4, 3),
+        ("M-M*-M-M*-", 2, 5),
+    ],
+)
+def test_one_program_runs_chunks_that_differ(text: str, count: int, compiled: int) -> None:
+    """Each chunk's runs are its own layers, and the patterns are few."""
+    parts = chunks(text, count)
+    runs = common_runs(parts)
+    for chunk, layers in enumerate(parts):
+        assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
+    assert sum(len(run.pattern) for run in runs) == compiled
+
+
+def test_any_layers_can_be_cut_anywhere() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        bounds = np.sort(draw.choice(np.arange(1, 20), 3, replace=False))
+        parts = [part.tolist() for part in np.split(draw.integers(0, 3, 20), bounds)]
+        runs = common_runs(parts)
+        for chunk, layers in enumerate(parts):
+            assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
+
+
+def test_rows_of_a_weight_that_only_some_layers_have() -> None:
+    """Nine layers in chunks of 3, 2, 2 and 2, two on each stage: stage 0 has chunks 0 and 2."""
+    partition = Partition.even(9, 2, 2)
+    assert [list(chunk) for chunk in partition.stored()] == [[0, 1, 2], [5, 6], [3, 4], [7, 8]]
+    assert partition.order_of((0, 2, 4, 7)) == (0, 1, -1, -1, 2, -1, 3, -1)
+    assert Partition.even(9, 1, 1).order_of((0, 2, 4, 7)) == (0, 1, 2, 3)

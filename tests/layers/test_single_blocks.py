@@ -5,17 +5,14 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from flax import nnx
-from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, gpt, llama
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, llama
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.layers.block.config import BlockConfig
-from megajax.layers.param import bind, initial_values, specs
+from megajax.layers.param import bind, initial_values
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.memory import MemorySetting, memory_report
@@ -70,17 +67,6 @@ def test_facts_of_the_halves_equal_those_of_the_whole() -> None:
     assert f"{mixer.summary(4096)}, {mlp.summary(4096)}" == block.summary(4096)
     for setting in (MemorySetting(), MemorySetting(tensor=2, sequence=True)):
         assert memory_report(halves, setting) is None, "Megatron-LM's report knows no hybrids"
-
-
-def test_weights_equal_those_that_modules_declare() -> None:
-    cfg = halved(gpt())
-    held = specs(nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig())))))
-    for place, block in enumerate(cfg.stack.pattern):
-        declared = {f"stack.blocks.{place}.{weight.name}": (2, *weight.shape) for weight in block.weights(cfg.hidden)}
-        assert declared == {path: spec.shape for path, spec in held.items() if path in declared}
-    assert sum(path.startswith("stack.") for path in held) == sum(
-        len(block.weights(cfg.hidden)) for block in cfg.stack.pattern
-    )
 
 
 def test_problems_name_the_sub_layer() -> None:

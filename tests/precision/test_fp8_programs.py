@@ -1,37 +1,33 @@
-"""A compiled train step multiplies in 8 bits: for virtual H100s, if the extra aot is installed.
+"""Programs with 8-bit and quantized matmuls for virtual H100s, if the extra aot is installed.
 
 The compiler silently runs unrecognized products in 16 bits, correct but slow, so every matmul is counted.
 """
 
-import importlib.util
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.xla import GPU, INFERENCE
 from megajax.planning.program.hlo import Contents, Program
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
-from megajax.planning.virtual_devices import prepare, read_cluster
+from megajax.planning.virtual_devices import read_cluster, virtual_devices
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig
 
 LLAMA, GPT = 7, 6
 """Matmuls of a layer: four of attention, and three or two of the feed-forward."""
 OPERANDS = {"f8e4m3fn", "f8e5m2"}
-type Deviceless = Callable[..., TrainPlan]
-
-
-def installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+pytestmark = pytest.mark.usefixtures("gpu_compiler")
 
 
 def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunConfig:
@@ -50,24 +46,12 @@ def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunCon
     )
 
 
-@pytest.fixture(scope="module")
-def deviceless() -> Iterator[Deviceless]:
-    """(family, gpus, fp8, parallel) -> its train step for virtual GPUs, each compiled once."""
-    if not (installed("jax_cuda12_plugin") and installed("nvidia.cudnn")):
-        pytest.skip("needs the compiler for GPUs and cuDNN: the extra aot")
-
-    @cache
-    def compiled(family: str, gpus: str, fp8: Fp8Config | None, parallel: ParallelConfig) -> TrainPlan:
-        cluster, _ = read_cluster(gpus)
-        assert cluster is not None
-        return compile_train_step(wide(family, parallel, fp8), cluster)
-
-    with pytest.MonkeyPatch.context() as patch:
-        # `prepare` sets variables that other tests must not inherit.
-        for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
-            patch.setenv(name, "")
-        prepare()
-        yield compiled
+@cache
+def compiled(family: str, gpus: str, fp8: Fp8Config | None, parallel: ParallelConfig) -> TrainPlan:
+    """The train step for virtual GPUs."""
+    cluster, _ = read_cluster(gpus)
+    assert cluster is not None
+    return compile_train_step(wide(family, parallel, fp8), cluster)
 
 
 def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
@@ -104,7 +88,7 @@ def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
     return counts
 
 
-HYBRID, ONLY_E4M3 = Fp8Config(), Fp8Config(format="e4m3", fast_accumulation=False)
+HYBRID = Fp8Config()
 DELAYED = Fp8Config(delayed=DelayedScalingConfig(history=16, algorithm="max"))
 FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", "HIGHEST")
 
@@ -116,23 +100,23 @@ def check(plan: TrainPlan, matmuls: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "matmuls"), [("llama", LLAMA), ("gpt", GPT)])
-def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, deviceless: Deviceless) -> None:
-    check(deviceless(family, "h100:1", HYBRID, ParallelConfig(data=1)), matmuls)
+def test_every_matmul_of_a_layer_is_in_8_bits() -> None:
+    check(compiled("gpt", "h100:1", HYBRID, ParallelConfig(data=1)), GPT)
 
 
 @pytest.mark.slow
-def test_16_bit_layers_at_both_ends_are_chosen_without_a_branch(deviceless: Deviceless) -> None:
-    plan = deviceless("llama", "h100:1", Fp8Config(first_layers=1), ParallelConfig(data=1))
-    assert in_8_bits(plan) == {FORWARD: LLAMA, BACKWARD: 2 * LLAMA}
+def test_16_bit_layers_are_chosen_without_a_branch_and_e4m3_accumulates_in_float32() -> None:
+    fp8 = Fp8Config(format="e4m3", fast_accumulation=False, first_layers=1)
+    plan = compiled("llama", "h100:1", fp8, ParallelConfig(data=1))
+    assert in_8_bits(plan) == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
     assert len(uncast_products(plan)) == 3 + 3 * LLAMA
     assert "f8e4m3" not in "".join(line for line in plan.text.splitlines() if " conditional(" in line)
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_moves_the_bytes_of_16_bits_and_a_few_amax(deviceless: Deviceless) -> None:
+def test_tensor_parallelism_moves_the_bytes_of_16_bits_and_a_few_amax() -> None:
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
-    small, wide = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
+    small, wide = (compiled("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
     check(small, LLAMA)
     assert along_tensor(small.contents) == along_tensor(wide.contents)
     amax = [
@@ -144,34 +128,24 @@ def test_tensor_parallelism_moves_the_bytes_of_16_bits_and_a_few_amax(deviceless
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [ParallelConfig(data=2, data_sharding="fsdp"), ParallelConfig(data=1, pipeline=2)])
-def test_other_layouts(parallel: ParallelConfig, deviceless: Deviceless) -> None:
-    actual = in_8_bits(deviceless("llama", "h100:2", HYBRID, parallel))
+@pytest.mark.parametrize(
+    ("fp8", "parallel"),
+    [(HYBRID, ParallelConfig(data=2, data_sharding="fsdp")), (DELAYED, ParallelConfig(data=1, pipeline=2))],
+)
+def test_other_layouts(fp8: Fp8Config, parallel: ParallelConfig) -> None:
+    plan = compiled("llama", "h100:2", fp8, parallel)
+    actual = in_8_bits(plan)
     assert set(actual) == {FORWARD, BACKWARD}
     # A loop may be split, with its first or last iteration unrolled, and a pipeline has phases.
     assert actual[FORWARD] % LLAMA == 0 and actual[BACKWARD] % (2 * LLAMA) == 0
-    assert len(uncast_products(deviceless("llama", "h100:2", HYBRID, parallel))) % 3 == 0
+    assert len(uncast_products(plan)) % 3 == 0
 
 
 @pytest.mark.slow
-def test_all_products_can_be_in_e4m3_and_accumulate_in_float32(deviceless: Deviceless) -> None:
-    actual = in_8_bits(deviceless("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
-    assert actual == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
-
-
-@pytest.mark.slow
-def test_delayed_scales(deviceless: Deviceless) -> None:
-    check(deviceless("llama", "h100:1", DELAYED, ParallelConfig(data=1)), LLAMA)
-    actual = in_8_bits(deviceless("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
-    assert set(actual) == {FORWARD, BACKWARD}
-    assert actual[FORWARD] % LLAMA == 0 and actual[BACKWARD] % (2 * LLAMA) == 0
-
-
-@pytest.mark.slow
-def test_amax_goes_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
+def test_amax_goes_over_all_devices_once_a_step() -> None:
     """And over tensor once a layer, when its gradients are computed: nothing waits for them."""
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
-    before, now = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
+    before, now = (compiled("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
     check(before, LLAMA)
     assert along_tensor(before.contents) == along_tensor(now.contents)
     amax = [
@@ -188,6 +162,33 @@ def test_amax_goes_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
 
 
 @pytest.mark.slow
-def test_an_a100_is_refused(deviceless: Deviceless) -> None:
+def test_an_a100_is_refused() -> None:
     with pytest.raises(UserError, match=r"A100.* has compute capability 8.0, and 8-bit matmuls need 8.9"):
-        deviceless("llama", "a100:1", HYBRID, ParallelConfig(data=1))
+        compiled("llama", "a100:1", HYBRID, ParallelConfig(data=1))
+
+
+LAYERS, SIDE, MIB = 8, 4096, 2**20
+LAYER = SIDE * SIDE * 2
+"""Bytes of a layer's matrix in bfloat16."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "activations"), [("int8", False), ("int4", False), ("fp8", True)])
+def test_a_loop_over_layers_dequantizes_one_matrix_at_a_time(weights: str, activations: bool) -> None:
+    cluster, _ = read_cluster("h100:1")
+    assert cluster is not None
+    sharding = SingleDeviceSharding(virtual_devices(cluster)[0])
+    quantized = Quantized(form_of(weights, 128, 1, 1), activations=activations)
+    declared = quantized.declared((LAYERS, SIDE, SIDE), ("layer", "embed", "mlp"))
+    leaves = {end: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for end, (shape, _, dtype) in declared.items()}
+    x = jax.ShapeDtypeStruct((64, 1, SIDE), jnp.bfloat16, sharding=sharding)
+
+    def layers(leaves: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, layer: (quantized.product("bsd,df->bsf", x, layer), None), x, leaves)[0]
+
+    options = {option.name: option.value for option in (*GPU, *INFERENCE)} | {"xla_gpu_autotune_level": 0}
+    compiled = jax.jit(layers).lower(leaves, x).compile(compiler_options=options)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.temp_size_in_bytes < LAYER + 16 * MIB
+    assert memory.argument_size_in_bytes < LAYERS * LAYER * (0.27 if weights == "int4" else 0.51)
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == activations

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.quantization.weights import Quantized, form_of
+from megajax.layers.quantized import Quantized, form_of
 from megajax.precision.quantization import Channels, Groups, largest, pack, rounded, unpack
 
 EQUATIONS = {

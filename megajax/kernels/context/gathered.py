@@ -23,7 +23,7 @@ from jax import Array
 from megajax.kernels.attention.attention import AttentionDropout, Passes, merge_parts
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import gather_rows, reduce_rows
-from megajax.mesh.sequence_sharding import SequenceSharding
+from megajax.mesh.zigzag_order import SequenceSharding
 
 
 def whole_keys(sharding: SequenceSharding, k: Array, v: Array, mask: Mask) -> tuple[Array, Array, Mask]:
