@@ -1,11 +1,17 @@
-"""Descriptions of runs for tests of the formulas."""
+"""Descriptions of runs for tests of the formulas, and what tests of compiled plans need."""
 
 from typing import Any
+
+import pytest
 
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.virtual_devices import GPUS, missing_packages
+
+needs_compiler = pytest.mark.skipif(
+    bool(missing_packages()), reason="needs the compiler for GPUs and cuDNN: the extra aot"
+)
 
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from descriptions import llama3_8b
-from test_plan_for_devices import needs_compiler, plan
+from descriptions import llama3_8b, needs_compiler
+from test_plan_for_devices import plan
 
 from megajax.config import load
 from megajax.mesh.config import ContextStrategy, ParallelConfig

@@ -55,21 +55,3 @@ def test_a_device_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "128 x mine" in capsys.readouterr().out
     with pytest.raises(UserError, match="give --formula"):
         main(asked)
-
-
-REFUSED = {
-    "unknown device": (["--devices=h300:8"], "any other one: --formula --device-file=FILE"),
-    "too many": (["--devices=h100:32768"], "32,768 devices asked for, plans are made for at most 16,384"),
-    "no rate": (["--network=0"], "--network: must be above 0 GB/s"),
-    "no file": (["--calibration=nowhere.json"], "nowhere.json can't be read"),
-    "layout": (["--parallel.tensor=3"], "parallel.tensor"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors(case: str) -> None:
-    arguments, message = REFUSED[case]
-    with pytest.raises(UserError) as caught:
-        main([*ASKED[:1], *(word for word in ASKED[1:] if "devices" not in str(arguments) or "devices" not in word),
-              *arguments])  # fmt: skip
-    assert message in str(caught.value)

@@ -1,6 +1,5 @@
 """Memory traffic of the train steps of two configs, compiled for 8 virtual H100s if the extra aot is installed."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from functools import cache
 from math import prod
 
 import pytest
+from descriptions import needs_compiler
 
 from megajax.config import load
 from megajax.models.decoder.config import DecoderConfig
@@ -21,20 +21,7 @@ COUNTERS = 28
 """Bytes of a state except weights and optimizer: seven numbers."""
 
 
-def installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (installed("jax_cuda12_plugin") and installed("nvidia.cudnn")),
-        reason="needs the compiler for GPUs and cuDNN: the extra aot",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 @dataclass(frozen=True)

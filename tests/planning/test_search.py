@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
 from megajax.planning.cost.description import describe
@@ -261,30 +260,3 @@ def test_compiled_layouts_rank_by_their_programs_and_are_cached(tmp_path: Path) 
     assert (
         Cache(file, request.fingerprint()).layouts == cache.layouts and not Cache(file, another.fingerprint()).layouts
     )
-
-
-REFUSED = {
-    "tensor": (["--parallel.tensor=3"], "no layout of 64 devices has tensor=3"),
-    "type": (["--parallel.tensor=four"], "parallel.tensor: expected a whole number"),
-    "rules": (["--parallel.tensor=1", "--parallel.sequence"], "sequence parallelism needs parallel.tensor > 1"),
-    "memory": (["--parallel.tensor=1", "--parallel.pipeline=1", "--parallel.data_sharding=replicate"], "nothing fits"),
-    "name": (["--parallel.tensr=8"], "did you mean parallel.tensor"),
-    "out": (["--out=best.py"], "must end in .yaml"),
-    "no folder": (["--out=nowhere/best.yaml"], "there is no folder nowhere"),
-    "compile": (["--compile=-1"], "--compile must be 0 or more"),
-    "two": (["--sweep=devices:64"], "cannot be combined with --search"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors(case: str) -> None:
-    arguments, message = REFUSED[case]
-    with pytest.raises(UserError) as caught:
-        main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--search", *arguments])
-    assert message in str(caught.value)
-
-
-def test_flags_that_need_search() -> None:
-    for flag in ("--out=x.yaml", "--compile=1"):
-        with pytest.raises(UserError, match="needs --search"):
-            main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--formula", flag])

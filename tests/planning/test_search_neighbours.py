@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptions import needs_compiler
 
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, estimate
@@ -15,7 +15,7 @@ from megajax.planning.program.audit import largest_arrays
 from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.ranking import advice, cheapest
 from megajax.planning.search import changes, settings
-from megajax.planning.virtual_devices import GIB, GPUS, Cluster, missing_packages
+from megajax.planning.virtual_devices import GIB, GPUS, Cluster
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")
@@ -79,30 +79,6 @@ def test_the_picture_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "on h100: tokens per second, predicted" in axes.get_title() and "predicted" in axes.get_ylabel()
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names[-1] == ("in proportion to the devices" if "devices" in sweep else "one setting at several values")
-
-
-REFUSED = {
-    "axis": (["--sweep=device:1,2"], "unknown axis 'device'; did you mean devices?"),
-    "no values": (["--sweep=devices:"], "must be AXIS:VALUE"),
-    "dots": (["--sweep=devices:64,100,...,129"], "does not lead to 129"),
-    "words": (["--sweep=devices:many"], "is no number of devices"),
-    "no point": (["--sweep=devices:8,16"], "no point passes the checks"),
-    "nothing": (["--compare="], "names nothing"),
-    "two": (["--compare=h100:8 h200:8"], "more than one of a kind"),
-    "device": (["--compare=h300:64"], "did you mean h100 or h200?"),
-    "file": (["--compare=llama3_80b.py"], "did you mean llama3.py:llama3_8b"),
-    "setting": (["--compare=--parallel.tensr=2"], "did you mean parallel.tensor"),
-    "layout": (["--compare=--parallel.tensor=3"], "parallel.tensor"),
-    "png": (["--formula", "--png=x.png"], "needs --sweep"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors(case: str) -> None:
-    arguments, message = REFUSED[case]
-    with pytest.raises(UserError) as caught:
-        main([*ASKED, *arguments])
-    assert message in str(caught.value)
 
 
 def test_the_cheapest_changes_fit() -> None:
@@ -177,7 +153,7 @@ def test_the_scheduler_has_the_memory_of_a_GPU() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing_packages()), reason="needs the extra aot")
+@needs_compiler
 def test_the_best_layout_is_compiled(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     cluster = ("--config=gpt3.py:gpt3_1_3b", "--devices=h100:8", "--model.recompute=selective")

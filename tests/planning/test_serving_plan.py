@@ -8,7 +8,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from megajax.config import load
-from megajax.config.errors import ConfigError, UserError
 from megajax.inference.programs import CacheSize, like_cache
 from megajax.layers.param import specs
 from megajax.mesh.layout import Layout
@@ -106,16 +105,3 @@ def test_the_command_prints_capacity_and_bounds(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "2,000 tokens" in text and "426,932" in text and "bounds of a step" in text
     assert '"tokens": 426932' in (tmp_path / "plan.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--config=bert.py", "--devices=h100:8", "--serve"], "does not generate text"),
-        (["--config=llama3.py", "--devices=h100:8", "--serve", "--context=0"], "--context must be at least 1 token"),
-        (["--config=llama3.py", "--devices=h100:8", "--context=8"], "--context: needs --serve"),
-    ],
-)
-def test_invalid_requests_are_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises((UserError, ConfigError), match=message):
-        main(arguments)

@@ -1,0 +1,72 @@
+"""python -m megajax.plan: what it refuses, and the message."""
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.plan import main
+
+DEBUG, LLAMA = "--config=llama3.py:debug", "--config=llama3.py:llama3_70b"
+GIVEN = {
+    "": [],
+    "debug": [DEBUG],
+    "debug on 8": [DEBUG, "--devices=h100:8"],
+    "debug on 12": [DEBUG, "--devices=h100:12"],
+    "70B": [LLAMA, "--formula"],
+    "70B on 64": [LLAMA, "--devices=h100:64"],
+    "two compared": [LLAMA, "--devices=h100:64", "--compare=h100:8 h200:8"],
+    "search": [LLAMA, "--devices=h100:64", "--search"],
+    "serve": ["--devices=h100:8", "--serve"],
+}
+REFUSED = [
+    ("", "", "give --config or --schedule"),
+    ("debug", "--schedule=gpipe", "give one of them"),
+    ("debug", "", "--devices: must be given"),
+    ("debug", "--devices=h300:8", "known: a100, a100-40gb, a100-80gb, h100, h200, b200"),
+    ("debug on 12", "", "give 8 or 16"),
+    ("debug on 12", "--gpus-per-node=5", "give 10 or 15"),
+    ("debug on 12", "--gpus-per-node=0", "--gpus-per-node: must be at least 1"),
+    ("debug on 8", "--gpus-per-node=few", "expected a whole number"),
+    ("debug on 8", "--parallel.tensor=16", "16 devices (tensor 16), there are 8"),
+    ("debug", "--devices=h100:128", "8 rows are not divisible by micro_size=1 x 128"),
+    ("debug on 8", "--model.hiden=1", "did you mean model.hidden?"),
+    ("debug on 8", "--audit --formula", "--audit: cannot be combined with --formula"),
+    ("debug on 8", "--stages=4", "--stages needs --schedule, not --config"),
+    ("debug on 8", "--context=8", "--context: needs --serve"),
+    ("serve", "--config=bert.py", "does not generate text"),
+    ("serve", "--config=llama3.py --context=0", "--context must be at least 1 token"),
+    ("70B", "--devices=h300:8", "any other one: --formula --device-file=FILE"),
+    ("70B", "--devices=h100:32768", "32,768 devices asked for, plans are made for at most 16,384"),
+    ("70B", "--devices=h100:128 --network=0", "--network: must be above 0 GB/s"),
+    ("70B", "--devices=h100:128 --calibration=nowhere.json", "nowhere.json can't be read"),
+    ("70B", "--devices=h100:128 --parallel.tensor=3", "parallel.tensor"),
+    ("search", "--parallel.tensor=3", "no layout of 64 devices has tensor=3"),
+    ("search", "--parallel.tensor=four", "parallel.tensor: expected a whole number"),
+    ("search", "--parallel.tensor=1 --parallel.sequence", "sequence parallelism needs parallel.tensor > 1"),
+    ("search", "--parallel.tensor=1 --parallel.pipeline=1 --parallel.data_sharding=replicate", "nothing fits"),
+    ("search", "--parallel.tensr=8", "did you mean parallel.tensor"),
+    ("search", "--out=best.py", "must end in .yaml"),
+    ("search", "--out=nowhere/best.yaml", "there is no folder nowhere"),
+    ("search", "--compile=-1", "--compile must be 0 or more"),
+    ("search", "--sweep=devices:64", "cannot be combined with --search"),
+    ("70B on 64", "--formula --out=x.yaml", "needs --search"),
+    ("70B on 64", "--formula --compile=1", "needs --search"),
+    ("70B on 64", "--formula --png=x.png", "needs --sweep"),
+    ("70B on 64", "--sweep=device:1,2", "unknown axis 'device'; did you mean devices?"),
+    ("70B on 64", "--sweep=devices:", "must be AXIS:VALUE"),
+    ("70B on 64", "--sweep=devices:64,100,...,129", "does not lead to 129"),
+    ("70B on 64", "--sweep=devices:many", "is no number of devices"),
+    ("70B on 64", "--sweep=devices:8,16", "no point passes the checks"),
+    ("70B on 64", "--compare=", "names nothing"),
+    ("two compared", "", "more than one of a kind"),
+    ("70B on 64", "--compare=h300:64", "did you mean h100 or h200?"),
+    ("70B on 64", "--compare=llama3_80b.py", "did you mean llama3.py:llama3_8b"),
+    ("70B on 64", "--compare=--parallel.tensr=2", "did you mean parallel.tensor"),
+    ("70B on 64", "--compare=--parallel.tensor=3", "parallel.tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "more", "message"), REFUSED)
+def test_what_is_refused(given: str, more: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        main([*GIVEN[given], *more.split()])
+    assert message in str(caught.value)
