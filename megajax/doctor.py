@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
     joint = (
-        resolve("megajax.reporting.machine_checks.joint_checks:joint_checks")(flags["init_timeout"])
+        resolve("megajax.reporting.machine_checks.examine:joint_checks")(flags["init_timeout"])
         if flags["before_run"]
         else ()
     )

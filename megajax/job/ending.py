@@ -17,11 +17,10 @@ from megajax.job.faults.watch import advice
 from megajax.job.setup import JobSetup
 from megajax.job.steps import Steps
 from megajax.mesh.processes.peers import Peers
-from megajax.metrics.goodput import Goodput
-from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.line_file import FileDeleted
-from megajax.metrics.plot import plot_loss
+from megajax.metrics.plots import plot_layers, plot_loss
 from megajax.metrics.record import read_metrics
+from megajax.metrics.throughput import Goodput
 from megajax.optim.config import ScheduleConfig
 from megajax.storage.write_errors import write_fault
 from megajax.training.guarded.faults import Corruption, NumericFault

@@ -1,4 +1,4 @@
-"""Speed of steps: tokens per second, FLOP/s, and the share of the hardware's peak (MFU).
+"""Speed of steps: tokens per second, FLOP/s, and the share of the hardware's peak (MFU); and goodput of a run.
 
 MFU, model FLOPs utilisation, is defined in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOP/s a
 model needs, without recomputation, divided by the peak of the devices. It is given twice: with causal attention (only
@@ -6,8 +6,11 @@ the used half of the scores) and with full attention. Published figures use eith
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
+
+from megajax.display.text import duration
 
 # The first match applies. The name of a partition of a device (MIG) does not tell its share of the peak.
 _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
@@ -114,3 +117,46 @@ def mean_rates(steps: Sequence[Rates]) -> Rates:
         all_known = all(value is not None for value in values) and sum(seconds) > 0
         means[name] = sum(v * s for v, s in zip(values, seconds, strict=True)) / sum(seconds) if all_known else None
     return Rates(**means)  # type: ignore[arg-type]
+
+
+SMALLEST, MOST = 0.005, 4
+"""A summary lists causes with at least this share of the wall time, and at most this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Wall time of a run over all its attempts, in seconds."""
+
+    elapsed: float
+    """Wall time from the beginning of the first attempt."""
+    effective: float
+    """Time in steps whose result was kept."""
+    attempts: int
+    lost_seconds: Mapping[str, float]
+    """Cause -> seconds; together the difference of `elapsed` and `effective`."""
+
+    @property
+    def share(self) -> float:
+        """effective / elapsed, 0 to 1."""
+        return self.effective / self.elapsed if self.elapsed > 0 else 0.0
+
+    def summary(self) -> str:
+        """For example "93.1% of 2h14m in 3 attempts; lost: 3.0% between attempts, 2.0% saving"."""
+        plural = "" if self.attempts == 1 else "s"
+        text = f"{self.share:.1%} of {duration(self.elapsed)} in {self.attempts} attempt{plural}"
+        shares = (
+            {cause: seconds / self.elapsed for cause, seconds in self.lost_seconds.items()} if self.elapsed > 0 else {}
+        )
+        largest = sorted(shares.items(), key=lambda item: -item[1])[:MOST]
+        parts = [f"{share:.1%} {cause}" for cause, share in largest if share >= SMALLEST]
+        return text + ("; lost: " + ", ".join(parts) if parts else "")
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the event `goodput`."""
+        return {
+            "effective": round(self.share, 5),
+            "elapsed_seconds": round(self.elapsed, 3),
+            "effective_seconds": round(self.effective, 3),
+            "attempts": self.attempts,
+            "lost_seconds": {cause: round(seconds, 3) for cause, seconds in self.lost_seconds.items()},
+        }

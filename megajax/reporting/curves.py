@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megajax.display.charts import LineChart, Mark, Series
-from megajax.metrics.plot import running_mean
+from megajax.metrics.plots import running_mean
 from megajax.reporting.attempts import Attempt
 from megajax.reporting.history import ROUTINE, STATUS, History
 from megajax.reporting.run_summary import details

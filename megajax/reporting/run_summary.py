@@ -10,8 +10,7 @@ import numpy as np
 from megajax.display.text import byte_size, count, duration, moment, skipped_rows
 from megajax.reporting.attempts import STOP, Attempt, attempts
 from megajax.reporting.history import ROUTINE, STATUS, Event, History
-from megajax.reporting.time_shares import Share, data_wait, goodput, time_by_cause
-from megajax.reporting.timeline import RunTimeline, timeline
+from megajax.reporting.wall_time import RunTimeline, Share, data_wait, goodput, time_by_cause, timeline
 
 TIME = "Where the time went"
 """Title of the table of wall time by cause."""

@@ -15,13 +15,13 @@ from megajax.config.errors import UserError
 from megajax.display.charts import LineChart, Segment, legend, stacked_bar
 from megajax.display.pages import figures, header, page, section, table
 from megajax.display.text import duration
-from megajax.metrics.goodput import Goodput
 from megajax.metrics.runfolder import RunFolder, write_atomically
+from megajax.metrics.throughput import Goodput
 from megajax.reporting.attempts import attempts
 from megajax.reporting.curves import curves
 from megajax.reporting.history import History, read_history
 from megajax.reporting.run_summary import TIME, RunSummary, Table, summarize
-from megajax.reporting.time_shares import goodput
+from megajax.reporting.wall_time import goodput
 from megajax.storage.write_errors import write_fault
 
 WIDTH = 160

@@ -6,10 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from megajax.reporting.attempts import attempts
-from megajax.reporting.clocks import Stamp, common_times
-from megajax.reporting.history import read_history
-from megajax.reporting.time_shares import time_by_cause
-from megajax.reporting.timeline import timeline
+from megajax.reporting.history import Stamp, common_times, read_history
+from megajax.reporting.wall_time import time_by_cause, timeline
 
 pytestmark = pytest.mark.smoke
 

@@ -7,7 +7,7 @@ import pytest
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 from megajax.reporting.run_summary import RunSummary, summarize
-from megajax.reporting.time_shares import goodput, time_by_cause
+from megajax.reporting.wall_time import goodput, time_by_cause
 
 pytestmark = pytest.mark.smoke
 
