@@ -6,10 +6,10 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+from source_tree import imports, modules
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -37,21 +37,6 @@ def requirements() -> dict[str, str]:
     return {IMPORTED_AS.get(name, name.replace("-", "_")): name for name in names}
 
 
-@cache
-def trees() -> tuple[tuple[Path, ast.AST], ...]:
-    paths = sorted((ROOT / "megajax").rglob("*.py"))
-    return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Modules of import statements."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-
-
 def modules_in_messages(tree: ast.AST) -> Iterator[str]:
     """Modules that may be imported by a name in a string, as "matplotlib.figure" is."""
     for node in ast.walk(tree):
@@ -61,28 +46,23 @@ def modules_in_messages(tree: ast.AST) -> Iterator[str]:
 
 def test_every_requirement_is_imported_somewhere() -> None:
     # Names in strings count where a package is imported late, but not in the table of what extras install.
-    used = {
-        module.partition(".")[0]
-        for path, tree in trees()
-        for module in (*imported(tree), *(modules_in_messages(tree) if path.name != "missing.py" else ()))
-    }
+    late = (
+        name
+        for module in modules().values()
+        if module.path.name != "missing.py"
+        for name in modules_in_messages(module.tree)
+    )
+    used = {name.partition(".")[0] for name in (*(actual.target for actual in imports()), *late)}
     assert set(requirements()) - used == BY_JAX
 
 
 def test_every_import_is_required() -> None:
     allowed = {"megajax", *requirements(), *WITH_JAX, *sys.stdlib_module_names}
-    assert [
-        (path.name, name) for path, tree in trees() for name in imported(tree) if name.split(".")[0] not in allowed
-    ] == []
+    assert [str(actual) for actual in imports() if actual.target.split(".")[0] not in allowed] == []
 
 
 def test_private_names_of_jax_are_these() -> None:
-    actual = {
-        path.relative_to(ROOT).as_posix()
-        for path, tree in trees()
-        for module in imported(tree)
-        if module.startswith("jax._src")
-    }
+    actual = {modules()[actual.source].file for actual in imports() if actual.target.startswith("jax._src")}
     assert actual == PRIVATE.keys()
 
 

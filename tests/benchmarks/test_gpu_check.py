@@ -46,30 +46,11 @@ def test_each_list_fits_into_a_call_and_three_into_a_lease() -> None:
     assert len({part.name for part in ALL}) == len(ALL)
 
 
-def test_the_comparison_with_pytorch_runs_early_and_has_enough_time() -> None:
-    first = LISTS["first"]
-    place = next(place for place, part in enumerate(first) if part.kind == "peers")
-    assert place <= 3
-    (seconds,) = (word for word in first[place].real if word.startswith("--torch-seconds="))
-    # No variant is begun after that, and the last is ended after twice as long.
-    assert 2 * float(seconds.partition("=")[2]) == gpu_steps.TORCH_SECONDS >= 200
-    assert first[place].limit >= gpu_steps.TORCH_SECONDS + 90
-
-
 def test_all_placeholders_in_commands_are_replaced() -> None:
     places = dict.fromkeys(("json", "folder", "out", "torch_python"), "HERE")
     for part in ALL:
         for tiny in (False, True):
             assert "{" not in " ".join(part.command("python", places, tiny=tiny))
-
-
-def test_the_same_model_is_measured_with_cublas_and_triton_matmuls() -> None:
-    plain, triton = (
-        next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_triton")
-    )
-    more = set(triton.arguments(tiny=False)) ^ set(plain.arguments(tiny=False))
-    assert {word.partition("=")[0] for word in more} == {"--xla", "--trace"}
-    assert "--xla=xla_gpu_enable_triton_gemm=true" in more
 
 
 def test_predictions_have_these_steps_and_figures() -> None:

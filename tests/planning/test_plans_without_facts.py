@@ -39,11 +39,6 @@ def test_modes_that_need_formulas_say_what_is_missing(config_file: Path, mode: s
     assert error.value.code == 2
 
 
-def test_a_comparison_with_such_a_model(config_file: Path) -> None:
-    with pytest.raises(UserError, match="ClassifierConfig has no facts"):
-        main(["--config=gpt3.py:debug", "--devices=h100:8", f"--compare={config_file}"])
-
-
 @pytest.mark.parametrize("peak_gib", [1, 100])
 def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, peak_gib: int) -> None:
     memory = Memory(arguments=0, outputs=0, aliased=0, temporary=peak_gib * 2**30, parameters=0, optimizer=0)

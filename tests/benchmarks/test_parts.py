@@ -1,0 +1,172 @@
+"""Calibration, conversions, and what is compiled for virtual GPUs: figures, their files, and the tables of docs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.checkpoints.convert import convert
+from benchmarks.gpu import calibrate
+from benchmarks.kernels.compiled import HEADS, ROWS, attention_program, layers
+from benchmarks.outcome import ROOT
+from benchmarks.planning import accuracy as planner_accuracy
+from benchmarks.planning import compiled_peaks
+from benchmarks.planning.compiled_peaks import (
+    CONFIGS,
+    FIGURES,
+    HARDWARE,
+    PAGES,
+    PLANS,
+    differences,
+    stored_figures,
+    with_table,
+)
+from benchmarks.virtual_gpus import kernels
+from megajax.config.errors import UserError
+from megajax.planning.virtual_devices import GPUS, prepare, read_device
+
+
+def test_the_fit_recovers_rate_and_half_size() -> None:
+    def rate(sizes: tuple[int, ...]) -> float:
+        share = 7e14
+        for n in sizes:
+            share *= n / (n + 96)
+        return share
+
+    readings = [(sizes, rate(sizes)) for sizes in calibrate.SIZES]
+    assert calibrate.fit(readings) == (pytest.approx(7e14), 96)
+
+
+def test_the_planner_reads_the_file_of_a_tiny_run(tmp_path: Path) -> None:
+    file = tmp_path / "cpu.json"
+    words = ["calibrate", "--tiny", "--seconds=0.01", "--devices=cpu:2", f"--json={file}"]
+    command = [sys.executable, "-m", "benchmarks", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    constants = yaml.safe_load(file.read_text())["figures"]["constants"]
+    calibration = tmp_path / "whole.yaml"
+    calibration.write_text(yaml.safe_dump(constants | {"network": 1e9, "memory_gib": 16}))
+    actual = read_device(calibration)
+    assert actual.name == "cpu" and actual.peak > 0 and actual.bandwidth > 0 and actual.nvlink > 0
+
+
+LENGTH = 512
+SCORES = ROWS * HEADS * LENGTH**2 * 4
+"""Bytes of the scores of one attention."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attentions"), [("bert", 1), ("t5", 2)])
+def test_encoder_and_decoder_layers_store_no_scores(name: str, attentions: int) -> None:
+    try:
+        prepare()
+    except UserError as error:
+        pytest.skip(str(error).splitlines()[0])
+    fused = attention_program(layers("cudnn")[name], LENGTH)
+    calls = {target: n for target, n in kernels(fused).items() if "fmha" in target or "triton" in target}
+    # Per attention, Pallas has a forward and two backward kernels for rows whose padding is not at their end.
+    expected = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 1, "__gpu$xla.gpu.triton": 3}
+    assert calls == {target: n * attentions for target, n in expected.items()}
+    plain = attention_program(layers("reference")[name], LENGTH)
+    assert not any("fmha" in target or "triton" in target for target in kernels(plain))
+    plain_bytes, fused_bytes = (p.memory_analysis().temp_size_in_bytes for p in (plain, fused))
+    assert plain_bytes - fused_bytes > attentions * SCORES
+
+
+@pytest.mark.slow
+def test_a_small_model_is_converted_back_within_the_memory_limit(tmp_path: Path) -> None:
+    figures = convert(size="debug", folder=tmp_path)
+    assert figures["tensors_equal"] and figures["within_allowed"]
+    assert 50 < figures["hugging_face_to_run"]["peak_private_megabytes"] < figures["allowed_megabytes"]
+
+
+def test_published_speeds_are_predicted() -> None:
+    actual = planner_accuracy.lines()
+    text = planner_accuracy.summary(actual)
+    assert text["predicted"] >= 16 and text["fitted"] == len(planner_accuracy.FITTED) <= 4
+    assert text["median_error"] <= 0.10 and text["worst_error"] <= 0.20
+    devices = {run.device for run in planner_accuracy.RUNS}
+    assert devices == {"a100-80gb", "h100", "h200", "b200", "gb200"}
+    table = planner_accuracy.table(actual)
+    assert all(run.name in table for run in planner_accuracy.RUNS)
+
+
+def test_constants_are_those_of_the_fit() -> None:
+    actual = planner_accuracy.fitted_constants()
+    assert actual["h100 matmul"] == pytest.approx(GPUS["h100"].matmul, abs=2e-3)
+    assert actual["h100 matmul_fp8"] == pytest.approx(GPUS["h100"].matmul_fp8, abs=2e-3)
+    assert actual["b200 matmul_fp8"] == pytest.approx(GPUS["b200"].matmul_fp8, abs=2e-3)
+    assert actual["core r0.8 overhead"] == pytest.approx(planner_accuracy.MEGATRON_R08.overhead, abs=5e-3)
+
+
+def test_lower_bounds_are_below() -> None:
+    assert all(line["error"] > 0 for line in planner_accuracy.lines(planner_accuracy.BOUNDS))
+
+
+def test_the_file_has_exactly_the_plans() -> None:
+    figures = stored_figures()
+    assert list(figures) == [plan.key for plan in PLANS]
+    assert CONFIGS.keys() == HARDWARE.keys() == {plan.config for plan in PLANS}
+    for plan in PLANS:
+        actual = figures[plan.key]
+        assert (actual["config"], actual["gpus"]) == (CONFIGS[plan.config], plan.gpus)
+        assert actual["settings"] == list(plan.settings) and actual["commit"]
+        assert actual["arguments_gib"] + actual["temporary_gib"] == pytest.approx(actual["peak_gib"], rel=0.01)
+
+
+def test_large_models_leave_room_on_their_gpus() -> None:
+    """Limits set in advance."""
+    peaks = [(plan.config, actual["peak_gib"]) for plan, actual in zip(PLANS, stored_figures().values(), strict=True)]
+    assert all(min(peak for name, peak in peaks if name == config) <= 40 for config in ("gpt3_175b", "llama3_70b"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_table_of_a_page_matches_the_file(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    expected_page = with_table(text, PAGES[page], stored_figures())
+    assert text == expected_page, f"{page} is not as {FIGURES.name} says: python -m benchmarks compiled_peaks --pages"
+
+
+def test_a_changed_figure_changes_the_table() -> None:
+    figures = stored_figures()
+    figures[PLANS[0].key] |= {"peak_gib": 12.34}
+    text = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
+    assert " | 12.3 GiB |" in with_table(text, "configs", figures)
+    with pytest.raises(ValueError, match=r"the marks .* are missing"):
+        with_table("a page without marks", "configs", figures)
+
+
+def test_config_files_state_no_memory_figures() -> None:
+    for file in {ROOT / "configs" / name.partition(":")[0] for name in CONFIGS.values()}:
+        sizes = re.findall(r"\d GiB", file.read_text(encoding="utf-8"))
+        assert not sizes, f"{file.name} has a figure of its own: docs/layouts.md has it"
+
+
+def test_check_reports_changed_figures_and_writes_nothing(monkeypatch, capsys, tmp_path) -> None:
+    before = {"peak_gib": 20.0, "ring_slots": 8, "commit": "old"}
+    assert list(differences(before, {"peak_gib": 20.1, "ring_slots": 8, "commit": "new"})) == []
+    assert list(differences(before, {"peak_gib": 20.3, "ring_slots": 9})) == [
+        "peak_gib: 20.0 on file, 20.3 compiled", "ring_slots: 8 on file, 9 compiled",
+    ]  # fmt: skip
+    plans = {plan.key: stored_figures()[plan.key] for plan in PLANS}
+
+    def larger(plan: compiled_peaks.Plan) -> dict[str, Any]:
+        return plans[plan.key] | {"peak_gib": 2 * plans[plan.key]["peak_gib"]}
+
+    monkeypatch.setattr(compiled_peaks, "compiled", larger)
+    monkeypatch.setattr(compiled_peaks, "prepare", lambda: None)
+    stored = json.dumps(stored_figures())
+    assert compiled_peaks.compiled_peaks(only=("gpt3_1_3b",), check=True) == {"wrong": 1}
+    assert "peak_gib" in capsys.readouterr().out and json.dumps(stored_figures()) == stored
+
+
+@pytest.mark.slow
+def test_the_compiler_reproduces_a_stored_figure() -> None:
+    pytest.importorskip("jax_cuda12_plugin")
+    plan = next(plan for plan in PLANS if plan.key == "llama3_8b, 8")
+    assert list(differences(stored_figures()[plan.key], compiled_peaks.compiled(plan))) == []
