@@ -65,7 +65,6 @@ PARTS = {
     "kills": Part(RUNS, "faults.reliability:kills", "kills of a saving process and of a rank"),
     "restarts": Part(RUNS, "faults.reliability:restarts", "time from the death of a rank to the next step"),
     "watchdog": Part(RUNS, "faults.reliability:watchdog", "time from a rank that stops to the end of the gang"),
-    "overhead": Part(RUNS, "faults.reliability:overhead", "watchdog, hashes and local checkpoints"),
     "leaks": Part(RUNS, "faults.reliability:leaks", "memory and descriptors over many steps and saves"),
     "survival": Part(RUNS, "faults.survival:survival", "one run through a kill, a hang, a full disk and damage"),
     "inference": Part(TEXT, "inference.generation:inference", "speed relative to memory bandwidth and transformers"),

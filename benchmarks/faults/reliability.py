@@ -1,4 +1,4 @@
-"""Kills, restarts, watchdog delay, overhead and leaks, measured on real runs."""
+"""Kills, restarts, the watchdog, and leaks, measured on real runs."""
 
 import json
 import random
@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints.saves import integrity, local_checkpoints
 from benchmarks.faults.supervised_run import SMALL, SupervisedRun, alive, kill
 from benchmarks.outcome import ROOT
 from benchmarks.processes import memory
@@ -139,7 +138,10 @@ def _statistics(values: list[float]) -> dict[str, float]:
 
 
 def watchdog(*, trials: int = 20) -> dict[str, Any]:
-    """Seconds from a rank that stops, in a sleep or by SIGSTOP, until the gang is down, with a limit of ten seconds."""
+    """Seconds from a rank that stops, in a sleep or by SIGSTOP, until the gang is down, with a limit of ten seconds.
+
+    Also the cost of the watchdog in a run where nothing stops.
+    """
     limit, results = 10.0, {}
     for kind in ("stuck", "frozen"):
         delays, codes, blamed = [], [], []
@@ -160,20 +162,9 @@ def watchdog(*, trials: int = 20) -> dict[str, Any]:
             "exit codes": sorted(set(codes)),
             "named process 1": sum(blamed),
         }
-    return {"limit of a step, seconds": limit, "trials of each": trials, **results}
-
-
-def overhead() -> dict[str, Any]:
-    """Shares of a step of 0.3 s or more: the watchdog, hashes of replicas, local checkpoints.
-
-    `checkpoint` has the wait for a save. Run it with --devices=cpu:2.
-    """
     with place() as folder:
-        return {
-            "watchdog": watchdog_cost(folder),
-            "copies of the state": integrity(folder=folder / "hashes"),
-            "local checkpoints": local_checkpoints(every=40, rounds=2, folder=folder),
-        }
+        results["cost"] = watchdog_cost(folder)
+    return {"limit of a step, seconds": limit, "trials of each": trials, **results}
 
 
 def watchdog_cost(folder: Path, seconds: float = 10.0) -> dict[str, float]:
