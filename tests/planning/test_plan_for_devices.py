@@ -14,10 +14,12 @@ import pytest
 from descriptions import needs_compiler
 from tiny_runs import ONE, build_program, llama
 
+from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import prepare, read_cluster
+from megajax.planning.program.train_step import compile_train_step, kernel_device, with_kernels
+from megajax.planning.virtual_devices import GPUS, prepare, read_cluster
+from megajax.training.program import demand_kernels
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3.py:debug"
@@ -128,6 +130,13 @@ def test_every_architecture_compiles(device: str, tmp_path: Path) -> None:
     assert figures["fits"] is True
     inside = row(figures, kind="all-gather", axis="data", inside_loop=True)
     assert inside, "fsdp gathers weights layer by layer"
+
+
+def test_float32_uses_the_reference_attention_and_the_plan_says_why() -> None:
+    cfg = load("llama3.py:debug", "precision.compute=float32")
+    _, kernels = with_kernels(cfg.model, demand_kernels(cfg, kernel_device(GPUS["b200"])))
+    why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
+    assert kernels["attention"] == [f"reference ({why})"]
 
 
 @needs_compiler
