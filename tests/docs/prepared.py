@@ -113,7 +113,7 @@ def _megatron_checkpoint(folder: Path) -> None:
     declared = declared_by(model)
 
     class Zeros:
-        endpoint = "zeros"
+        where = "zeros"
 
         def shapes(self) -> dict[str, tuple[int, ...]]:
             return {path: spec.shape for path, spec in declared.items()}

@@ -1,4 +1,4 @@
-"""Every command and every program of README.md and docs/*.md, page by page in one folder.
+"""Every command and every program of README.md and docs/*.md, in the order of its page.
 
 Trainings whose run folder is not used later on their page end with the resolved settings; other tests train.
 """
@@ -30,6 +30,11 @@ REPLACED = {
     **dict.fromkeys(("--steps=60", "--steps=100", "--steps=150"), "--steps=3"),
 }
 """Settings that do not suit so few steps, or that ask for more."""
+FOLLOWED = (
+    *("README.md", "benchmarks.md", "checkpoints.md", "evaluation.md", "first_config.md", "generate.md"),
+    *("getting_started.md", "inference.md", "lora.md", "preprocess.md", "tuning.md"),
+)
+"""Pages that are run in one folder, as users follow them."""
 COMPLETE = ("--help", "--print-config", "--schedule")
 """Flags of commands that take seconds as they are."""
 
@@ -125,19 +130,17 @@ def commands_of(block: Block) -> list[list[str]]:
     return [*map(without_runner, commands(block))] if block.language in ("bash", "console") else []
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all pages."""
-    folder = tmp_path_factory.mktemp("pages")
+def with_configs(folder: Path) -> Path:
+    """The folder, with what a checkout has."""
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     return folder
 
 
 @pytest.fixture(scope="module")
-def ended() -> set[tuple[str, ...]]:
-    """Commands that an earlier page ran: several begin with the quickstart."""
-    return set()
+def common(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[tuple[str, ...]]]:
+    """The folder of FOLLOWED, and the commands that ended there: several pages begin with the quickstart."""
+    return with_configs(tmp_path_factory.mktemp("pages")), set()
 
 
 def steps_of(page: Path, folder: Path) -> Iterator[list[str]]:
@@ -164,8 +167,9 @@ def steps_of(page: Path, folder: Path) -> Iterator[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=lambda page: page.name)
 def test_all_blocks_of_a_page_run(
-    page: Path, folder: Path, ended: set[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    page: Path, common: tuple[Path, set[tuple[str, ...]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder, ended = common if page.name in FOLLOWED else (with_configs(tmp_path), set())
     monkeypatch.chdir(folder)
     prepare(page.relative_to(ROOT).as_posix(), folder)
     for arguments in steps_of(page, folder):
