@@ -99,7 +99,8 @@ class Process:
         if os.environ.get("MEGAJAX_ELASTIC") == "1":
             print("elastic", flush=True)
         self.beat()
-        threading.Thread(target=self.beats, daemon=True).start()
+        beats = threading.Thread(target=self.beats, daemon=True)
+        beats.start()
         while self.step < STEPS:
             step = self.step + 1
             self.enter("data_wait", step)
@@ -120,8 +121,10 @@ class Process:
                 while not (self.checkpoints / str(step)).exists():
                     time.sleep(0.01)
                 self.committed = step
-        self.enter("finish", None)
         self.over.set()
+        beats.join()
+        self.enter("finish", None)
+        self.beat()  # As in training, the last one says that no other is due.
         self.fault(0)
 
 
