@@ -163,9 +163,9 @@ def test_another_schedule_applies_where_the_config_allows_it(uninterrupted, copi
         "schedule": ScheduleConfig(lr=1e-3, style="linear", on_resume="config"),
         "optimizer": AdamWConfig(weight_decay=0.2),
     }
-    with pytest.raises(UserError, match=r"  seed: 1234 -> 7\nContinue with the old settings; or set") as refused:
+    with pytest.raises(UserError, match=r"  seed: 1234 -> 7\n  data: order .*\nContinue") as refused:
         train(run_config(copied, seed=7, **rates))
-    assert "schedule.lr" not in str(refused.value)
+    assert "schedule.lr" not in str(refused.value) and "on_resume" not in str(refused.value)
     assert train(run_config(copied, **rates)) == 0
     output = capsys.readouterr().out
     assert "changed rates from step 4 on (schedule.on_resume=config)" in output

@@ -35,7 +35,8 @@ LAYOUTS = {
 @cache
 def recompute(layout: str):
     """(scale, tolerance) -> verdict, and the mesh."""
-    of = replace(build_program(llama("none"), LAYOUTS[layout], microbatches=2), options=QUICK)
+    small = llama("selective" if layout == "fsdp" else "none")
+    of = replace(build_program(small, LAYOUTS[layout], microbatches=2), options=QUICK)
     state, batch, recompute = start(of), place(of, rows()), Recompute(of)
 
     def run(scale, tolerance: float = 0.0) -> Verdict | None:
