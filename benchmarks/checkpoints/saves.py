@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config import load
 from megajax.faults.config import RecomputeConfig
@@ -146,11 +145,11 @@ def local_checkpoints(*, every: int = 40, rounds: int = 6, folder: Path | None =
             local.begin(0, run.state)
             samples = [save_alone(local, run, number) for number in range(1, 5)]
             plain, saving = steps_beside(local, run, every, rounds)
-            reader, like = LocalReader(local), run.program.state_like()
+            like = run.program.state_like()
             restore_began = time.perf_counter()
-            saved = reader.newest_intact()
+            saved = local.newest_intact()
             assert saved is not None
-            jax.block_until_ready(reader.restore(saved, like)[0])
+            jax.block_until_ready(local.restore(saved, like)[0])
             restored = time.perf_counter() - restore_began
             size = local.need
     step = statistics.median(plain) / every

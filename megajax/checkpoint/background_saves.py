@@ -1,8 +1,13 @@
-"""Saves in the background, their reports, and why one failed: in one line, with the bytes needed and free on disk."""
+"""Saves in the background: their stages, their reports, and why one failed, in one line with the bytes needed and free.
+
+The base of the managers of both kinds of checkpoints, in the shared folder and on the machines. A manager says what is
+written in `_write`, as a sequence of stages; each stage is done by all processes before the next begins.
+"""
 
 import errno
 import os
 import re
+import time
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import AbstractContextManager
@@ -10,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from megajax.checkpoint.folder import step_name
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
+from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
 from megajax.storage.write_errors import FULL, error_number, remedy
 
@@ -71,11 +78,11 @@ class SaveReport(NamedTuple):
     """A save that has ended."""
 
     step: int
-    blocking_seconds: float
+    blocking_seconds: float = 0.0
     """How long `save` took, including waiting for an earlier save."""
-    total_seconds: float
+    total_seconds: float = 0.0
     """Time from the call to the commit, including hashing."""
-    bytes: int
+    bytes: int = 0
     """Size of all files of the step (0 on processes other than 0); of a local save, of this process's set."""
     failure: str | None = None
     """Why a local save was not committed. A failed save to the shared folder raises CheckpointError instead."""
@@ -83,6 +90,25 @@ class SaveReport(NamedTuple):
 
 type Background = Callable[[int], AbstractContextManager[Any]]
 """Step -> context manager that is entered while the step is written in the background, for watchdogs."""
+
+
+@dataclass(slots=True)
+class Save:
+    """A save in progress."""
+
+    step: int
+    name: str
+    """Unique in the run."""
+    path: Path
+    """The folder that is renamed when all is written."""
+    meta: Any
+    bytes: int
+    """Size of what is written, for messages."""
+    content: Any
+    """What the background thread writes."""
+    peers: Peers
+    """All processes, for this save alone."""
+    started: float
 
 
 @dataclass
@@ -94,18 +120,58 @@ class PendingSave:
 
 
 class BackgroundSaves:
-    """One save at a time, in a background thread; the base of both managers, which are context managers."""
+    """One save at a time, in a background thread. Use it as a context manager, or call `close`."""
 
-    def __init__(self, thread: str, initializer: Callable[[], None] | None = None):
-        """thread: its name. initializer: called in the thread before the first save."""
+    expected_errors: type[Exception] = Exception
+    """Errors of `_write` that make a save a failed one; others are raised as they are."""
+
+    def __init__(self, thread: str, peers: Peers, watched: Background, initializer: Callable[[], None] | None = None):
+        """thread: its name. watched: context manager of a save. initializer: called in the thread before the first."""
+        self._peers, self._watched = peers, watched
         self._background = futures.ThreadPoolExecutor(1, thread, initializer=initializer)
         self._pending = PendingSave()
         self._reports: list[SaveReport] = []
         self._saves = 0
         """Saves that were begun."""
 
-    def _submit[**P](self, step: int, work: Callable[P, SaveReport], *args: P.args, **kwargs: P.kwargs) -> None:
-        self._pending.step, self._pending.result = step, self._background.submit(work, *args, **kwargs)
+    def _new_save(self, step: int, folder: Path, meta: Any, size: int, started: float) -> Save:
+        self._saves += 1
+        token, number = self._peers.token, self._saves
+        path = folder / f"{step_name(step)}.{token}{number:04x}.saving"
+        return Save(step, f"{token}-{number}", path, meta, size, None, self._peers.namespace(f"save{number}"), started)
+
+    def _submit(self, save: Save, *, asynchronous: bool = True) -> None:
+        blocking = time.monotonic() - save.started if asynchronous else None
+        self._pending.step = save.step
+        self._pending.result = self._background.submit(self._finish, save, blocking)
+
+    def _finish(self, save: Save, blocking: float | None) -> SaveReport:
+        """The background part of a save; runs in a thread of every process. blocking: None: all of it."""
+        with self._watched(save.step):
+            try:
+                size = self._write(save)
+            except self.expected_errors as error:
+                raise self._failed(save, error) from error
+        total = time.monotonic() - save.started
+        return SaveReport(save.step, total if blocking is None else blocking, total, size)
+
+    def _write(self, save: Save) -> int:
+        """Writes and commits a save, a stage at a time with `_on_all` -> bytes."""
+        raise NotImplementedError
+
+    def _discard(self, save: Save) -> None:
+        """Deletes the files of a failed save."""
+        raise NotImplementedError
+
+    def _on_all[T](self, save: Save, work: Callable[[], T]) -> T:
+        """A stage: calls `work` on all processes. Raises PartFailed on all of them if it failed on any."""
+        return save.peers.on_all(work, lambda error: reason(error, save.path, save.bytes))
+
+    def _failed(self, save: Save, error: Exception) -> CheckpointError:
+        self._discard(save)
+        return CheckpointError(
+            save.step, str(error) if isinstance(error, PartFailed) else reason(error, save.path, save.bytes)
+        )
 
     @property
     def saving(self) -> int | None:

@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megajax.checkpoint import arrays, background_saves, folder, integrity
-from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, PendingSave, SaveReport
+from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, PendingSave, Save
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
@@ -35,18 +35,6 @@ from megajax.storage.atomic_folders import delete_folder
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 LAST_SAVE_TIMEOUT_SECONDS = 5.0
-
-
-class _Save(NamedTuple):
-    """A save in progress."""
-
-    step: int
-    path: Path
-    meta: str
-    peers: Peers
-    started: float
-    bytes: int
-    """Total size of the arrays."""
 
 
 class CheckpointManager(BackgroundSaves, CheckpointReader):
@@ -72,10 +60,9 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         Raises UserError if the folder can't be written, is being written by another run, or is not shared by all
         processes.
         """
-        BackgroundSaves.__init__(self, "megajax checkpoint")
         CheckpointReader.__init__(self, path, event=event)
+        BackgroundSaves.__init__(self, "megajax checkpoint", self._peers, background)
         self.cfg = cfg
-        self._watched = background
         weakref.finalize(self, report_failure, self._pending)
         # Not by atexit, whose functions run after the threads that Orbax needs to finish a save have ended.
         threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # not in threading's public API
@@ -174,71 +161,55 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         # Not sorted: the config.json of the weights' source keeps its order.
         text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1)
         leaves = arrays.flatten(state)
-        self._saves += 1
-        path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"
         size = sum(leaf.nbytes for leaf in leaves.values())
-        save = _Save(step, path, text, self._peers.namespace(f"save{self._saves}"), started, size)
+        save = self._new_save(step, self.folder, text, size, started)
         try:
-            self._on_all(save, lambda: self._create(save) if save.peers.first else None)
+            self._on_all(save, lambda: self._create(save) if self._peers.first else None)
         except PartFailed as error:
             raise self._failed(save, error) from error
         try:
-            writing: Any = arrays.start_writing(save.path / ARRAYS, leaves)
+            save.content = arrays.start_writing(save.path / ARRAYS, leaves)
         except Exception as error:
             # Other processes may have succeeded: the thread reports the error to them, and `wait` raises it here.
-            writing = error
-        self._submit(step, self._finish, save, writing, time.monotonic() - started)
-        if isinstance(writing, Exception) or not self.cfg.asynchronous:
+            save.content = error
+        self._submit(save, asynchronous=self.cfg.asynchronous)
+        if isinstance(save.content, Exception) or not self.cfg.asynchronous:
             self.wait()
         return True
 
-    def _create(self, save: _Save) -> None:
+    def _create(self, save: Save) -> None:
         # Don't begin a save that can't fit: other programs may need the free space.
         disk.demand_space(self.folder, save.bytes)
         save.path.mkdir()
 
-    def _failed(self, save: _Save, error: Exception) -> CheckpointError:
-        if save.peers.first:
+    def _discard(self, save: Save) -> None:
+        if self._peers.first:
             delete_folder(save.path)
-        reason = str(error) if isinstance(error, PartFailed) else background_saves.reason(error, save.path, save.bytes)
-        return CheckpointError(save.step, reason)
 
-    def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
-        return save.peers.on_all(work, lambda error: background_saves.reason(error, save.path, save.bytes))
-
-    def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
-        """The background part of a save; runs in a thread of every process.
-
-        writing: the response of `arrays.start_writing`, or its error.
-        """
-        with self._watched(save.step):
-            try:
-                self._on_all(save, lambda: self._wait_for_arrays(save, writing))
-                self._on_all(save, lambda: self._write_part(save))
-                size = self._on_all(save, lambda: self._commit(save) if save.peers.first else 0)
-            except Exception as error:
-                raise self._failed(save, error) from error
+    def _write(self, save: Save) -> int:
+        self._on_all(save, lambda: self._wait_for_arrays(save))
+        self._on_all(save, lambda: self._write_part(save))
+        size = self._on_all(save, lambda: self._commit(save) if self._peers.first else 0)
         self._verified.add(save.step)
         self._refused.discard(save.step)  # that was set aside
         self._opened = None  # perhaps also of the step that was set aside
-        total = time.monotonic() - save.started
-        return SaveReport(save.step, blocking if self.cfg.asynchronous else total, total, size)
+        return size
 
-    def _wait_for_arrays(self, save: _Save, writing: Any) -> None:
+    def _wait_for_arrays(self, save: Save) -> None:
         """Waits for Orbax, and polls for failures of other processes, which its barrier notices after minutes only."""
-        if isinstance(writing, Exception):
-            raise writing
+        if isinstance(save.content, Exception):
+            raise save.content
         while True:
             began = time.monotonic()
             try:
-                return writing.result(timeout=1.0)
+                return save.content.result(timeout=1.0)
             except TimeoutError:
                 if time.monotonic() - began < 0.5:  # not the timeout of this call, but one that ended the writing
                     raise
             if (failure := save.peers.failure()) is not None:
                 raise PartFailed(failure)
 
-    def _write_part(self, save: _Save) -> None:
+    def _write_part(self, save: Save) -> None:
         """Process 0 writes the metadata. The others hash their own files, so that process 0 need not hash them all."""
         if save.peers.first:
             disk.write_durably(save.path / META, save.meta)
@@ -248,7 +219,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         entries = integrity.hash_files(save.path, names)
         disk.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
 
-    def _commit(self, save: _Save) -> int:
+    def _commit(self, save: Save) -> int:
         """Process 0 merges the others' entries, hashes the rest, writes the manifest and renames -> size in bytes."""
         entries: integrity.Entries = {}
         for index in range(1, save.peers.count):

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 import jax
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.local.restore import LocalReader
+from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
@@ -216,7 +216,7 @@ def _open_console_and_signals(
 
 
 def _resume(start: Start, local: LocalSaves, console: Console, event: Callable[..., None], data: DataFiles) -> Resume:
-    def following() -> tuple[CheckpointReader | LocalReader, int, bool]:
+    def following() -> tuple[CheckpointReader | LocalCheckpoints, int, bool]:
         # Never None: that a folder has no intact step left is a UserError.
         next_start = cast(Start, local.start())
         return *next_start, local.belongs_to_run(next_start)
@@ -227,6 +227,6 @@ def _resume(start: Start, local: LocalSaves, console: Console, event: Callable[.
 def _origin(start: Start | None, sources: Sequence[WeightsConfig]) -> str:
     """The banner's line about the initial state."""
     if start is not None:
-        return f"step {start[1]} of {Path(start[0].folder).parent}"
+        return f"step {start[1]} of {start[0].folder.parent}"
     runs = ", ".join(str(source.run) for source in sources)
     return f"new run, from weights of {runs}" if runs else "new run"

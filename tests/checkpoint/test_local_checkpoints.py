@@ -15,7 +15,6 @@ from test_restore import bits, mesh_of, state_on
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.local.sets import SetWriter
 from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError
@@ -43,12 +42,12 @@ def saved(folder: Path, *steps: int, first: int = 0, **settings: Any) -> None:
 def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
     """The result of a start: its step, the skipped steps, and a value of the state."""
     with opened(folder) as local:
-        reader, passed_over = LocalReader(local), list[int]()
+        passed_over = list[int]()
         while True:
-            step, value = reader.newest_intact(), None
-            passed_over += [skipped.step for skipped in reader.skipped]
+            step, value = local.newest_intact(), None
+            passed_over += [skipped.step for skipped in local.skipped]
             with contextlib.suppress(DamagedStep):
-                value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
+                value = None if step is None else float(local.restore(step, like(small(0)))[0]["w"][0, 0])
                 return step, passed_over, value
 
 
@@ -71,10 +70,9 @@ def test_every_bit_comes_back_on_the_same_layout_and_on_others(tmp_path, data, t
         local.begin(0, state)
         local.save(7, state, META)
     with opened(tmp_path) as local:
-        reader = LocalReader(local)
-        assert reader.newest_intact() == 7 and reader.meta(7) == META
-        unchanged, _ = reader.restore(7, like(state))
-        restored, meta = reader.restore(7, laid_out(mesh_of(data, tensor), state))
+        assert local.newest_intact() == 7 and local.meta(7) == META
+        unchanged, _ = local.restore(7, like(state))
+        restored, meta = local.restore(7, laid_out(mesh_of(data, tensor), state))
     assert meta == META
     leaves = (jax.tree.leaves(tree) for tree in (state, unchanged, restored))
     for saved, same_layout, new_layout in zip(*leaves, strict=True):
@@ -102,10 +100,9 @@ def test_the_saved_values_are_those_before_the_arrays_were_donated(tmp_path):
 def test_a_state_of_other_shapes_is_refused_with_a_table(tmp_path):
     saved(tmp_path, 1)
     with opened(tmp_path) as local:
-        reader = LocalReader(local)
-        reader.newest_intact()
+        local.newest_intact()
         with pytest.raises(UserError, match=r"local checkpoint of step 1 does not match(?s:.*)float32\[4, 4\]"):
-            reader.restore(1, like({"w": np_zeros(5)}))
+            local.restore(1, like({"w": np_zeros(5)}))
 
 
 def np_zeros(size: int) -> jax.Array:
@@ -170,7 +167,7 @@ def test_two_runs_with_one_folder_do_not_mix(tmp_path):
             local.save(step, small(step), META)
     for name, step in (("a", 5), ("b", 9)):
         with LocalConfig(every=1, folder=tmp_path / "node").build(tmp_path / name) as local:
-            assert LocalReader(local).newest_intact() == step
+            assert local.newest_intact() == step
     assert oct((tmp_path / "node" / local.history.run).stat().st_mode & 0o777) == "0o700"
 
 
@@ -218,7 +215,7 @@ def test_failed_saves_leave_the_older_ones_and_stop_after_some(tmp_path):
         local.save(3, big, META)  # there is room again
         local.wait()
         assert [report.failure for report in local.poll()] == [None] and local.failures == 0
-        shutil.rmtree(local.folder.path)
+        shutil.rmtree(local.store.path)
         for step in (4, 5):
             assert local.due(step)
             local.save(step, big, META)
@@ -269,7 +266,7 @@ def test_settings_below_one_are_problems(name):
 def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
     """Nor of a process of an earlier start with more of them."""
     with opened(tmp_path) as local:
-        (local.folder.path / "process_3").mkdir()
+        (local.store.path / "process_3").mkdir()
         local.begin(0, small(0))
         local.save(1, small(1), META)
         local.clear()
@@ -279,15 +276,14 @@ def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
 def test_damage_that_a_restore_finds_is_named_and_the_next_choice_is_the_step_before(tmp_path):
     saved(tmp_path, 1, 2)
     with opened(tmp_path) as local:
-        reader = LocalReader(local)
-        assert reader.newest_intact() == 2
+        assert local.newest_intact() == 2
         damage(sets(tmp_path)[1] / "own.bin")
         with pytest.raises(DamagedStep, match=r"can't be read: process 0: w .* on process 0: own.bin: w: sha256"):
-            reader.restore(2, like(small(0)))
+            local.restore(2, like(small(0)))
         assert [path.name for path in sets(tmp_path)] == ["00000001"]
-        assert reader.newest_intact() == 1 and [skipped.step for skipped in reader.skipped] == [2]
-        assert float(reader.restore(1, like(small(0)))[0]["w"][0, 0]) == 1
-        assert reader.newest_intact() == 1 and reader.skipped == []
+        assert local.newest_intact() == 1 and [skipped.step for skipped in local.skipped] == [2]
+        assert float(local.restore(1, like(small(0)))[0]["w"][0, 0]) == 1
+        assert local.newest_intact() == 1 and local.skipped == []
 
 
 @pytest.mark.parametrize("laid_out_as_saved", [True, False])
@@ -301,9 +297,8 @@ def test_a_start_reads_each_byte_once(tmp_path, laid_out_as_saved):
     target = like(state) if laid_out_as_saved else laid_out(mesh_of(2, 4), state)
     with opened(tmp_path) as local:
         before = bytes_read()
-        reader = LocalReader(local)
-        assert reader.newest_intact() == 1
-        restored, _ = reader.restore(1, target)
+        assert local.newest_intact() == 1
+        restored, _ = local.restore(1, target)
         count = bytes_read() - before
     assert values.nbytes <= count < 1.1 * values.nbytes
     np.testing.assert_array_equal(restored["w"], values)

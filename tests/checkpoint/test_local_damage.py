@@ -17,7 +17,6 @@ from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local import manager
 from megajax.checkpoint.local.exchange import Members, RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.restore import LocalReader
 from megajax.checkpoint.local.sets import (
     OWN_FILE,
     REPLICAS_FILE,
@@ -79,14 +78,14 @@ def restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
             current.peers = peers
             with LocalConfig(every=1, folder=tmp_path / "node").build(tmp_path / "shared") as local:
                 for step in (1, 2):
-                    local.serve(write(local.folder.process_folder, step, peers.process, replica=replicas))
+                    local.serve(write(local.folder, step, peers.process, replica=replicas))
                 harm(local)
-                reader, steps, reasons = LocalReader(local), [], []
+                steps, reasons = [], []
                 while True:
-                    steps.append(reader.newest_intact())
-                    reasons += [skipped.reason for skipped in reader.skipped]
+                    steps.append(local.newest_intact())
+                    reasons += [skipped.reason for skipped in local.skipped]
                     try:
-                        tree, meta = ({}, {}) if steps[-1] is None else reader.restore(steps[-1], like)
+                        tree, meta = ({}, {}) if steps[-1] is None else local.restore(steps[-1], like)
                     except DamagedStep:
                         continue
                     assert meta.get("step") == steps[-1]
@@ -112,7 +111,7 @@ def harm_files(*damaged: tuple[int, str]) -> Callable[[LocalCheckpoints], None]:
     def harm(local: LocalCheckpoints) -> None:
         for process, name in damaged:
             if process == local.peers.process:
-                damage(local.folder.process_folder / "00000002" / name)
+                damage(local.folder / "00000002" / name)
 
     return harm
 
@@ -173,7 +172,7 @@ def test_what_no_process_needs_is_verified_too(restored, capfd):
 
     def take_over(local: LocalCheckpoints) -> None:
         if local.peers.process == 0:
-            (folder := local.folder.path / "process_9").mkdir()
+            (folder := local.store.path / "process_9").mkdir()
             path, (info, pieces) = (taken := write(folder, 2, 0, replica=True)).path, taken.index
             local.serve(LocalSet(path, SetIndex(replace(info, process=9), pieces)))
             damage(path / OWN_FILE)

@@ -94,7 +94,7 @@ def test_links_in_the_folder_are_not_followed(tmp_path: Path, process: int) -> N
     thesis = victim_in(tmp_path)
     with opened(tmp_path) as local:
         local.begin(0, small(0))
-        path = local.folder.path
+        path = local.store.path
     shutil.rmtree(path / "process_0")
     (path / f"process_{process}").symlink_to(thesis.parent)
     if process == 0:

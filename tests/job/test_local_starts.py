@@ -55,7 +55,7 @@ def attempt(folder: Path, cfg: RunConfig, shared: tuple[int, ...] = (), local: t
         kind, step, value = None, None, None
         while value is None and (start := saves.start()) is not None:
             step = start[1]
-            kind = "local" if start[0] is saves.reader else "shared" if start[0] is manager else "other"
+            kind = "local" if start[0] is saves.local else "shared" if start[0] is manager else "other"
             assert saves.belongs_to_run(start) == (kind != "other")
             with suppress(DamagedStep):  # As a job does, which then chooses again.
                 value = float(start[0].restore(step, like(small(0)))[0]["w"][0, 0])

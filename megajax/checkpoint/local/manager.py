@@ -1,5 +1,7 @@
 """Local checkpoints: each process saves its shards to a folder of its machine, and keeps those of others as replicas.
 
+A restore reads the sets of this machine, and missing shards from other processes.
+
 The stages of a save, in a background thread of every process:
     own shards into process_K/STEP.TOKEN.saving; fsync             all agree
     shards of the peers whose replicas it keeps, read over TCP     all agree: the step is complete
@@ -13,17 +15,20 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint import arrays, background_saves
-from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, SaveReport
+from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, Save, SaveReport
 from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.folder import step_name
+from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.exchange import Members
 from megajax.checkpoint.local.folder import LocalFolder, RunHistory
+from megajax.checkpoint.local.set_reader import Holder, SetReader
 from megajax.checkpoint.local.sets import (
     OWN_FILE,
     REPLICAS_FILE,
@@ -39,7 +44,7 @@ from megajax.checkpoint.local.sets import (
     set_id,
     shards_of_processes,
 )
-from megajax.checkpoint.reader import Meta, Tree, say
+from megajax.checkpoint.reader import DamagedStep, Meta, Tree, say
 from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
 
@@ -47,52 +52,63 @@ NICE = 10
 """Added to the niceness of the writing thread, so that it yields to training."""
 
 
-class _Save(NamedTuple):
+class SkippedStep(NamedTuple):
+    """A local checkpoint that is damaged or incomplete."""
+
     step: int
-    name: str
-    meta: Meta
-    peers: Peers
-    copies: list[HostCopy]
-    started: float
+    reason: str
 
 
 class LocalCheckpoints(BackgroundSaves):
-    """The writer of a run's local checkpoints; `megajax.checkpoint.local.restore` finds and restores them.
+    """The local checkpoints of a run, saved and restored by methods of the same names as a `CheckpointManager` has.
 
     All processes call the methods in the same order. `close` it, or use it as a context manager.
     """
+
+    expected_errors = PartFailed
 
     def __init__(
         self,
         cfg: LocalConfig,
         shared: Path | str,
         *,
-        during: Background = lambda step: nullcontext(),
+        background: Background = lambda step: nullcontext(),
     ):
-        """shared: the run's checkpoints folder. during: context manager in which the background thread saves a step.
+        """shared: the run's checkpoints folder.
 
         Raises UserError if the folder can't be written or others could change it, if local.json can't be used, or if
         there are too few processes for the replicas.
         """
-        super().__init__("megajax local checkpoint", _yield_to_training)
-        self.cfg, self.shared, self._during = cfg, Path(shared).absolute(), during
-        self.peers = Peers()
+        super().__init__("megajax local checkpoint", Peers(), background, _yield_to_training)
+        self.peers = self._peers
+        self.cfg, self.shared = cfg, Path(shared).absolute()
         self.attempt = self.peers.token
         self.history = self._stored_history()
-        self.folder = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
-        self.peers.check(self.folder.prepare)
+        self.store = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
+        self.peers.check(self.store.prepare)
+        self.folder = self.store.process_folder
         self._serving = threading.Lock()
         self.served: dict[str, LocalSet] = {}
         """The sets that this process owns, by their ids."""
-        self.members = Members(self.peers, self.folder.machine, self._offered)
+        self.members = Members(self.peers, self.store.machine, self._offered)
         self.peers.check(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
-        for local_set in self.folder.adopt(self.members.has_other_owner()):
+        for local_set in self.store.adopt(self.members.has_other_owner()):
             self.serve(local_set)
         self.failures = 0
         """Failed saves in a row."""
         self._shards: dict[int, Shards] = {}
         self.need = 0
         """Bytes of a set of this process, replicas included; known after `begin`."""
+        self.skipped: list[SkippedStep] = []
+        """The steps that the last call of `newest_intact` skipped, and those that restores found damaged before it."""
+        self._damaged: list[SkippedStep] = []
+        """The steps that restores found damaged since then."""
+        self._refused: set[str] = set()
+        """Names of the saves of skipped steps."""
+        self._step: int | None = None
+        self._save = ""
+        self._holders: list[Holder] = []
+        self._meta: Meta = {}
 
     def _stored_history(self) -> RunHistory:
         """The history that process 0 reads. Raises UserError on all processes if it can't be read."""
@@ -118,7 +134,7 @@ class LocalCheckpoints(BackgroundSaves):
         """Deletes a set."""
         with self._serving:
             self.served.pop(local_set.index.info.id, None)
-        self.folder.delete(local_set.path)
+        self.store.delete(local_set.path)
 
     @property
     def stopped(self) -> bool:
@@ -142,7 +158,7 @@ class LocalCheckpoints(BackgroundSaves):
         self.need = byte_count(own_shards | missing, leaves)
         needs = self.peers.gather((self.members.process, self.need))
         machine_need = sum(size for process, size in needs if process in self.members.on_this_machine())
-        self.peers.check(lambda: self.folder.demand_space((self.cfg.keep + 1) * machine_need, self.cfg.keep + 1))
+        self.peers.check(lambda: self.store.demand_space((self.cfg.keep + 1) * machine_need, self.cfg.keep + 1))
 
     def _sources(self) -> list[int]:
         """The processes whose replicas this one keeps."""
@@ -162,52 +178,33 @@ class LocalCheckpoints(BackgroundSaves):
         self.wait()
         if self.stopped:
             return
-        self._saves += 1
-        save = _Save(
-            step,
-            f"{self.attempt}-{self._saves}",
-            dict(meta or {}),
-            self.peers.namespace(f"local{self._saves}"),
-            copy_to_host(arrays.flatten(state)),
-            started,
-        )
-        self._submit(step, self._finish, save, time.monotonic() - started)
+        save = self._new_save(step, self.folder, dict(meta or {}), self.need, started)
+        save.content = copy_to_host(arrays.flatten(state))
+        self._submit(save)
 
-    def _finish(self, save: _Save, blocking: float) -> SaveReport:
-        """The background part of a save."""
-        path = self.folder.process_folder / f"{step_name(save.step)}.{self.attempt}{self._saves:04x}.saving"
-        failure, size = None, 0
-        with self._during(save.step):
-            try:
-                size = self._write(save, path)
-            except PartFailed as error:
-                failure = str(error)
-                with self._serving:
-                    self.served.pop(set_id(save.name, self.members.process), None)
-                shutil.rmtree(path, ignore_errors=True)
-        return SaveReport(save.step, blocking, time.monotonic() - save.started, size, failure)
-
-    def _write(self, save: _Save, path: Path) -> int:
-        def on_all[T](work: Callable[[], T]) -> T:
-            return save.peers.on_all(work, lambda error: background_saves.reason(error, path, self.need))
-
-        writer = on_all(lambda: self._write_own(save, path))
-        on_all(lambda: self._write_replicas(save, writer))
-        finished_set = on_all(lambda: writer.finish(self._info(save, writer)))
-        self.serve(on_all(lambda: writer.rename(finished_set, self.folder.process_folder / step_name(save.step))))
+    def _write(self, save: Save) -> int:
+        writer = self._on_all(save, lambda: self._write_own(save))
+        self._on_all(save, lambda: self._write_replicas(save, writer))
+        finished_set = self._on_all(save, lambda: writer.finish(self._info(save, writer)))
+        self.serve(self._on_all(save, lambda: writer.rename(finished_set, self.folder / step_name(save.step))))
         for local_set in self._superseded():
             self.drop(local_set)
         return writer.bytes
 
-    def _write_own(self, save: _Save, path: Path) -> SetWriter:
-        disk.demand_space(self.folder.process_folder, self.need)
-        writer = SetWriter(path)
-        while save.copies:
-            writer.append(OWN_FILE, save.copies.pop(0))  # and release it
+    def _discard(self, save: Save) -> None:
+        with self._serving:
+            self.served.pop(set_id(save.name, self.members.process), None)
+        shutil.rmtree(save.path, ignore_errors=True)
+
+    def _write_own(self, save: Save) -> SetWriter:
+        disk.demand_space(self.folder, self.need)
+        writer = SetWriter(save.path)
+        while save.content:
+            writer.append(OWN_FILE, save.content.pop(0))  # and release it
         self.serve(writer.snapshot(self._info(save, writer)))
         return writer
 
-    def _write_replicas(self, save: _Save, writer: SetWriter) -> None:
+    def _write_replicas(self, save: Save, writer: SetWriter) -> None:
         """Reads the replicas that this process keeps from other processes, except for shards that it has itself."""
         for source in self._sources():
             missing = self._shards[source] - writer.pieces.keys()
@@ -218,15 +215,20 @@ class LocalCheckpoints(BackgroundSaves):
                     name, shape, dtype, box, *_ = piece = remote.index.pieces[shard]
                     writer.append(REPLICAS_FILE, HostCopy(name, shape, dtype, box, as_bytes(remote.read(piece))))
 
-    def _info(self, save: _Save, writer: SetWriter) -> SetInfo:
+    def _info(self, save: Save, writer: SetWriter) -> SetInfo:
+        return self._info_of(save.step, save.name, frozenset(writer.pieces), self._shards, save.meta)
+
+    def _info_of(
+        self, step: int, name: str, present: Shards, shards: Mapping[int, Shards], meta: Mapping[str, Any]
+    ) -> SetInfo:
         return SetInfo(
-            step=save.step,
-            save=save.name,
+            step=step,
+            save=name,
             process=self.members.process,
             attempt=self.attempt,
             processes=self.peers.count,
-            parts=complete_parts(frozenset(writer.pieces), self._shards),
-            meta=save.meta,
+            parts=complete_parts(present, shards),
+            meta=dict(meta),
         )
 
     def _superseded(self) -> list[LocalSet]:
@@ -235,11 +237,15 @@ class LocalCheckpoints(BackgroundSaves):
         return [local_set for local_set in list(self.served.values()) if local_set.index.info.step not in steps]
 
     def wait(self) -> None:
-        """Waits for the save in progress; `poll` returns its report."""
-        ended = len(self._reports)
-        super().wait()
-        for report in self._reports[ended:]:
-            self.failures = 0 if report.failure is None else self.failures + 1
+        """Waits for the save in progress; `poll` returns its report, also if it failed."""
+        step = None if self._pending.result is None else self.saving
+        try:
+            super().wait()
+        except CheckpointError as error:
+            self.failures += 1
+            self._reports.append(SaveReport(error.step, failure=error.reason))
+        else:
+            self.failures = self.failures if step is None else 0
 
     def save_alone(self, step: int, state: Tree, meta: Mapping[str, Any]) -> tuple[int, ...]:
         """Saves the shards of this process after others were lost -> the processes whose shards it has.
@@ -249,21 +255,14 @@ class LocalCheckpoints(BackgroundSaves):
         leaves = arrays.flatten(state)
         shards = shards_of_processes(leaves)
         copies = copy_to_host(leaves)
-        info = SetInfo(
-            step=step,
-            save=f"{self.attempt}-alone-{step}",
-            process=self.members.process,
-            attempt=self.attempt,
-            processes=self.peers.count,
-            parts=complete_parts(frozenset((copy.name, copy.box) for copy in copies), shards),
-            meta=dict(meta),
-        )
-        path = self.folder.process_folder / f"{step_name(step)}.{self.attempt}.saving"
+        present = frozenset((copy.name, copy.box) for copy in copies)
+        info = self._info_of(step, f"{self.attempt}-alone-{step}", present, shards, meta)
+        path = self.folder / f"{step_name(step)}.{self.attempt}.saving"
         try:
             writer = SetWriter(path)
             for copy in copies:
                 writer.append(OWN_FILE, copy)
-            writer.rename(writer.finish(info), self.folder.process_folder / step_name(step))
+            writer.rename(writer.finish(info), self.folder / step_name(step))
         except OSError as error:
             raise CheckpointError(step, background_saves.reason(error, path, self.need)) from error
         return info.parts
@@ -273,7 +272,94 @@ class LocalCheckpoints(BackgroundSaves):
         self.wait()
         for local_set in list(self.served.values()):
             self.drop(local_set)
-        self.folder.remove()
+        self.store.remove()
+
+    def newest_intact(self) -> int | None:
+        """The newest step with all shards on the processes; None if there is none.
+
+        Shards are verified when they are read: if `restore` of the step raises DamagedStep, call this again.
+        """
+        self.skipped, self._damaged = self._damaged, []
+        infos = [local_set.index.info for local_set in self.served.values()]
+        summaries = [
+            (info.step, info.save, info.processes, self.members.process, info.id, info.parts) for info in infos
+        ]
+        saves: dict[tuple[int, str, int], list[Holder]] = {}
+        for step, save, processes, process, name, parts in chain.from_iterable(self.peers.gather(summaries)):
+            saves.setdefault((step, save, processes), []).append(Holder(process, name, parts))
+        for (step, save, processes), holders in sorted(saves.items(), reverse=True):
+            if save in self._refused:
+                continue
+            self._step, self._save, self._holders = step, save, holders
+            missing = set(range(processes)).difference(*(holder.parts for holder in holders))
+            lost_processes = ", ".join(f"process {process}" for process in sorted(missing))
+            reason = f"the shards of {lost_processes} are lost" if missing else self.peers.agree(self._read_meta())
+            if reason is None:
+                return step
+            self._refused.add(save)
+            self.skipped.append(SkippedStep(step, reason))
+        return None
+
+    def _read_meta(self) -> str | None:
+        """Reads the metadata of the chosen step -> why it can't be read, or None."""
+        try:
+            with self._opened() as sources:
+                self._meta = dict(sources.first.index.info.meta)
+        except Damaged as error:
+            return str(error)
+        return None
+
+    def meta(self, step: int) -> Meta:
+        """The metadata given to `save`."""
+        self._demand(step)
+        return self._meta
+
+    def restore(self, step: int, like: Tree) -> tuple[Tree, Meta]:
+        """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
+
+        like: tree of jax.ShapeDtypeStruct with shardings. Every byte of this process's sets is read once, and again
+        for each process that lacks it; what is returned is what was hashed. Another copy replaces a damaged shard.
+        Raises UserError if names, shapes or dtypes differ; DamagedStep if a process finds no intact copy of a shard.
+        """
+        self._demand(step)
+        tree, reason = list[Tree](), None
+        with self._opened() as sources:
+            try:
+                tree.append(arrays.read(sources, like))
+                sources.verify_rest()
+            except Damaged as error:
+                reason = f"process {self.members.process}: {error}"
+        answers = self.peers.gather((reason, sources.faults))
+        faults = {set_id: fault for _, process_faults in answers for set_id, fault in process_faults.items()}
+        self._remove_damaged(faults)
+        self._holders = [holder for holder in self._holders if holder.set_id not in faults]
+        if reasons := [reason for reason, _ in answers if reason is not None]:
+            self._refused.add(self._save)
+            self._damaged.append(SkippedStep(step, "; ".join(reasons[:3])))
+            raise DamagedStep(f"local checkpoint step {step} can't be read: {self._damaged[-1].reason}")
+        return tree[0], self._meta
+
+    def _remove_damaged(self, faults: Mapping[str, str]) -> None:
+        """Deletes the damaged sets of this process, which are verified again: a transfer may have damaged a copy.
+
+        faults: id of a set -> its fault as some process read it.
+        """
+        for local_set in list(self.served.values()):
+            if (fault := faults.get(local_set.index.info.id)) is None:
+                continue
+            try:
+                local_set.verify()
+                say(f"the local checkpoint {local_set.path} is intact, but was damaged when it was read: {fault}")
+            except Damaged as error:
+                say(f"removed the local checkpoint {local_set.path}, which is damaged: {error}")
+                self.drop(local_set)
+
+    def _opened(self) -> SetReader:
+        return SetReader(f"local checkpoint of step {self._step}", self.served, self.members, self._holders)
+
+    def _demand(self, step: int) -> None:
+        if step != self._step:
+            raise ValueError(f"newest_intact returned step {self._step}, not {step}")
 
     def _release(self) -> None:
         self._background.shutdown()

@@ -1,7 +1,7 @@
 """Local checkpoints in a job: the start, saves between steps, and an emergency save when a process is lost."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax
 from megajax.checkpoint.background_saves import CheckpointError, SaveReport
 from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.restore import LocalReader, SkippedStep
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import UserError
@@ -25,8 +24,8 @@ from megajax.training.session import Run
 LOST_SECONDS = 5.0
 """How long to wait for a step's state: it may need a process that is gone."""
 
-type Start = tuple[CheckpointReader | LocalReader, int]
-"""The reader of the checkpoint that a run starts from, and its step."""
+type Start = tuple[CheckpointReader | LocalCheckpoints, int]
+"""The checkpoints that a run starts from, and the step."""
 
 
 class LocalSaves:
@@ -47,49 +46,45 @@ class LocalSaves:
         self.cfg, self._mesh = resolved.cfg, dict(resolved.mesh.shape)
         self.manager, self.activity, self.event = manager, activity, event
         self.local: LocalCheckpoints | None = None
-        self.reader: LocalReader | None = None
         self.meta: Callable[[], dict[str, Any]] = dict
         """Metadata for a checkpoint; set before the first step."""
         self.saved: int | None = None
         """Step of the last save that was started."""
         if (config := self.cfg.checkpoint.local) is not None and not skip_train:
-            self.local = config.build(manager.folder, during=lambda step: activity.phase(BACKGROUND_SAVE, step))
-            self.reader = LocalReader(self.local)
+            self.local = config.build(manager.folder, background=lambda step: activity.phase(BACKGROUND_SAVE, step))
 
     def start(self) -> Start | None:
         """The newest complete checkpoint of the run, local or shared; else the result of `CheckpointManager.start`."""
-        local = self._newest_local()
-        if local is None or self.reader is None or self.local is None:
+        step = None if self.local is None else self._newest_local(self.local)
+        if self.local is None or step is None:
             return self.manager.start()
         shared = self.local.peers.broadcast(self.manager.newest())
-        if shared is None or local > shared:
-            return self._use_local(local)
+        if shared is None or step > shared:
+            return self._use(self.local, step)
         try:
             start = self.manager.start()
         except UserError as error:
-            say(f"{error}\nThe local checkpoint of step {local} is complete and is used.")
-            return self._use_local(local)
-        if start is None or (start[0] is self.manager and start[1] < local):
-            return self._use_local(local)
+            say(f"{error}\nThe local checkpoint of step {step} is complete and is used.")
+            return self._use(self.local, step)
+        if start is None or (start[0] is self.manager and start[1] < step):
+            return self._use(self.local, step)
         return start
 
-    def _use_local(self, step: int) -> Start:
-        if self.reader is None:
-            raise ValueError("there are no local checkpoints")
-        say(f"starting from step {step} in local checkpoints ({self.reader.folder.parent} on each machine)")
+    def _use(self, local: LocalCheckpoints, step: int) -> Start:
+        say(f"starting from step {step} in local checkpoints ({local.folder.parent} on each machine)")
         self.event("start_source", step=step, kind="local")
-        return self.reader, step
+        return local, step
 
-    def _newest_local(self) -> int | None:
+    def _newest_local(self, local: LocalCheckpoints) -> int | None:
         """The newest local checkpoint that this run can start from; newer ones that it can't use are reported."""
-        if self.reader is None or self.cfg.checkpoint.step is not None:
+        if self.cfg.checkpoint.step is not None:
             return None
-        step = self.reader.newest_intact()
-        if self.reader.skipped:
-            self._report_skipped(self.reader.skipped, step)
+        step = local.newest_intact()
+        if local.skipped:
+            self._report_skipped(local, step)
         if step is None:
             return None
-        saved = self.reader.meta(step)["mesh"]
+        saved = local.meta(step)["mesh"]
         if saved != self._mesh:
             why = f"it is of the mesh {_mesh(saved)}, this run has {_mesh(self._mesh)}"
             self._say_once(f"the local checkpoint of step {step} is not used: {why}; trying the shared folder's")
@@ -97,14 +92,13 @@ class LocalSaves:
             return None
         return step
 
-    def _report_skipped(self, skipped: Sequence[SkippedStep], step: int | None) -> None:
+    def _report_skipped(self, local: LocalCheckpoints, step: int | None) -> None:
         """Report local checkpoints that are incomplete or damaged. step: the newest complete one."""
-        peers = None if self.local is None else self.local.peers
-        shared = self.manager.newest() if peers is None else peers.broadcast(self.manager.newest())
+        shared = local.peers.broadcast(self.manager.newest())
         used = step is not None and (shared is None or step > shared)
         to = f"the local checkpoint of step {step}" if used else "the shared folder's checkpoints"
         next_one = step if used else shared
-        for passed in (entry for entry in skipped if shared is None or entry.step > shared):
+        for passed in (entry for entry in local.skipped if shared is None or entry.step > shared):
             self._say_once(f"the local checkpoint of step {passed.step} can't be used: {passed.reason}; trying {to}")
             self.event("checkpoint_fallback", from_step=passed.step, to_step=next_one, kind="local", why=passed.reason)
 
@@ -114,7 +108,7 @@ class LocalSaves:
 
     def belongs_to_run(self, start: Start | None) -> bool:
         """Whether a checkpoint was written by this run."""
-        return start is not None and start[0] in (self.manager, self.reader)
+        return start is not None and start[0] in (self.manager, self.local)
 
     def begin(self, run: Run, first: int) -> None:
         """Training begins from step `first`. Raises UserError if the folder has no room for local checkpoints."""
@@ -142,16 +136,15 @@ class LocalSaves:
 
     def committed(self) -> None:
         """Log the saves that have ended since the last call. A failed one does not end the run."""
-        for report in () if self.local is None else self.local.poll():
+        if self.local is None:
+            return
+        for report in self.local.poll():
             if report.failure is not None:
-                self._failed(report)
+                self._failed(self.local, report)
                 continue
             note_committed(report, self.event, self.activity, kind="local")
 
-    def _failed(self, report: SaveReport) -> None:
-        local = self.local
-        if local is None:
-            return
+    def _failed(self, local: LocalCheckpoints, report: SaveReport) -> None:
         following = "no more local checkpoints in this attempt" if local.stopped else "training continues"
         self.event(
             "save_failed", step=report.step, why=report.failure, failures=local.failures, next=following, kind="local"
@@ -202,7 +195,7 @@ class LocalSaves:
         fields = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": complete}
         append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **fields)
         shards = "all shards" if complete else f"the shards of {len(parts)} of {local.peers.count} processes"
-        return f"process {process} saved step {step} in {local.folder.process_folder}: {shards}"
+        return f"process {process} saved step {step} in {local.folder}: {shards}"
 
     def close(self) -> None:
         if self.local is not None:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.local.restore import LocalReader
+from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.config.dump import scalar_text
 from megajax.config.errors import UserError
@@ -95,7 +94,7 @@ class Resume:
     `reader` and `step` are those of another checkpoint afterwards if the restore found this one damaged.
     """
 
-    reader: CheckpointReader | LocalReader
+    reader: CheckpointReader | LocalCheckpoints
     step: int
     same_run: bool
     """Whether this run wrote the checkpoint; another run may have other settings."""
@@ -105,13 +104,13 @@ class Resume:
     """Logs the event `restored`."""
     data: DataFiles = field(default_factory=DataFiles)
     """The data files of this run."""
-    following: Callable[[], tuple[CheckpointReader | LocalReader, int, bool]] | None = None
+    following: Callable[[], tuple[CheckpointReader | LocalCheckpoints, int, bool]] | None = None
     """Reader, step and `same_run` of the next checkpoint to try; None: a damaged one is an error."""
 
     @property
     def ancestor(self) -> Ancestor:
         """The checkpoint."""
-        meta, checkpoints = self.reader.meta(self.step), Path(self.reader.folder)
+        meta, checkpoints = self.reader.meta(self.step), self.reader.folder
         return Ancestor.of(meta, checkpoints, meta["facts"].get("model.vocabulary_size"))
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:

@@ -1,8 +1,7 @@
-"""Finding and restoring local checkpoints: from this machine's folder, and missing shards from other processes."""
+"""The arrays of a local checkpoint, read from the sets of this machine and of other processes, and verified."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from math import prod
 from threading import Lock
 from typing import NamedTuple
@@ -10,20 +9,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import arrays
 from megajax.checkpoint.boxes import Box, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged, in_threads
-from megajax.checkpoint.local.exchange import RemoteSet
-from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.exchange import Members, RemoteSet
 from megajax.checkpoint.local.sets import LocalSet, Shard, StoredShard, bounds_of
-from megajax.checkpoint.reader import DamagedStep, Meta, Tree, say
-
-
-class SkippedStep(NamedTuple):
-    """A local checkpoint that is damaged or incomplete."""
-
-    step: int
-    reason: str
 
 
 class Holder(NamedTuple):
@@ -36,120 +25,13 @@ class Holder(NamedTuple):
     """Processes of the run that saved it, whose shards are in the set."""
 
 
-class LocalReader:
-    """Restores the newest intact local checkpoint of a run. It has the methods of a `CheckpointReader`.
-
-    All processes call them in the same order.
-    """
-
-    def __init__(self, local: LocalCheckpoints):
-        self._local, self._members, self._peers = local, local.members, local.peers
-        self.folder = local.folder.process_folder
-        self.skipped: list[SkippedStep] = []
-        """The steps that the last call of `newest_intact` skipped, and those that restores found damaged before it."""
-        self._damaged: list[SkippedStep] = []
-        """The steps that restores found damaged since then."""
-        self._refused: set[str] = set()
-        """Names of the saves of skipped steps."""
-        self._step: int | None = None
-        self._save = ""
-        self._holders: list[Holder] = []
-        self._meta: Meta = {}
-
-    def newest_intact(self) -> int | None:
-        """The newest step with all shards on the processes; None if there is none.
-
-        Shards are verified when they are read: if `restore` of the step raises DamagedStep, call this again.
-        """
-        self.skipped, self._damaged = self._damaged, []
-        infos = [local_set.index.info for local_set in self._local.served.values()]
-        summaries = [
-            (info.step, info.save, info.processes, self._members.process, info.id, info.parts) for info in infos
-        ]
-        saves: dict[tuple[int, str, int], list[Holder]] = {}
-        for step, save, processes, process, set_id, parts in chain.from_iterable(self._peers.gather(summaries)):
-            saves.setdefault((step, save, processes), []).append(Holder(process, set_id, parts))
-        for (step, save, processes), holders in sorted(saves.items(), reverse=True):
-            if save in self._refused:
-                continue
-            self._step, self._save, self._holders = step, save, holders
-            missing = set(range(processes)).difference(*(holder.parts for holder in holders))
-            lost_processes = ", ".join(f"process {process}" for process in sorted(missing))
-            reason = f"the shards of {lost_processes} are lost" if missing else self._peers.agree(self._read_meta())
-            if reason is None:
-                return step
-            self._refused.add(save)
-            self.skipped.append(SkippedStep(step, reason))
-        return None
-
-    def _read_meta(self) -> str | None:
-        """Reads the metadata of the chosen step -> why it can't be read, or None."""
-        try:
-            with self._sources() as sources:
-                self._meta = dict(sources.first.index.info.meta)
-        except Damaged as error:
-            return str(error)
-        return None
-
-    def meta(self, step: int) -> Meta:
-        """The metadata given to `save`."""
-        self._demand(step)
-        return self._meta
-
-    def restore(self, step: int, like: Tree) -> tuple[Tree, Meta]:
-        """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
-
-        like: tree of jax.ShapeDtypeStruct with shardings. Every byte of this process's sets is read once, and again
-        for each process that lacks it; what is returned is what was hashed. Another copy replaces a damaged shard.
-        Raises UserError if names, shapes or dtypes differ; DamagedStep if a process finds no intact copy of a shard.
-        """
-        self._demand(step)
-        tree, reason = list[Tree](), None
-        with self._sources() as sources:
-            try:
-                tree.append(arrays.read(sources, like))
-                sources.verify_rest()
-            except Damaged as error:
-                reason = f"process {self._members.process}: {error}"
-        answers = self._peers.gather((reason, sources.faults))
-        faults = {set_id: fault for _, process_faults in answers for set_id, fault in process_faults.items()}
-        self._remove_damaged(faults)
-        self._holders = [holder for holder in self._holders if holder.set_id not in faults]
-        if reasons := [reason for reason, _ in answers if reason is not None]:
-            self._refused.add(self._save)
-            self._damaged.append(SkippedStep(step, "; ".join(reasons[:3])))
-            raise DamagedStep(f"local checkpoint step {step} can't be read: {self._damaged[-1].reason}")
-        return tree[0], self._meta
-
-    def _remove_damaged(self, faults: Mapping[str, str]) -> None:
-        """Deletes the damaged sets of this process, which are verified again: a transfer may have damaged a copy.
-
-        faults: id of a set -> its fault as some process read it.
-        """
-        for local_set in list(self._local.served.values()):
-            if (fault := faults.get(local_set.index.info.id)) is None:
-                continue
-            try:
-                local_set.verify()
-                say(f"the local checkpoint {local_set.path} is intact, but was damaged when it was read: {fault}")
-            except Damaged as error:
-                say(f"removed the local checkpoint {local_set.path}, which is damaged: {error}")
-                self._local.drop(local_set)
-
-    def _sources(self) -> "_Sources":
-        return _Sources(f"local checkpoint of step {self._step}", self._local, self._holders)
-
-    def _demand(self, step: int) -> None:
-        if step != self._step:
-            raise ValueError(f"newest_intact returned step {self._step}, not {step}")
-
-
-class _Sources:
+class SetReader:
     """The sets of a complete checkpoint, for `arrays.read`. Connections to other processes are opened when needed."""
 
-    def __init__(self, step: str, local: LocalCheckpoints, holders: Sequence[Holder]):
+    def __init__(self, step: str, served: Mapping[str, LocalSet], members: Members, holders: Sequence[Holder]):
+        """step: its name, for messages. served: the sets of this process, by their ids."""
         self.step = step
-        self._local, self._members = local, local.members
+        self._served, self._members = served, members
         local_process = self._members.process
         # First the sets of this process, then those with the shards of its own devices.
         self._holders = sorted(
@@ -164,7 +46,7 @@ class _Sources:
         self._opened: dict[str, LocalSet | RemoteSet | None] = {}
         self._opening, self._stack = Lock(), ExitStack()
 
-    def __enter__(self) -> "_Sources":
+    def __enter__(self) -> "SetReader":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -180,7 +62,7 @@ class _Sources:
 
     def _open(self, holder: Holder) -> LocalSet | RemoteSet | None:
         if holder.process == self._members.process:
-            return self._local.served[holder.set_id]
+            return self._served[holder.set_id]
         try:
             return self._stack.enter_context(self._members.read_from(holder.process, holder.set_id))
         except (Damaged, OSError) as error:
@@ -259,7 +141,7 @@ class _Sources:
     def verify_rest(self) -> None:
         """Verifies what was not read of the sets of this process, which are copies for others. Adds to `faults`."""
         own_ids = [holder.set_id for holder in self._holders if holder.process == self._members.process]
-        own_sets = [self._local.served[set_id] for set_id in own_ids]
+        own_sets = [self._served[set_id] for set_id in own_ids]
         pieces = [(source, piece) for source in own_sets for piece in source.index.pieces.values()]
         rest = [(source, piece) for source, piece in pieces if (source.index.info.id, piece.shard) not in self._read]
         in_threads(lambda item: self._values(*item) is None, rest)
