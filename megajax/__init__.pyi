@@ -19,8 +19,6 @@ from megajax.data.benchmarks.config import MockSquadConfig as MockSquadConfig
 from megajax.data.benchmarks.config import RaceConfig as RaceConfig
 from megajax.data.benchmarks.config import SquadConfig as SquadConfig
 from megajax.data.chat.config import ChatConfig as ChatConfig
-from megajax.data.config import CyclicConfig as CyclicConfig
-from megajax.data.config import LoaderConfig as LoaderConfig
 from megajax.data.images.config import AugmentConfig as AugmentConfig
 from megajax.data.images.config import ClassFoldersConfig as ClassFoldersConfig
 from megajax.data.images.config import CropConfig as CropConfig
@@ -39,6 +37,8 @@ from megajax.data.masked.config import MaskedSentencesConfig as MaskedSentencesC
 from megajax.data.masked.config import MaskedSpansConfig as MaskedSpansConfig
 from megajax.data.masked.config import PairsConfig as PairsConfig
 from megajax.data.preprocessing.preprocessing import preprocess_text as preprocess_text
+from megajax.data.rows.config import CyclicConfig as CyclicConfig
+from megajax.data.rows.config import LoaderConfig as LoaderConfig
 from megajax.data.rows.splits import Rows as Rows
 from megajax.data.rows.splits import Splits as Splits
 from megajax.data.text.config import BlendConfig as BlendConfig

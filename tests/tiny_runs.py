@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from megajax.batch import Batch, Grads
-from megajax.data.config import LoaderConfig
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Splits
 from megajax.data.text.config import MockConfig
 from megajax.layers.attention.config import AttentionConfig

@@ -16,9 +16,9 @@ from benchmarks.outcome import rounded
 from benchmarks.stopwatch import best
 from megajax.batch import SAMPLE, Leaf
 from megajax.data.chat.config import ChatConfig
-from megajax.data.config import LoaderConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.rows.blend import weighted_index
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.packing import best_fit
 from megajax.data.rows.splits import Rows

@@ -10,8 +10,8 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.masked.config import PairsConfig
-from megajax.data.masked.encoder_decoder import two_sided_row, two_sided_specials
 from megajax.data.masked.samples import MaskingTokenizer, demand_tokens
+from megajax.data.masked.spans import two_sided_row, two_sided_specials
 from megajax.data.rows.blend import BlendBuilder
 from megajax.data.rows.row_source import check_row, check_vocabulary, files_of, order_checksum
 from megajax.data.rows.splits import Rows, Splits

@@ -12,8 +12,8 @@ from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.config.nearest import divisors_of, either
-from megajax.data.config import RowsConfig
 from megajax.data.configs import DataConfig
+from megajax.data.rows.config import RowsConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig

@@ -16,10 +16,10 @@ from megajax.batch import Leaf, Params
 from megajax.config.compose import check
 from megajax.config.errors import UserError, demand_members
 from megajax.config.schema import members
-from megajax.data.config import RowsConfig
 from megajax.data.configs import DataConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.balancing import Balancing
+from megajax.data.rows.config import RowsConfig
 from megajax.data.rows.loader import Loader
 from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.display.text import count

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write_random
 
-from megajax.data.config import CyclicConfig
 from megajax.data.rows.balancing import (
     Imbalance,
     RowWork,
@@ -19,6 +18,7 @@ from megajax.data.rows.balancing import (
     lengths_of_row,
     scores,
 )
+from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig
 from megajax.mesh.zigzag_order import SequenceSharding

@@ -12,10 +12,10 @@ from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.chat.config import ChatConfig
 from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_files, sample_checksums
-from megajax.data.config import CyclicConfig
 from megajax.data.images.folders import ClassFolder, MaskFolder
 from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
 from megajax.data.rows.blend import BlendedDataset, BlendIndex
+from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.row_source import files_of
 from megajax.data.rows.shuffled_items import ItemRows, RowOrder
 from megajax.data.rows.splits import Rows

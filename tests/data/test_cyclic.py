@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.config import CyclicConfig
+from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.cyclic import CyclicRows, permutation
 
 

@@ -12,7 +12,7 @@ from megajax.config.errors import UserError
 from megajax.data.preprocessing.preprocessing import preprocess_text
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, MockConfig
-from megajax.data.text.mock import MockTokens
+from megajax.data.text.gpt import MockTokens
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
-from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import Balancing, RowWork, balance_rows, scores
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.loader import Loader, LocalRows, read_rows
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import text_schema

@@ -8,8 +8,8 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSentencesConfig
-from megajax.data.masked.masking import Masking, NgramMasking
 from megajax.data.masked.sample_map import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
+from megajax.data.masked.samples import Masking, NgramMasking
 from megajax.data.masked.sentences import truncate
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows

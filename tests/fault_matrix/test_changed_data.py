@@ -15,7 +15,7 @@ from peer_threads import ThreadPeers, together
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.data.config import CyclicConfig
+from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.rows.row_source import index_files_of
 from megajax.data.rows.splits import Rows, Splits

@@ -6,7 +6,7 @@ import pytest
 from small_jobs import VOCABULARY, model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import LoaderConfig
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import MockConfig
 from megajax.job.start.resume import changes, facts
 from megajax.metrics.config import LoggingConfig

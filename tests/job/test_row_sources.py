@@ -8,7 +8,7 @@ from run_folder import events
 from small_jobs import losses, model, run_config
 
 from megajax.data.chat.config import ChatConfig
-from megajax.data.config import CyclicConfig, LoaderConfig
+from megajax.data.rows.config import CyclicConfig, LoaderConfig
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.text.config import MockConfig
 from megajax.job.job import train

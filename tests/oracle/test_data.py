@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megajax.batch import Leaf
-from megajax.data.config import CyclicConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.rows.blend import BlendedDataset, weighted_index
+from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.rows.loader import LocalRows
 from megajax.data.rows.splits import NAMES, Rows, parse_split, split_bounds

@@ -16,7 +16,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.benchmarks.config import GlueConfig, MockGlueConfig
-from megajax.data.config import LoaderConfig
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Splits
 from megajax.interop.stored.model_differences import differences
 from megajax.job.job import train

@@ -13,8 +13,8 @@ from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import RowWork
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.banner import banner

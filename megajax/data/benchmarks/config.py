@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.config.references import Builds, resolve
-from megajax.data.config import LoaderConfig, at_least
+from megajax.data.rows.config import LoaderConfig, at_least
 
 VALIDATION, TEST = "validation", "test"
 """Splits, as evaluations name them."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.config.references import Builds
-from megajax.data.config import LoaderConfig, between, paths_problems, split_problems
+from megajax.data.rows.config import LoaderConfig, between, paths_problems, split_problems
 
 MOST_PIXELS = 178_956_970
 """Limit of Pillow itself."""

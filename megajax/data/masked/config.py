@@ -6,7 +6,7 @@ from typing import ClassVar
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.config.references import Builds
-from megajax.data.config import LoaderConfig, TokenFilesConfig, at_least, between, split_problems
+from megajax.data.rows.config import LoaderConfig, TokenFilesConfig, at_least, between, split_problems
 
 
 def two_sided_leaves() -> dict[str, str]:
@@ -107,6 +107,10 @@ class PairsConfig(TokenFilesConfig):
     def token_files(self, path: str) -> tuple[str, ...]:
         """The prefixes of the token files of a path."""
         return tuple(f"{path}_{key}_document" for key in self.keys)
+
+    def preprocess_flags(self) -> tuple[str, ...]:
+        """The flags of `megajax.preprocess` that write these files."""
+        return ("--json-keys", *self.keys, "--pairs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

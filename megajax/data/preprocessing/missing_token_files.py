@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.data.config import TokenFilesConfig
-from megajax.data.masked.config import PairsConfig
 from megajax.data.preprocessing.options import tokenizer_options
+from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.splits import parse_paths
 from megajax.data.text.indexed_dataset import index_path, tokens_path
 from megajax.tokenizers.config import (
@@ -52,9 +51,8 @@ def demand_files(data: Any, tokenizer: Any) -> None:
     if options and match:
         key = [] if match[2] == "text" else [f"--json-keys={match[2]}"]
         kind = ["--append-eod"] if match[3] == "document" else ["--split-sentences"]
-        if isinstance(data, PairsConfig):
-            key, kind = ["--json-keys", *data.keys], ["--pairs"]
-        options = ["--input", "corpus.jsonl", "--output-prefix", match[1], *options, *key, *kind]
+        flags = data.preprocess_flags() or [*key, *kind]
+        options = ["--input", "corpus.jsonl", "--output-prefix", match[1], *options, *flags]
         lines += ["Make the token files from your own text, corpus.jsonl here (JSON lines or plain text):"]
         lines += [f"  python -m megajax.preprocess {shlex.join(options)}"]
     else:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.config import TokenFilesConfig
 from megajax.data.rows.balancing import lengths_of_row
+from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build

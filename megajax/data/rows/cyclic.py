@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.config import CyclicConfig
 from megajax.data.rows.balancing import lengths_of_row
+from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.row_source import check_row, files_of, index_files_of
 
 LARGEST = (1 << 32) // 20

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
-from megajax.data.config import LoaderConfig
 from megajax.data.rows.balancing import BalancedSteps, Balancing, Imbalance
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.row_source import RowSource
 from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 from megajax.storage.reading import RETRIES, ChangedFile, ReadError, wait_for, with_retries

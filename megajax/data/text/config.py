@@ -6,7 +6,7 @@ from typing import ClassVar
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.config.references import Builds
-from megajax.data.config import LoaderConfig, TokenFilesConfig, between, split_problems
+from megajax.data.rows.config import LoaderConfig, TokenFilesConfig, between, split_problems
 
 
 def text_leaves(isolated: bool) -> dict[str, str]:
@@ -50,7 +50,7 @@ class MockConfig(Builds):
     Example: `mj.MockConfig(isolate_documents=True)`
     """
 
-    target: ClassVar[str] = "megajax.data.text.mock:build_splits"
+    target: ClassVar[str] = "megajax.data.text.gpt:build_mock_splits"
 
     isolate_documents: bool = False
     """Mask attention between documents of one row and restart positions at each."""

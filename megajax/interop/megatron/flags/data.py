@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.config.read_limits import DOCUMENT, parse_json, read_json
 from megajax.data.chat.config import ChatConfig
-from megajax.data.config import CyclicConfig, LoaderConfig
+from megajax.data.rows.config import CyclicConfig, LoaderConfig
 from megajax.data.rows.splits import NAMES, parse_paths
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed

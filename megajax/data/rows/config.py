@@ -131,6 +131,10 @@ class TokenFilesConfig(Builds):
         """The prefixes of the token files of a path."""
         return (path,)
 
+    def preprocess_flags(self) -> tuple[str, ...]:
+        """The flags of `megajax.preprocess` that write these files; none: their names say it."""
+        return ()
+
     def problems(self) -> list[Problem]:
         problems = split_problems(self.split) + at_least("surplus", self.surplus, 0)
         problems += paths_problems(self, "data path", "set data.paths=PREFIX (without .bin and .idx)")
