@@ -42,8 +42,8 @@ class ThreadPeers:
         return list(self.values.values())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_all_agree_on_one_step_and_none_waits_for_ever(seed):
+@pytest.mark.parametrize("seed", range(10))
+def test_all_processes_agree_on_one_step_without_waiting_for_each_other(seed):
     draw, count, steps = random.Random(seed), 3, 60
     gang, barrier, values = Gang(count), threading.Barrier(count), {}
     noticed = [draw.randrange(5, 20) for _ in range(count)]
@@ -70,7 +70,7 @@ def test_all_agree_on_one_step_and_none_waits_for_ever(seed):
     assert not agreed[0] or agreed[0][0] > max(noticed)
 
 
-def test_alone_it_is_the_next_step():
+def test_a_single_process_agrees_on_the_next_step():
     boundary = StepBoundary(Peers(), 7)
     agreement = DelayedAgreement(boundary, 1000.0)
     assert not boundary.reached(8)
@@ -81,7 +81,7 @@ def test_alone_it_is_the_next_step():
     assert not boundary.reached(11)
 
 
-def test_an_agreement_that_fails_holds_no_step_up():
+def test_a_failed_agreement_does_not_block_steps():
     class Broken:
         def agree(self) -> None: ...
 

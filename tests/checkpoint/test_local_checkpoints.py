@@ -12,7 +12,7 @@ import pytest
 from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
-from megajax.checkpoint.config import CheckpointConfig, LocalConfig
+from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.sets import SetWriter
@@ -64,7 +64,7 @@ def laid_out(mesh: jax.sharding.Mesh, state: Any) -> Any:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("data", "tensor"), [(4, 2), (2, 4), (8, 1), (1, 1)])
-def test_every_bit_comes_back_on_the_same_layout_and_on_others(tmp_path, data, tensor):
+def test_restores_are_bit_exact_on_the_same_layout_and_on_others(tmp_path, data, tensor):
     state = state_on(mesh_of(4, 2))
     with opened(tmp_path) as local:
         local.begin(0, state)
@@ -81,7 +81,7 @@ def test_every_bit_comes_back_on_the_same_layout_and_on_others(tmp_path, data, t
         assert dict(new_layout.sharding.mesh.shape) == {"data": data, "tensor": tensor}
 
 
-def test_the_saved_values_are_those_before_the_arrays_were_donated(tmp_path):
+def test_donating_the_state_after_a_save_does_not_change_the_saved_values(tmp_path):
     change = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     state = {"w": jax.device_put(np.zeros((1024, 1024), np.float32))}
     with opened(tmp_path, keep=3) as local:
@@ -115,33 +115,23 @@ def test_the_newest_sets_are_kept(tmp_path):
     assert newest(tmp_path) == (4, [], 4.0)
 
 
-@pytest.mark.parametrize("file", ["own.bin", "set.json"])
-def test_a_damaged_set_is_passed_over(tmp_path, capfd, file):
-    saved(tmp_path, 1, 2)
-    damage(sets(tmp_path)[-1] / file)
-    step, passed_over, value = newest(tmp_path)
-    # A set whose description can't be read is no set; one whose shards differ is named.
-    assert (step, value) == (1, 1.0) and passed_over == ([2] if file == "own.bin" else [])
-    assert "removed the local checkpoint" in capfd.readouterr().err
-    assert [path.name for path in sets(tmp_path)] == ["00000001"]
-    damage(sets(tmp_path)[0] / file)
-    assert newest(tmp_path)[0] is None
-
-
 @pytest.mark.parametrize(("file", "every"), [("own.bin", 5), ("set.json", 61)])
-def test_a_flipped_bit_anywhere_is_found(tmp_path, file, every):
+def test_a_flipped_bit_anywhere_is_found(tmp_path, capfd, file, every):
+    """A set whose description can't be read is no set; one whose shards differ is a skipped step. Both are removed."""
     saved(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "node", tmp_path / "copy")
     content = (sets(tmp_path)[-1] / file).read_bytes()
     for at in range(0, len(content), every):
         (sets(tmp_path)[-1] / file).write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
         assert newest(tmp_path) == (1, [2] if file == "own.bin" else [], 1.0)
+        assert "removed the local checkpoint" in capfd.readouterr().err
+        assert [path.name for path in sets(tmp_path)] == ["00000001"]
         shutil.rmtree(tmp_path / "node")
         shutil.copytree(tmp_path / "copy", tmp_path / "node")
     assert newest(tmp_path) == (2, [], 2.0)
 
 
-def test_a_shortened_file_is_damage_and_so_is_a_missing_one(tmp_path):
+def test_shortened_and_missing_files_are_damage(tmp_path):
     saved(tmp_path, 1, 2)
     older, newer = sets(tmp_path)
     (newer / "own.bin").write_bytes((newer / "own.bin").read_bytes()[:-1])
@@ -171,14 +161,7 @@ def test_two_runs_with_one_folder_do_not_mix(tmp_path):
     assert oct((tmp_path / "node" / local.history.run).stat().st_mode & 0o777) == "0o700"
 
 
-def test_steps_after_the_one_a_run_goes_on_from_are_dropped(tmp_path):
-    saved(tmp_path, 2, 4)
-    with opened(tmp_path) as local:
-        local.begin(2, small(0))
-    assert [path.name for path in sets(tmp_path)] == ["00000002"]
-
-
-def test_only_what_the_present_line_of_attempts_saved_counts():
+def test_a_history_includes_steps_up_to_the_start_of_the_next_attempt():
     history = RunHistory("run").begin("a", 0).begin("b", 10).begin("c", 20)
     assert history.includes("a", 10) and not history.includes("a", 11)
     assert history.includes("b", 20) and not history.includes("b", 21)
@@ -186,16 +169,17 @@ def test_only_what_the_present_line_of_attempts_saved_counts():
     assert not history.begin("d", 4).includes("c", 500)
 
 
-def test_a_set_that_missed_the_restart_does_not_come_back(tmp_path):
+def test_sets_after_the_step_that_a_run_resumes_from_are_deleted_and_not_used_if_they_return(tmp_path):
     """A machine with step 4 is lost while the run continues from step 2, and returns later."""
     saved(tmp_path, 2, 4)
     shutil.copytree(sets(tmp_path)[-1], tmp_path / "away")
     saved(tmp_path, first=2)
+    assert [path.name for path in sets(tmp_path)] == ["00000002"]
     shutil.copytree(tmp_path / "away", sets(tmp_path)[-1].with_name("00000004"))
     assert newest(tmp_path)[0] == 2
 
 
-def test_failed_saves_leave_the_older_ones_and_stop_after_some(tmp_path):
+def test_failed_saves_keep_older_sets_and_stop_after_a_number_in_a_row(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     big = {"w": np_zeros(100)}
     with opened(tmp_path, failures=2) as local:
@@ -224,7 +208,7 @@ def test_failed_saves_leave_the_older_ones_and_stop_after_some(tmp_path):
         assert local.stopped
 
 
-def test_an_error_of_any_kind_is_a_failed_save_and_not_the_end_of_the_run(tmp_path, monkeypatch):
+def test_an_error_of_any_kind_is_a_failed_save(tmp_path, monkeypatch):
     def broken(*args: Any) -> None:
         raise RuntimeError("no memory to hash")
 
@@ -256,15 +240,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["every", "keep", "failures", "jump"])
-def test_settings_below_one_are_problems(name):
-    local = LocalConfig(**{"every": 1, "folder": Path("/tmp"), name: 0})
-    assert [problem.setting for problem in local.problems()] == [name]
-    assert CheckpointConfig(local=LocalConfig(every=1, folder=Path("/tmp"))).problems() == []
-
-
-def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
-    """Nor of a process of an earlier start with more of them."""
+def test_clear_deletes_all_sets_of_the_run(tmp_path):
+    """And those of a process of an earlier start with more of them."""
     with opened(tmp_path) as local:
         (local.store.path / "process_3").mkdir()
         local.begin(0, small(0))
@@ -273,7 +250,7 @@ def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
     assert list((tmp_path / "node").iterdir()) == []
 
 
-def test_damage_that_a_restore_finds_is_named_and_the_next_choice_is_the_step_before(tmp_path):
+def test_after_a_restore_finds_damage_the_step_before_is_chosen(tmp_path):
     saved(tmp_path, 1, 2)
     with opened(tmp_path) as local:
         assert local.newest_intact() == 2
@@ -287,7 +264,7 @@ def test_damage_that_a_restore_finds_is_named_and_the_next_choice_is_the_step_be
 
 
 @pytest.mark.parametrize("laid_out_as_saved", [True, False])
-def test_a_start_reads_each_byte_once(tmp_path, laid_out_as_saved):
+def test_a_restore_reads_each_byte_once(tmp_path, laid_out_as_saved):
     values = np.arange(2**23, dtype=np.float32).reshape(2**11, 2**12)
     mesh = mesh_of(4, 2)
     state = {"w": jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))}
@@ -305,11 +282,11 @@ def test_a_start_reads_each_byte_once(tmp_path, laid_out_as_saved):
 
 
 def bytes_read() -> int:
-    """That this process has asked the system for."""
+    """Bytes that this process has read."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
-def test_a_history_that_cannot_be_written_is_a_message(tmp_path, monkeypatch):
+def test_a_history_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
     def fails(self: RunHistory, shared: Path) -> None:
         raise OSError(28, "No space left on device", str(shared))
 

@@ -117,7 +117,7 @@ def harm_files(*damaged: tuple[int, str]) -> Callable[[LocalCheckpoints], None]:
 
 
 @pytest.mark.parametrize("replicas", [True, False])
-def test_each_shard_of_each_set_is_read_once_and_once_more_for_who_lacks_it(restored, monkeypatch, replicas):
+def test_each_shard_is_read_once_and_once_more_for_a_process_without_a_copy(restored, monkeypatch, replicas):
     read, content = Counter[tuple[str, str]](), LocalSet.content
 
     def counted(self: LocalSet, piece: StoredShard) -> np.ndarray:
@@ -140,7 +140,7 @@ def test_each_shard_of_each_set_is_read_once_and_once_more_for_who_lacks_it(rest
 
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("name", [OWN_FILE, REPLICAS_FILE])
-def test_a_damaged_copy_in_one_process_is_named_and_the_other_is_used_by_both(restored, capfd, process, name):
+def test_both_processes_use_the_intact_copy_of_a_damaged_shard(restored, capfd, process, name):
     outcomes = restored(harm_files((process, name)))
     assert [outcome.steps for outcome in outcomes] == [[2], [2]]
     assert outcomes[process].served == [1] and outcomes[1 - process].served == [1, 2]
@@ -149,7 +149,7 @@ def test_a_damaged_copy_in_one_process_is_named_and_the_other_is_used_by_both(re
     assert f"process_{process}/00000002, which is damaged: {name}: w: sha256" in stderr
 
 
-def test_a_set_with_a_damaged_shard_still_gives_its_other_one(restored):
+def test_the_intact_shard_of_a_damaged_set_is_used(restored):
     outcomes = restored(harm_files((0, OWN_FILE), (1, OWN_FILE)))
     assert [(outcome.steps, outcome.served) for outcome in outcomes] == [([2], [1])] * 2
 
@@ -157,7 +157,7 @@ def test_a_set_with_a_damaged_shard_still_gives_its_other_one(restored):
 @pytest.mark.parametrize(
     ("damaged", "replicas"), [(((0, OWN_FILE), (1, REPLICAS_FILE)), True), (((1, OWN_FILE),), False)]
 )
-def test_without_an_intact_copy_both_use_the_step_before(restored, damaged, replicas):
+def test_without_an_intact_copy_both_processes_use_the_step_before(restored, damaged, replicas):
     outcomes = restored(harm_files(*damaged), replicas=replicas)
     assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
     (reason,) = outcomes[0].reasons
@@ -167,7 +167,7 @@ def test_without_an_intact_copy_both_use_the_step_before(restored, damaged, repl
     assert [outcome.served for outcome in outcomes] == [[1] if process in harmed else [1, 2] for process in (0, 1)]
 
 
-def test_what_no_process_needs_is_verified_too(restored, capfd):
+def test_shards_that_no_process_needs_are_verified_too(restored, capfd):
     """A set that process 0 adopted, with shards that are also in its own set."""
 
     def take_over(local: LocalCheckpoints) -> None:
@@ -189,7 +189,7 @@ def without_set(local: LocalCheckpoints) -> None:
         local.drop(local.served["a-2/0"])
 
 
-def test_a_transfer_that_damages_a_copy_costs_no_set(restored, monkeypatch, capfd):
+def test_a_set_damaged_only_in_transfer_is_kept(restored, monkeypatch, capfd):
     content = RemoteSet.content
 
     def flipped(self: RemoteSet, piece: StoredShard) -> bytearray:
@@ -205,7 +205,7 @@ def test_a_transfer_that_damages_a_copy_costs_no_set(restored, monkeypatch, capf
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_process_that_does_not_answer_another_one_costs_no_set(restored, monkeypatch, late):
+def test_sets_of_a_process_that_does_not_answer_are_kept(restored, monkeypatch, late):
     def silent(*arguments: object) -> None:
         raise ConnectionError("no connection to 10.0.0.2:40000: timed out")
 
@@ -215,7 +215,7 @@ def test_a_process_that_does_not_answer_another_one_costs_no_set(restored, monke
     assert "no connection to 10.0.0.2:40000" in outcomes[1].reasons[0] and outcomes[1].served == [1, 2]
 
 
-def test_sets_that_do_not_have_all_of_an_array_are_no_checkpoint(restored):
+def test_sets_without_all_shards_of_an_array_are_skipped(restored):
     def without_shard(local: LocalCheckpoints) -> None:
         pieces = local.served[f"a-2/{local.peers.process}"].index.pieces
         pieces.pop(("w", (ROWS[1], slice(0, 4))), None)

@@ -74,7 +74,7 @@ def test_without_the_secret_nothing_is_sent(server):
         assert stranger.recv(1) == b""
 
 
-def test_missing_sets_and_pieces_are_refused_by_name(server):
+def test_the_error_for_a_missing_set_or_piece_names_it(server):
     with pytest.raises(Damaged, match="this process has no set b-1/0"):
         RemoteSet(server.address, SECRET, "b-1/0")
     with RemoteSet(server.address, SECRET, "a-1/0") as remote:
@@ -84,14 +84,14 @@ def test_missing_sets_and_pieces_are_refused_by_name(server):
         assert np.array_equal(remote.read(piece), VALUES)  # the connection goes on
 
 
-def test_an_endless_request_ends_the_connection(server):
+def test_an_oversized_request_ends_the_connection(server):
     with RemoteSet(server.address, SECRET, "a-1/0") as remote:
         remote._connection.sendall(struct.pack(">I", REQUEST_BYTES + 1))
         with pytest.raises(ConnectionError):
             remote.read(remote.index.pieces["w", BOX])
 
 
-def test_silent_connections_give_way_to_a_process_of_the_run(server, a_set):
+def test_the_oldest_silent_connections_are_closed_for_a_process_of_the_run(server, a_set):
     threads = threading.active_count()
     silent = [socket.create_connection(server.address, timeout=10) for _ in range(3 * MOST_WAITING)]
     try:
@@ -148,7 +148,7 @@ with exchange.RemoteSet(server.address, secret, "a-1/0") as remote:
 """
 
 
-def test_without_free_descriptors_the_server_goes_on(a_set):
+def test_the_server_survives_a_lack_of_file_descriptors(a_set):
     command = [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(a_set.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split("\n")[:3] == ["Too many open files", "silence", "5"], done.stderr
@@ -180,7 +180,7 @@ def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):
         remote.read(remote.index.pieces["w", BOX])
 
 
-def test_a_closed_server_takes_no_connections(server):
+def test_a_closed_server_accepts_no_connections(server):
     server.close()
     with pytest.raises(ConnectionError):
         RemoteSet(server.address, SECRET, "a-1/0")
@@ -203,7 +203,7 @@ def test_a_changed_description_is_damage(a_set, change):
         SetIndex.from_json(json.dumps(document))
 
 
-def test_the_address_towards_the_coordinator():
+def test_the_own_address_is_loopback_for_a_local_coordinator():
     loopback = OwnAddress("127.0.0.1", "127.0.0.1")
     assert own_address("127.0.0.1:1234") == own_address("localhost:1234") == own_address(None) == loopback
 
@@ -239,7 +239,7 @@ class Leaf(SimpleNamespace):
     sharding: Any
 
 
-def test_the_shards_of_each_process_and_which_are_complete():
+def test_shards_of_each_process_and_complete_parts():
     def shards(copies: int) -> dict[int, frozenset]:
         return shards_of_processes({"w": Leaf(shape=(8,), sharding=Sharding([0, 0, 1, 1], copies))})
 

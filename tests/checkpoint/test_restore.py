@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from megajax.checkpoint import block_reader, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
 from megajax.config.errors import UserError
@@ -64,10 +65,20 @@ def saved(folder, state, meta=None, step=7):
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec"),
-    [((4, 2), None), ((2, 4), ("tensor",)), ((8, 1), (None, "data")), ((1, 1), ()), ((1, 8), (None, "tensor"))],
+    ("shape", "spec", "block"),
+    [
+        ((4, 2), None, 64),
+        ((4, 2), None, 2**23),
+        ((2, 4), ("tensor",), 64),
+        ((8, 1), (None, "data"), 64),
+        ((1, 1), (), 64),
+        ((1, 8), (None, "tensor"), 2**23),
+    ],
 )
-def test_restores_are_bit_exact_on_any_layout(tmp_path, shape, spec):
+def test_restores_are_bit_exact_on_any_layout(tmp_path, monkeypatch, shape, spec, block):
+    """block: bytes that have one hash. Files of several blocks are verified while they are read."""
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", block)
+    monkeypatch.setattr(block_reader, "BLOCK_BYTES", block)
     state = state_on(mesh_of(4, 2))
     reader = saved(tmp_path, state)
     if spec is None:
@@ -115,7 +126,7 @@ class Moments(NamedTuple):
     mean: dict
 
 
-def test_names_matter_and_containers_do_not(tmp_path):
+def test_arrays_are_matched_by_name_whatever_their_containers(tmp_path):
     state = {"optimizer": (Moments(jnp.int32(3), {"w": jnp.arange(4.0)}), {}), "none": None}
     reader = saved(tmp_path, state)
     like = jax.eval_shape(lambda: state)
@@ -162,7 +173,7 @@ def test_differences_are_one_error_with_a_table(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_part_may_be_restored_when_asked(tmp_path):
+def test_a_part_of_the_state_is_restored_on_request(tmp_path):
     state = {"params": {"w": jnp.arange(6.0)}, "optimizer": {"mean": jnp.ones(6)}}
     reader = saved(tmp_path, state)
     like = {"params": jax.eval_shape(lambda: state["params"])}
@@ -175,7 +186,7 @@ def test_a_part_may_be_restored_when_asked(tmp_path):
         reader.restore(7, like, partial=True)
 
 
-def test_a_missing_step_is_named_with_the_existing_ones(tmp_path):
+def test_the_error_for_a_missing_step_lists_the_existing_ones(tmp_path):
     reader = saved(tmp_path, {"x": jnp.ones(1)}, step=40)
     with pytest.raises(UserError, match=r"no checkpoint of step 41 .*\nCommitted steps: 40"):
         reader.restore(41, {})

@@ -76,7 +76,7 @@ import errno
 from dataclasses import dataclass, field
 
 from megajax.config.references import Builds
-from megajax.data.config import LoaderConfig
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import MockConfig
 from small_jobs import run_config
 
