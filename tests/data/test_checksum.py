@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from megajax.data import checksum
 from megajax.data.chat.config import ChatConfig
 from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_files, sample_checksums
 from megajax.data.images.folders import ClassFolder, MaskFolder
-from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
+from megajax.data.masked.config import PairsConfig
+from megajax.data.pairs import PairedTokens, Pairs
 from megajax.data.rows.blend import BlendedDataset, BlendIndex
 from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.row_source import files_of
@@ -22,6 +24,8 @@ from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
+
+TWO_SIDED: Any = SimpleNamespace(vocabulary_size=100, specials={"bos": 1, "eos": 2}, pad=0)
 
 
 def sums(*paths: Path) -> list[FileSum]:
@@ -155,32 +159,19 @@ def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
     assert files_of(build(MockConfig())) == []
 
 
-def test_rows_of_two_token_files_name_all(tmp_path: Path) -> None:
-    from megajax.data.pairs import PairedTokens, Pairs
-
-    sides = [write(tmp_path / name, [range(1, 30)] * 9) for name in ("source", "target")]
-    paired = PairedTokens("p", tuple(map(str, sides)))
-    bare = Pairs.__new__(Pairs)
-    bare.tokens = paired
-    assert files_of(bare) == [*pair(sides[0]), *pair(sides[1])]
-    assert PairsConfig(paths=("p",)).problems() == [] == MaskedSpansConfig(paths=("p",)).problems()
-
-
-def test_rows_of_conversations_name_their_files(tmp_path: Path) -> None:
+def test_rows_of_pairs_conversations_and_images_name_their_files(tmp_path: Path) -> None:
+    for name in ("source", "target"):
+        write(tmp_path / f"p_{name}_document", [range(1, 30)] * 9)
+    tokens = PairedTokens("p", PairsConfig().token_files(str(tmp_path / "p")))
+    paired = Pairs(tokens, np.arange(9), lengths=(8, 8), tokenizer=TWO_SIDED)
+    assert files_of(paired) == [*pair(tmp_path / "p_source_document"), *pair(tmp_path / "p_target_document")]
     path = tmp_path / "chat.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9)
     config = ChatConfig(paths=(str(path),), split="1", cache_dir=str(tmp_path / "cache"))
-    rows = build(config, tokenizer=ByteTokenizerConfig().build(), schema=text_schema(64, 257))
-    assert files_of(rows) == [str(path)]
-
-
-def test_rows_of_items_name_their_files(tmp_path: Path) -> None:
-    classes = ClassFolder(tmp_path, [(0, "1.png"), (1, "2/3.png")], ("cat", "dog"), 100)
-    masks = MaskFolder(tmp_path, [("1.jpg", "1.png")], 100)
-    of: dict[Any, list[str]] = {
-        classes: ["cat/1.png", "dog/2/3.png"],
-        masks: ["images/1.jpg", "masks/1.png"],
-    }
-    for items, names in of.items():
-        rows = ItemRows(items, RowOrder(None, seed=1, split=0))
+    assert files_of(build(config, tokenizer=ByteTokenizerConfig().build(), schema=text_schema(64, 257))) == [str(path)]
+    for items, names in (
+        (ClassFolder(tmp_path, [(0, "1.png"), (1, "2/3.png")], ("cat", "dog"), 100), ["cat/1.png", "dog/2/3.png"]),
+        (MaskFolder(tmp_path, [("1.jpg", "1.png")], 100), ["images/1.jpg", "masks/1.png"]),
+    ):
+        rows: Any = ItemRows(items, RowOrder(None, seed=1, split=0))
         assert files_of(rows) == [f"{tmp_path}/{name}" for name in names]

@@ -197,23 +197,6 @@ def test_a_failing_disk_is_not_the_fault_of_an_image(tmp_path: Path, monkeypatch
             read_item()
 
 
-def test_errors_of_custom_sources_are_retried(waits: list[float]) -> None:
-    answers: list[Any] = [OSError(errno.EIO, "Input/output error"), {"tokens": np.zeros(16, np.int32)}]
-
-    class Own:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, row: int) -> Any:
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    block = read_rows(Own(), {"tokens": text_schema(16, 2**31)["tokens"]}, 0, np.arange(1))
-    assert block["tokens"].shape == (1, 16) and waits == [0.25]
-
-
 def test_waits_double_up_to_a_limit(waits: list[float]) -> None:
     def fails() -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -5,11 +5,11 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from gangs import children
+from waiting import wait_until
 
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.preprocessing import WorkerDied
@@ -17,6 +17,10 @@ from megajax.storage.atomic_folders import hold
 from tests.data.text_jobs import job, lines, only_output
 
 ROOT = Path(__file__).parents[2]
+
+
+def workers_of(parent: int) -> list[int]:
+    return [pid for pid in children(parent) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
@@ -29,12 +33,8 @@ def test_a_killed_worker_ends_in_one_message(tmp_path: Path, partitions: int) ->
     call += ["--output-prefix", str(tmp_path / "out" / "x")]
     with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            working: list[int] = []
-            while len(working) < 2:
-                assert process.poll() is None
-                commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(process.pid)}
-                working = [pid for pid, command in commands.items() if b"spawn_main" in command]
-            os.kill(working[0], signal.SIGKILL)
+            assert wait_until(lambda: len(workers_of(process.pid)) > 1, 60)
+            os.kill(workers_of(process.pid)[0], signal.SIGKILL)
             assert process.wait(60) == 1
         finally:
             process.kill()
@@ -54,10 +54,7 @@ def test_partial_files_are_deleted_unless_their_process_runs(tmp_path: Path, cap
     output = tmp_path / "out"
     output.mkdir()
     with subprocess.Popen([*call, f"--output-prefix={output / 'corpus'}"], cwd=ROOT) as process:
-        deadline = time.monotonic() + 60
-        while not list(output.glob(".corpus.partial-*/*.tmp")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until(lambda: list(output.glob(".corpus.partial-*/*.tmp")), 60)
         process.kill()
     (left,) = output.iterdir()
     for name in (".corpus.partial-living", ".corpus.partial-unknown", ".corpus2.partial-other"):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from waiting import wait_until
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
@@ -98,7 +99,7 @@ def test_processes_read_the_rows_of_their_devices(sizes: tuple[int, ...], proces
     assert (counts > 0).all()
 
 
-def test_resuming_and_another_batch_size() -> None:
+def test_a_resumed_loader_continues_at_the_same_row_also_with_another_batch_size() -> None:
     """The position is the number of rows used: a larger batch continues where the smaller one stopped."""
     sharding = layout((1, 8, 1, 1, 1))
     with load(sharding) as loader:
@@ -115,7 +116,7 @@ def test_resuming_and_another_batch_size() -> None:
     np.testing.assert_array_equal(batch["tokens"], np.concatenate([expected(48), expected(64)]))
 
 
-def test_closing_and_resuming() -> None:
+def test_a_closed_loader_continues_where_it_stopped() -> None:
     loader = load(layout((1, 1, 1, 1, 8)), config=LoaderConfig(threads=1, prefetch=1))
     next(loader)
     loader.close()
@@ -125,7 +126,7 @@ def test_closing_and_resuming() -> None:
     loader.close()
 
 
-def test_the_end_of_the_data() -> None:
+def test_rows_beyond_the_end_of_the_data_are_an_error() -> None:
     sharding = layout((1, 8, 1, 1, 1))
     with load(sharding, source=Numbers(40)) as loader:
         next(loader)
@@ -139,21 +140,6 @@ def test_the_end_of_the_data() -> None:
 def test_microbatches_must_divide() -> None:
     with pytest.raises(UserError, match="16 rows cannot be cut into 3"):
         load(layout((1, 1, 1, 1, 1)), microbatches=3)
-
-
-def test_errors_of_rows_arrive_unchanged() -> None:
-    """An error in a reading thread keeps its type and text, and its place."""
-
-    class Bad(Numbers):
-        def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-            if row == 20:
-                raise UserError("token 7 outside")
-            return super().__getitem__(row)
-
-    with load(layout((1, 8, 1, 1, 1)), source=Bad()) as loader:
-        next(loader)
-        with pytest.raises(UserError, match="token 7 outside"):
-            next(loader)
 
 
 def test_reading_runs_ahead() -> None:
@@ -212,7 +198,7 @@ def test_integers_of_any_size_are_read_and_a_row_must_be_a_mapping() -> None:
         read_rows([[3]], schema, 0, np.array([0]))
 
 
-def test_growing_steps() -> None:
+def test_batches_of_steps_that_grow() -> None:
     """Every size is a multiple of microbatches of 8 rows; the position determines the next size."""
     sizes = {0: 8, 8: 8, 16: 16, 32: 24, 56: 24}
     sharding = layout((1, 8, 1, 1, 1))
@@ -302,36 +288,45 @@ def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: i
 
 
 class Broken(Numbers):
-    """Its disk fails permanently at row 40."""
+    """Reading row 40 always fails, by default as a disk does."""
 
-    tries = 0
+    def __init__(self, error: Exception | None = None):
+        super().__init__()
+        self.error, self.tries = error or OSError(errno.EIO, "Input/output error", "x.bin"), 0
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         if row == 40:
             self.tries += 1
-            raise OSError(errno.EIO, "Input/output error", "x.bin")
+            raise self.error
         return super().__getitem__(row)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_in_a_reading_thread_is_raised_where_its_batch_is_requested(threads: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected_type", "message"),
+    [
+        (None, ReadError, r"row 40 of the data cannot be read .*x.bin: Input/output error \(EIO\)"),
+        (UserError("token 7 outside"), UserError, "^token 7 outside$"),
+    ],
+)
+def test_an_error_in_a_reading_thread_is_raised_where_its_batch_is_requested(
+    threads: int, error: Exception | None, expected_type: type[Exception], message: str
+) -> None:
     config = LoaderConfig(threads=threads, prefetch=4, retries=0)
-    with load(layout((1, 8, 1, 1, 1)), source=Broken(), config=config) as loader:
+    with load(layout((1, 8, 1, 1, 1)), source=Broken(error), config=config) as loader:
         for first in (0, 16):
             np.testing.assert_array_equal(next(loader)[0]["tokens"], expected(first))
-        with pytest.raises(ReadError, match=r"row 40 of the data cannot be read .*x.bin: Input/output error \(EIO\)"):
+        with pytest.raises(expected_type, match=message):
             next(loader)
 
 
 def test_a_loader_whose_disk_fails_is_closed_at_once() -> None:
-    """A thread that waits for a retry does not delay a run that is asked to stop."""
-    source = Broken()
+    """A thread that waits for a retry does not delay a run that is asked to stop, and ends."""
+    source, threads = Broken(), threading.active_count()
     with load(layout((1, 8, 1, 1, 1)), source=source, config=LoaderConfig(retries=20)) as loader:
         next(loader)
         next(loader)
-        time.sleep(0.5)
+        assert wait_until(lambda: source.tries > 1)
         started = time.monotonic()
     assert time.monotonic() - started < 5
-    tries = source.tries
-    time.sleep(1.2)
-    assert source.tries == tries > 1
+    assert wait_until(lambda: threading.active_count() <= threads)

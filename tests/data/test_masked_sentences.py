@@ -11,15 +11,9 @@ from megajax.data.masked.config import MaskedSentencesConfig
 from megajax.data.masked.sample_map import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
 from megajax.data.masked.samples import Masking, NgramMasking
 from megajax.data.masked.sentences import truncate
-from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.layers.attention.config import AttentionConfig
-from megajax.layers.block.config import BlockConfig
-from megajax.layers.mlp.config import DenseMLPConfig
-from megajax.layers.stack.config import StackConfig
-from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.config import text_schema
 
 VOCABULARY = 100
@@ -251,20 +245,3 @@ def test_settings_are_checked():
     fields = ["mask_probability", "short_probability", "largest_ngram", "longer_ngrams"]
     assert [problem.setting for problem in config.problems()] == fields
     assert not BlendConfig(paths=("a",)).problems()
-
-
-@pytest.mark.parametrize("next_sentence", [False, True])
-def test_bert_reads_these_rows(tmp_path, next_sentence):
-    block = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=DenseMLPConfig(ffn=8))
-    model = BertConfig(
-        hidden=8,
-        vocabulary_size=VOCABULARY,
-        sequence_length=48,
-        next_sentence=next_sentence,
-        stack=StackConfig(pattern=(block,), repeats=1),
-    )
-    options = {"next_sentence": next_sentence}
-    data = build(write(tmp_path / "text", corpus(np.random.default_rng(6))), tmp_path, **options)
-    assert model.schema().keys() == MaskedSentencesConfig(**options).leaves().keys()
-    rows = read_rows(data, model.schema(), 10, np.arange(50))
-    assert rows["tokens"].shape == (50, 48) and rows["loss_mask"].sum() > 50

@@ -9,14 +9,8 @@ from megajax.batch import Leaf
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig
 from megajax.data.masked.spans import with_sentinels
-from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
-from megajax.layers.block.config import BlockConfig
-from megajax.layers.mlp.config import DenseMLPConfig
-from megajax.layers.stack.config import StackConfig
-from megajax.models.t5.config import T5Config
 
 VOCABULARY = 100
 PAD, BOS, EOS = 7, 4, 5
@@ -95,17 +89,3 @@ def test_unsuitable_tokenizers(prefix):
         build(prefix, pieces=tokenizer(specials={"eos": EOS}))
     with pytest.raises(UserError, match=r"need sentinels, .* pieces has none. Set tokenizer.extra_ids=100"):
         build(prefix, pieces=tokenizer(sentinels=()))
-
-
-def test_t5_reads_these_rows(prefix):
-    sizes = {"hidden": 8, "vocabulary_size": VOCABULARY, "sequence_length": 30, "encoder_length": 48}
-    mlp, attention = DenseMLPConfig(ffn=8), AttentionConfig(heads=2)
-    block = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=mlp)
-    write = BlockConfig(mixer=attention, cross=CrossAttentionConfig(heads=2), mlp=mlp)
-    stacks = {"encoder": StackConfig(pattern=(block,), repeats=1), "stack": StackConfig(pattern=(write,), repeats=1)}
-    model = T5Config(**sizes, **stacks)
-    assert model.schema().keys() == MaskedSpansConfig().leaves().keys()
-    config = MaskedSpansConfig(paths=(prefix,), split="1", cache_dir=f"{prefix}-cache")
-    data = config.build(tokenizer=tokenizer(), schema=model.schema(), rows=Rows(100), seed=3).train
-    rows = read_rows(data, model.schema(), 10, np.arange(50))
-    assert rows["encoder_tokens"].shape == (50, 48) and rows["labels"].shape == (50, 30)

@@ -6,7 +6,8 @@ import pytest
 
 from megajax.config import UserError
 from megajax.data.masked.config import MaskedSentencesConfig, PairsConfig
-from megajax.data.preprocessing.missing_token_files import demand_files, parse, tokenizer_options
+from megajax.data.preprocessing.missing_token_files import demand_files
+from megajax.data.preprocessing.options import parse, tokenizer_options
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,

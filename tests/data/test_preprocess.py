@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from megajax.config.errors import UserError
+from megajax.data import progress
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess, preprocess_text
 from megajax.data.preprocessing.report import Counts, Progress
@@ -36,6 +38,7 @@ from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts
 
 ROOT = Path(__file__).parents[2]
+PREPROCESS = (sys.executable, "-m", "megajax.preprocess")
 
 
 def test_an_empty_document_is_only_a_boundary(tmp_path):
@@ -191,13 +194,6 @@ def test_zstandard(tmp_path):
         preprocess(job(tmp_path, tmp_path / "not.txt.zst", overwrite=True))
 
 
-def test_zstandard_without_its_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    (tmp_path / "a.txt.zst").write_bytes(b"x")
-    with pytest.raises(UserError, match="uv sync --extra data"):
-        preprocess(job(tmp_path, tmp_path / "a.txt.zst"))
-
-
 def test_folders_and_patterns(tmp_path):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("in/b.txt", "in/a.txt", "in/deep/c.jsonl", "in/ignored.csv", "z.txt"):
@@ -304,7 +300,27 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress(monkeypatch):
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_of_files_that_are_indexed(monkeypatch, stream):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    progress_line = progress.Progress("images", "listing x")
+    for second in range(30):
+        now[0] = 100.0 + second
+        progress_line(second * 1000, second / 30)
+    progress_line.clear()
+    live = stream.isatty()
+    lines = stream.getvalue().replace("\r", "\n").split("\n")
+    assert [line for line in lines if ": 2,000 images" in line] == [
+        "listing x: 2,000 images, 7 %, 1,000 images/s" + "\x1b[K" * live
+    ]
+    # Not in the first two seconds; then each time on a terminal, and every ten seconds elsewhere.
+    assert sum("images/s" in line for line in lines) == (28 if live else 3)
+    assert stream.getvalue().endswith("\r\x1b[K" if live else "\n")
+
+
+def test_progress_of_preprocessing(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     counts = Counts(stored=25_000_000, text=20_000_000, documents=1200, tokens=1)
@@ -325,11 +341,6 @@ def own_signals():
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    call = [sys.executable, "-m", "megajax.preprocess", *arguments]
-    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_command_line(tmp_path, capsys, own_signals):
@@ -404,31 +415,35 @@ def test_command_line_mistakes(tmp_path, own_signals, arguments, message):
 
 
 def test_mistakes_exit_with_2_and_one_message(tmp_path):
-    result = command("--input", "gone.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer=byte")
+    arguments = ["--input", "gone.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer=byte"]
+    result = subprocess.run([*PREPROCESS, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == "\n--input gone.txt: no such file, folder or match. Check the path.\n\n"
-    assert command("--tokenizer=byte").returncode == 2
+    assert subprocess.run([*PREPROCESS, "--tokenizer=byte"], cwd=ROOT, capture_output=True).returncode == 2
 
 
-def test_help_imports_nothing_heavy():
-    code = "import sys, megajax.preprocess; print({'jax', 'numpy', 'tiktoken', 'tokenizers'} & {*sys.modules})"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("preprocess", {"jax", "numpy", "tiktoken", "tokenizers"}), ("data.preprocessing.preprocessing", {"jax"})],
+    ids=["the command", "workers"],
+)
+def test_nothing_heavy_is_imported(module, heavy):
+    code = f"import sys, megajax.{module}; print({heavy} & {{*sys.modules}})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
 
 
-def test_workers_import_no_jax():
-    code = "import sys, megajax.data.preprocessing.preprocessing; print('jax' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout == "False\n"
+def busy(tmp_path, *options):
+    """The arguments of a job that takes long."""
+    (tmp_path / "a.jsonl").write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
+    (tmp_path / "out").mkdir()
+    arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out" / "x")]
+    return [*arguments, "--tokenizer=byte", *options]
 
 
 @pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)])
 def test_an_interrupt_leaves_no_files(tmp_path, number, code, workers):
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
-    (tmp_path / "out").mkdir()
-    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), f"--workers={workers}"]
-    call += ["--output-prefix", str(tmp_path / "out" / "x"), "--tokenizer=byte", "--log-interval=0"]
+    call = [*PREPROCESS, *busy(tmp_path, f"--workers={workers}", "--log-interval=0")]
     with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert "documents" in process.stderr.readline()
         os.kill(process.pid, number)
@@ -462,35 +477,26 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("at", [3, 25])
-def test_an_interrupt_inside_a_lock_of_the_pool_ends_it(tmp_path, at):
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
-    (tmp_path / "out").mkdir()
+def test_an_interrupt_inside_a_lock_of_the_pool_ends_the_job(tmp_path, at):
     program = tmp_path / "interrupted.py"
     program.write_text(f"AT = {at}\n{INTERRUPTED_IN_A_LOCK}")
-    call = [sys.executable, str(program), "--input", str(source), "--workers=2", "--tokenizer=byte"]
-    call += ["--output-prefix", str(tmp_path / "out" / "x")]
-    result = subprocess.run(
-        call, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    call, environment = (
+        [sys.executable, program, *busy(tmp_path, "--workers=2")],
+        os.environ | {"PYTHONPATH": str(ROOT)},
     )
+    result = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, "interrupted; nothing was written\n")
     assert only_output(tmp_path) == []
 
 
 def test_workers_die_with_their_parent(tmp_path):
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
-    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--workers=2"]
-    call += ["--output-prefix", str(tmp_path / "x"), "--tokenizer=byte", "--log-interval=0"]
+    call = [*PREPROCESS, *busy(tmp_path, "--workers=2", "--log-interval=0")]
     with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert "documents" in process.stderr.readline()
         process.kill()
         process.wait(30)
-        deadline = time.monotonic() + 20
-        while group := subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout:
-            assert time.monotonic() < deadline, f"still alive: {group}"
-            time.sleep(0.1)
-    assert not list(tmp_path.glob("x*"))
+        assert wait_until(lambda: subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).returncode)
+    assert not list((tmp_path / "out").glob("x*"))
 
 
 def test_open_text_names_a_missing_file(tmp_path):

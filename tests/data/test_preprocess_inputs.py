@@ -1,4 +1,4 @@
-"""Parquet, pairs of texts, partitions, and skipped rows."""
+"""python -m megajax.preprocess: Parquet, pairs of texts, partitions, and skipped rows."""
 
 import gzip
 import json
@@ -172,12 +172,13 @@ def test_invalid_parquet(tmp_path):
     assert texts(result.prefixes[0]) == ["a", "c"] and "row 2: column 'text' is empty" in result.fault
 
 
-def test_parquet_without_its_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    (tmp_path / "a.parquet").write_bytes(b"x")
+@pytest.mark.parametrize(("file", "package"), [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")])
+def test_the_error_for_a_missing_package_names_the_extra(tmp_path, monkeypatch, file, package):
+    for name in (package, f"{package}.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / file).write_bytes(b"x")
     with pytest.raises(UserError, match="uv sync --extra data"):
-        preprocess(job(tmp_path, tmp_path / "a.parquet"))
+        preprocess(job(tmp_path, tmp_path / file))
 
 
 def sides(tmp_path, sources: str, targets: str):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from token_files import tokenizer, write
+from waiting import wait_until
 
 from megajax.config.errors import UserError
 from megajax.data.rows.splits import Rows
@@ -37,9 +37,9 @@ class Builder:
     def __call__(self, _: object = None) -> dict[str, np.ndarray]:
         self.calls += 1
         return {
+            "c": np.arange(5, dtype="u1"),
             "a": np.arange(6, dtype=np.int64).reshape(3, 2),
             "b": np.array([], np.int16),
-            "c": np.arange(5, dtype="u1"),
         }
 
 
@@ -130,14 +130,18 @@ def test_one_job_builds_while_others_wait(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(fcntl, "flock", of_other_folders)
         (tmp_path / "host").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "host"))
-    build = Builder()
+    build, started = Builder(), list[int]()
 
-    def build_slowly(new: Any) -> dict[str, np.ndarray]:
-        time.sleep(0.3)
+    def build_when_all_have_started(new: Any) -> dict[str, np.ndarray]:
+        assert wait_until(lambda: len(started) == 4)
         return build(new)
 
+    def job(number: int) -> dict[str, np.ndarray]:
+        started.append(number)
+        return load_or_build(tmp_path / "cache", {"seed": 1}, build_when_all_have_started)
+
     with ThreadPoolExecutor(4) as pool:
-        for arrays in pool.map(lambda _: load_or_build(tmp_path / "cache", {"seed": 1}, build_slowly), range(4)):
+        for arrays in pool.map(job, range(4)):
             check(arrays)
     assert build.calls == 1
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".arrays"]
@@ -321,11 +325,3 @@ def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, builds: list[s
     os.utime(f"{prefix}.idx", ns=(times.st_atime_ns, times.st_mtime_ns))
     build()
     assert len(builds) == len(changes) + 1  # other content, of the same size and date
-
-
-def test_names_of_arrays_need_no_order(tmp_path):
-    arrays = {"second": np.arange(3), "first": np.ones(70, np.uint32)}
-    for _ in range(2):  # built, then read
-        stored = load_or_build(tmp_path, {"kind": "order"}, lambda _: arrays)
-        for name, values in arrays.items():
-            np.testing.assert_array_equal(stored[name], values)
