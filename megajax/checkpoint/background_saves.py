@@ -1,7 +1,6 @@
 """Saves in the background: their stages, their reports, and why one failed, in one line with the bytes needed and free.
 
-The base of the managers of both kinds of checkpoints, in the shared folder and on the machines. A manager says what is
-written in `_write`, as a sequence of stages; each stage is done by all processes before the next begins.
+The base of both managers, of the shared folder and of local sets. All processes do a stage before the next begins.
 """
 
 import errno
@@ -136,9 +135,9 @@ class BackgroundSaves:
 
     def _new_save(self, step: int, folder: Path, meta: Any, size: int, started: float) -> Save:
         self._saves += 1
-        token, number = self._peers.token, self._saves
+        token, number, peers = self._peers.token, self._saves, self._peers.namespace(f"save{self._saves}")
         path = folder / f"{step_name(step)}.{token}{number:04x}.saving"
-        return Save(step, f"{token}-{number}", path, meta, size, None, self._peers.namespace(f"save{number}"), started)
+        return Save(step, f"{token}-{number}", path, meta, size, None, peers, started)
 
     def _submit(self, save: Save, *, asynchronous: bool = True) -> None:
         blocking = time.monotonic() - save.started if asynchronous else None
@@ -169,9 +168,8 @@ class BackgroundSaves:
 
     def _failed(self, save: Save, error: Exception) -> CheckpointError:
         self._discard(save)
-        return CheckpointError(
-            save.step, str(error) if isinstance(error, PartFailed) else reason(error, save.path, save.bytes)
-        )
+        text = str(error) if isinstance(error, PartFailed) else reason(error, save.path, save.bytes)
+        return CheckpointError(save.step, text)
 
     @property
     def saving(self) -> int | None:

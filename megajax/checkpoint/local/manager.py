@@ -185,10 +185,12 @@ class LocalCheckpoints(BackgroundSaves):
     def _write(self, save: Save) -> int:
         writer = self._on_all(save, lambda: self._write_own(save))
         self._on_all(save, lambda: self._write_replicas(save, writer))
-        finished_set = self._on_all(save, lambda: writer.finish(self._info(save, writer)))
+        finished_set = self._on_all(save, lambda: writer.finish(self._info(save, writer, self._shards)))
         self.serve(self._on_all(save, lambda: writer.rename(finished_set, self.folder / step_name(save.step))))
-        for local_set in self._superseded():
-            self.drop(local_set)
+        newest = sorted({local_set.index.info.step for local_set in self.served.values()})[-self.cfg.keep :]
+        for local_set in list(self.served.values()):
+            if local_set.index.info.step not in newest:
+                self.drop(local_set)
         return writer.bytes
 
     def _discard(self, save: Save) -> None:
@@ -201,7 +203,7 @@ class LocalCheckpoints(BackgroundSaves):
         writer = SetWriter(save.path)
         while save.content:
             writer.append(OWN_FILE, save.content.pop(0))  # and release it
-        self.serve(writer.snapshot(self._info(save, writer)))
+        self.serve(writer.snapshot(self._info(save, writer, self._shards)))
         return writer
 
     def _write_replicas(self, save: Save, writer: SetWriter) -> None:
@@ -215,26 +217,16 @@ class LocalCheckpoints(BackgroundSaves):
                     name, shape, dtype, box, *_ = piece = remote.index.pieces[shard]
                     writer.append(REPLICAS_FILE, HostCopy(name, shape, dtype, box, as_bytes(remote.read(piece))))
 
-    def _info(self, save: Save, writer: SetWriter) -> SetInfo:
-        return self._info_of(save.step, save.name, frozenset(writer.pieces), self._shards, save.meta)
-
-    def _info_of(
-        self, step: int, name: str, present: Shards, shards: Mapping[int, Shards], meta: Mapping[str, Any]
-    ) -> SetInfo:
+    def _info(self, save: Save, writer: SetWriter, shards: Mapping[int, Shards]) -> SetInfo:
         return SetInfo(
-            step=step,
-            save=name,
+            step=save.step,
+            save=save.name,
             process=self.members.process,
             attempt=self.attempt,
             processes=self.peers.count,
-            parts=complete_parts(present, shards),
-            meta=dict(meta),
+            parts=complete_parts(frozenset(writer.pieces), shards),
+            meta=save.meta,
         )
-
-    def _superseded(self) -> list[LocalSet]:
-        """The sets of all but the newest `keep` steps."""
-        steps = sorted({local_set.index.info.step for local_set in self.served.values()})[-self.cfg.keep :]
-        return [local_set for local_set in list(self.served.values()) if local_set.index.info.step not in steps]
 
     def wait(self) -> None:
         """Waits for the save in progress; `poll` returns its report, also if it failed."""
@@ -253,15 +245,14 @@ class LocalCheckpoints(BackgroundSaves):
         The next start of the run restores the step if the survivors have all shards. Raises CheckpointError.
         """
         leaves = arrays.flatten(state)
-        shards = shards_of_processes(leaves)
-        copies = copy_to_host(leaves)
-        present = frozenset((copy.name, copy.box) for copy in copies)
-        info = self._info_of(step, f"{self.attempt}-alone-{step}", present, shards, meta)
+        copies, shards = copy_to_host(leaves), shards_of_processes(leaves)
         path = self.folder / f"{step_name(step)}.{self.attempt}.saving"
+        save = Save(step, f"{self.attempt}-alone-{step}", path, dict(meta), self.need, None, self.peers, 0.0)
         try:
             writer = SetWriter(path)
             for copy in copies:
                 writer.append(OWN_FILE, copy)
+            info = self._info(save, writer, shards)
             writer.rename(writer.finish(info), self.folder / step_name(step))
         except OSError as error:
             raise CheckpointError(step, background_saves.reason(error, path, self.need)) from error
