@@ -37,9 +37,9 @@ class Builder:
     def __call__(self, _: object = None) -> dict[str, np.ndarray]:
         self.calls += 1
         return {
-            "c": np.arange(5, dtype="u1"),
             "a": np.arange(6, dtype=np.int64).reshape(3, 2),
-            "b": np.array([], np.int16),
+            "c": np.array([], np.int16),
+            "b": np.arange(5, dtype="u1"),
         }
 
 
