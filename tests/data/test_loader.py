@@ -306,7 +306,7 @@ class Broken(Numbers):
     ("error", "expected_type", "message"),
     [
         (None, ReadError, r"row 40 of the data cannot be read .*x.bin: Input/output error \(EIO\)"),
-        (UserError("token 7 outside"), UserError, "^token 7 outside$"),
+        (UserError("token 7 outside"), UserError, "^token 7 outside"),
     ],
 )
 def test_an_error_in_a_reading_thread_is_raised_where_its_batch_is_requested(
