@@ -58,6 +58,10 @@ def assert_same_training(actual: Trained, expected: Trained) -> None:
 )
 def test_losses_equal_those_of_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}
-    expected = train(model, ONE, **options)
-    assert_same_training(train(model, parallel, **options), expected)
-    assert expected.losses[-1] < expected.losses[0]
+    assert_same_training(train(model, parallel, **options), train(model, ONE, **options))
+
+
+@pytest.mark.slow
+def test_adapters_alone_reduce_the_loss() -> None:
+    actual = train(adapted(llama(), dropout=0.2), ONE, microbatches=2, evaluated=False)
+    assert actual.losses[-1] < actual.losses[0]
