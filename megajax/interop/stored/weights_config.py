@@ -1,5 +1,6 @@
 """The config of a run that starts from converted weights. Only model and tokenizer come from them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,14 @@ def _copied(tokenizer: Any, files: Path, copied: Path) -> Any:
 
 def model_facts(cfg: RunConfig) -> dict[str, Any]:
     """Settings of the model as a checkpoint records them."""
-    settings = {name: value for name, value in flatten(cfg).items() if name.startswith("model.")}
+    return recorded({name: value for name, value in flatten(cfg).items() if name.startswith("model.")})
+
+
+def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a checkpoint records them: numbers, and texts of other values."""
     return {
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
-        for name, value in settings.items()
+        for name, value in values.items()
     }
 
 

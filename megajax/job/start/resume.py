@@ -10,9 +10,9 @@ from typing import Any
 
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
-from megajax.config.dump import scalar_text
 from megajax.config.errors import UserError
 from megajax.interop.stored.provenance import META, Ancestor, Provenance
+from megajax.interop.stored.weights_config import recorded
 from megajax.job.start.data_files import DataFiles
 from megajax.job.start.layer_order import like_stored, reorder, same_order, stored_chunks
 from megajax.optim.schedule import DECAY
@@ -46,10 +46,7 @@ def facts(parts: Parts) -> dict[str, Any]:
     values |= parts.program.schedule.facts()
     if hasattr(parts.splits.train, "order"):
         values["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
-    return {
-        name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
-        for name, value in values.items()
-    }
+    return recorded(values)
 
 
 def _matters(name: str, loss_average: str) -> bool:
