@@ -66,16 +66,19 @@ def copy_files(source: Path, target: Path) -> list[str]:
     return present
 
 
+FILES: Mapping[type, Mapping[str, str]] = {
+    HuggingFaceTokenizerConfig: {"path": "tokenizer.json"},
+    GPT2TokenizerConfig: {"vocabulary": "vocab.json", "merges": "merges.txt"},
+    SentencePieceTokenizerConfig: {"path": "tokenizer.model"},
+    WordPieceTokenizerConfig: {"vocabulary": "vocab.txt"},
+}
+"""Class of a tokenizer's config -> its settings that are files, and their usual names."""
+
+
 def vocabulary_files(config: Any) -> dict[str, Path]:
     """The files that a tokenizer config names: usual name -> path."""
-    if isinstance(config, HuggingFaceTokenizerConfig):
-        path = Path(config.path)
-        return {"tokenizer.json": path / "tokenizer.json" if path.is_dir() else path}
-    if isinstance(config, GPT2TokenizerConfig):
-        return {"vocab.json": Path(config.vocabulary), "merges.txt": Path(config.merges)}
-    if isinstance(config, SentencePieceTokenizerConfig):
-        return {"tokenizer.model": Path(config.path)}
-    return {"vocab.txt": Path(config.vocabulary)} if isinstance(config, WordPieceTokenizerConfig) else {}
+    paths = {name: Path(getattr(config, setting)) for setting, name in FILES.get(type(config), {}).items()}
+    return {name: path / name if path.is_dir() else path for name, path in paths.items()}
 
 
 def with_copies(config: Any, copies: Path, folder: Path) -> Any:
@@ -85,14 +88,9 @@ def with_copies(config: Any, copies: Path, folder: Path) -> Any:
     """
     if isinstance(config, MultimodalTokenizerConfig):
         return replace(config, base=with_copies(config.base, copies, folder))
-    names = {name: path for name in vocabulary_files(config) if (path := _copy(name, copies)) is not None}
-    if not names or len(names) < len(vocabulary_files(config)):
-        return config
-    paths = {name: str(folder / path) for name, path in names.items()}
-    if isinstance(config, GPT2TokenizerConfig):
-        return replace(config, vocabulary=paths["vocab.json"], merges=paths["merges.txt"])
-    (path,) = paths.values()
-    return replace(config, **{"vocabulary" if isinstance(config, WordPieceTokenizerConfig) else "path": path})
+    names = {setting: _copy(name, copies) for setting, name in FILES.get(type(config), {}).items()}
+    paths = {setting: str(folder / name) for setting, name in names.items() if name is not None}
+    return replace(config, **paths) if len(paths) == len(names) else config
 
 
 def _copy(name: str, folder: Path) -> str | None:
