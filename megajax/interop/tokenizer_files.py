@@ -75,9 +75,13 @@ FILES: Mapping[type, Mapping[str, str]] = {
 """Class of a tokenizer's config -> its settings that are files, and their usual names."""
 
 
+def _file_settings(config: Any) -> Mapping[str, str]:
+    return next((names for cls, names in FILES.items() if isinstance(config, cls)), {})
+
+
 def vocabulary_files(config: Any) -> dict[str, Path]:
     """The files that a tokenizer config names: usual name -> path."""
-    paths = {name: Path(getattr(config, setting)) for setting, name in FILES.get(type(config), {}).items()}
+    paths = {name: Path(getattr(config, setting)) for setting, name in _file_settings(config).items()}
     return {name: path / name if path.is_dir() else path for name, path in paths.items()}
 
 
@@ -88,9 +92,9 @@ def with_copies(config: Any, copies: Path, folder: Path) -> Any:
     """
     if isinstance(config, MultimodalTokenizerConfig):
         return replace(config, base=with_copies(config.base, copies, folder))
-    names = {setting: _copy(name, copies) for setting, name in FILES.get(type(config), {}).items()}
+    names = {setting: _copy(name, copies) for setting, name in _file_settings(config).items()}
     paths = {setting: str(folder / name) for setting, name in names.items() if name is not None}
-    return replace(config, **paths) if len(paths) == len(names) else config
+    return replace(config, **paths) if names and len(paths) == len(names) else config
 
 
 def _copy(name: str, folder: Path) -> str | None:
