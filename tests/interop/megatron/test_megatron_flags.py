@@ -151,10 +151,6 @@ def test_flags_of_other_tokenizers() -> None:
     assert [flag for flag, _ in refused] == ["--special-tokens <a>"] and "special tokens from its file" in refused[0][1]
 
 
-def test_a_warm_up_of_zero_counts_as_not_given() -> None:
-    assert config("--lr-warmup-fraction .5 --lr-warmup-iters 0").schedule.warmup_fraction == 0.5
-
-
 def test_defaults_are_megatrons() -> None:
     cfg = config()
     block = cfg.model.stack.pattern[0]
@@ -170,10 +166,73 @@ def test_defaults_are_megatrons() -> None:
     assert convert_line("--without eval-interval").config.evaluation.every == 1000
 
 
-def test_gelu_is_exact_if_nothing_is_fused() -> None:
-    assert config("--disable-bias-linear").model.stack.pattern[0].mlp.activation == "gelu"
-    assert config("--no-bias-gelu-fusion").model.stack.pattern[0].mlp.activation == "gelu"
-    assert config("--swiglu --hidden-size 4096 --num-attention-heads 32").model.stack.pattern[0].mlp.ffn == 10880
+RECOMPUTE, FULL = (
+    "--recompute-granularity selective --recompute-modules",
+    "--recompute-granularity full --recompute-method",
+)
+HALF = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ("--lr-warmup-fraction .5 --lr-warmup-iters 0", {"schedule.warmup_fraction": 0.5}),
+        ("", {"schedule.on_resume": "same"}),
+        ("--override-opt_param-scheduler", {"schedule.on_resume": "config"}),
+        ("--use-checkpoint-opt_param-scheduler", {"schedule.on_resume": "same"}),
+        ("--disable-bias-linear", {"model.stack.pattern.0.mlp.activation": "gelu"}),
+        ("--no-bias-gelu-fusion", {"model.stack.pattern.0.mlp.activation": "gelu"}),
+        ("--swiglu --hidden-size 4096 --num-attention-heads 32", {"model.stack.pattern.0.mlp.ffn": 10880}),
+        ("--exit-signal-handler", {"resilience.save_on_signal": True}),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {"optimizer.offload": 0.5}),
+        ("--optimizer-cpu-offload", {"optimizer.offload": 1}),
+        ("--optimizer-offload-fraction 0.5", {"optimizer.offload": 0}),
+        (HALF, {"optimizer.moments": "float16"}),
+        ("--recompute-activations", {"model.recompute": "selective"}),
+        (f"{RECOMPUTE} core_attn layernorm mlp", {"model.recompute": ("norm", "latent", "mlp", "activation")}),
+        (f"{RECOMPUTE} mla_up_proj", {"model.recompute": ("norm", "query_key_value", "activation")}),
+        (
+            f"{FULL} uniform --recompute-num-layers 2",
+            {"model.recompute": "full", "model.layers_per_checkpoint": 2, "model.recompute_layers": None},
+        ),
+        (
+            f"{FULL} block --recompute-num-layers 1",
+            {"model.recompute": "full", "model.layers_per_checkpoint": 1, "model.recompute_layers": 1},
+        ),
+        (
+            "--fine-grained-activation-offloading --offload-modules moe_act core_attn qkv_linear attn_norm",
+            {"model.recompute": "selective", "model.offload": ("query_key_value", "mlp", "input")},
+        ),
+        ("--offload-modules core_attn", {"model.recompute": "none", "model.offload": ()}),
+    ],
+)
+def test_settings_of_lines(changes: str, settings: dict[str, Any]) -> None:
+    cfg = config(changes)
+    for name, expected in settings.items():
+        value: Any = cfg
+        for part in name.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        assert value == expected, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ("--optimizer soap", ["--optimizer soap"]),
+        ("--optimizer muon --muon-tp-mode blockwise", ["--muon-tp-mode blockwise"]),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", ["--exp-avg-sq-dtype"]),
+        (
+            "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16",
+            ["--main-grads-dtype bf16", "--main-params-dtype fp16"],
+        ),
+        (HALF.replace("fp16", "fp8"), ["--exp-avg-dtype fp8", "--exp-avg-sq-dtype fp8"]),
+        ("--dataloader-type external", ["--dataloader-type external"]),
+        ("--eval-micro-batch-size 4", ["--eval-micro-batch-size 4"]),
+        ("--hybrid-context-parallel", ["--hybrid-context-parallel"]),
+    ],
+)
+def test_unsupported_values_are_refused(changes: str, refused: list[str]) -> None:
+    assert [flag for flag, _ in convert_line(changes).refused] == refused
 
 
 def test_vocabulary_is_padded_as_megatron_pads_it(tmp_path: Path) -> None:
@@ -291,22 +350,6 @@ def test_optimizers() -> None:
     muon = config("--optimizer muon").optimizer
     assert muon == MuonConfig(momentum=0.9, nesterov=False, beta2=0.999)
     assert "--adam-beta1 0.8" in convert_line("--optimizer sgd --adam-beta1 0.8").idle
-    assert [flag for flag, _ in convert_line("--optimizer soap").refused] == ["--optimizer soap"]
-    blockwise = convert_line("--optimizer muon --muon-tp-mode blockwise")
-    assert [flag for flag, _ in blockwise.refused] == ["--muon-tp-mode blockwise"]
-    odd = convert_line("--use-precision-aware-optimizer --exp-avg-dtype bf16")
-    assert [flag for flag, _ in odd.refused] == ["--exp-avg-sq-dtype"]
-    half = convert_line("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16")
-    assert {flag for flag, _ in half.refused} == {"--main-grads-dtype bf16", "--main-params-dtype fp16"}
-
-
-def test_moments_in_sixteen_bits() -> None:
-    half = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
-    assert config(half).optimizer.moments == "float16"
-    assert [flag for flag, _ in convert_line(half.replace("fp16", "fp8")).refused] == [
-        "--exp-avg-dtype fp8",
-        "--exp-avg-sq-dtype fp8",
-    ]
 
 
 def test_width_scaling() -> None:
@@ -322,24 +365,15 @@ def test_width_scaling() -> None:
     assert "--mup-embedding-mult 2.0" in convert_line("--mup-embedding-mult 2").idle
 
 
-def test_the_schedule_after_a_resume() -> None:
-    assert config().schedule.on_resume == "same"
-    assert config("--override-opt_param-scheduler").schedule.on_resume == "config"
-    from_checkpoint = convert_line("--use-checkpoint-opt_param-scheduler")
-    assert from_checkpoint.config.schedule.on_resume == "same"
-    assert "refused" in dict(from_checkpoint.remarks)["--use-checkpoint-opt_param-scheduler"]
-
-
-def test_refused_values_and_harmless_ones() -> None:
-    assert [flag for flag, _ in convert_line("--dataloader-type external").refused] == ["--dataloader-type external"]
+def test_harmless_flags() -> None:
+    remarks = dict(convert_line("--use-checkpoint-opt_param-scheduler").remarks)
+    assert "refused" in remarks["--use-checkpoint-opt_param-scheduler"]
     assert convert_line("--no-data-sharding").idle == ("--no-data-sharding",)
-    assert [flag for flag, _ in convert_line("--eval-micro-batch-size 4").refused] == ["--eval-micro-batch-size 4"]
     assert convert_line("--eval-global-batch-size 8 --dataloader-type single").refused == ()
     # A refused flag is accepted with its default value.
     harmless = convert_line("--num-distributed-optimizer-instances 1 --timing-log-level 0")
     assert not harmless.refused and len(harmless.unnecessary) == 2
     assert convert_line("--context-parallel-size 1 --expert-model-parallel-size 1").refused == ()
-    assert [flag for flag, _ in convert_line("--hybrid-context-parallel").refused] == ["--hybrid-context-parallel"]
 
 
 @pytest.mark.parametrize(
@@ -443,48 +477,6 @@ def test_checkpoints_on_local_disks() -> None:
     ):
         ((name, why),) = convert_line(changes).refused
         assert name.startswith("--non-persistent-ckpt-type") and missing in why
-
-
-def test_a_run_ends_by_a_signal() -> None:
-    assert config("--exit-signal-handler").resilience.save_on_signal
-
-
-@pytest.mark.parametrize(
-    ("changes", "settings"),
-    [
-        ("--recompute-activations", {"recompute": "selective"}),
-        (
-            "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
-            {"recompute": ("norm", "latent", "mlp", "activation")},
-        ),
-        (
-            "--recompute-granularity selective --recompute-modules mla_up_proj",
-            {"recompute": ("norm", "query_key_value", "activation")},
-        ),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-            {"recompute": "full", "layers_per_checkpoint": 2, "recompute_layers": None},
-        ),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-            {"recompute": "full", "layers_per_checkpoint": 1, "recompute_layers": 1},
-        ),
-        (
-            "--fine-grained-activation-offloading --offload-modules moe_act core_attn qkv_linear attn_norm",
-            {"recompute": "selective", "offload": ("query_key_value", "mlp", "input")},
-        ),
-        ("--offload-modules core_attn", {"recompute": "none", "offload": ()}),
-    ],
-)
-def test_recompute_and_offload(changes: str, settings: dict[str, Any]) -> None:
-    model = config(changes).model
-    assert {name: getattr(model, name) for name in settings} == settings
-
-
-def test_moments_in_host_memory() -> None:
-    assert config("--optimizer-cpu-offload --optimizer-offload-fraction 0.5").optimizer.offload == 0.5
-    assert config("--optimizer-cpu-offload").optimizer.offload == 1
-    assert config("--optimizer-offload-fraction 0.5").optimizer.offload == 0
 
 
 def test_sharded_weights_are_gathered_again() -> None:
