@@ -38,7 +38,7 @@ def test_the_window_is_traced_and_summarized(tmp_path, capsys):
     assert "profile of 3:4" in (output := capsys.readouterr().out) and "exposed communication" in output
     (compiled,) = events(tmp_path, "compiled")
     assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0
-    assert "memory of the compiled step: " in output and "Megatron-LM's formula" in output
+    assert "memory of the compiled step: " in output
     assert train(cfg.but(resilience=ResilienceConfig())) == 0  # The run continues after the window.
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
