@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks import outcome
 from benchmarks.parts import PARTS, Part
-from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse, use_devices
+from megajax.command_line.devices import use_devices
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.config.references import resolve

@@ -4,7 +4,8 @@ import signal
 import sys
 from pathlib import Path
 
-from megajax.command_line.parser import Flag, front_door, parse, use_devices
+from megajax.command_line.devices import use_devices
+from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.errors import ConfigError
 from megajax.config.file_paths import PathText
 from megajax.config.references import resolve

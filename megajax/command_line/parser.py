@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import os
-import re
 import select
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 
 import megajax.config.schema as schema
 from megajax.command_line.arguments import read_arguments
+from megajax.command_line.devices import all_devices, count_processes, device_problems, use_devices, use_processes
 from megajax.command_line.flag_suggestions import corrected, corrections
 from megajax.command_line.help import WIDTH, common_help, entry_text, settings_help
 from megajax.config.compose import read_value
@@ -28,15 +28,9 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.optional_packages import remedy
 from megajax.config.overrides import Mark, leaves, patch_of, plain_name
 from megajax.config.time_limit import OUTPUT_SECONDS, with_time_limit
-from megajax.mesh.processes.gpus import installed_gpus
 from megajax.mesh.processes.world import (
-    COORDINATOR,
-    COUNT,
-    INDEX,
     LOCAL_COUNT,
-    RANKS,
     StartError,
-    find_world,
     process_index,
 )
 
@@ -119,12 +113,12 @@ def parse(
         topic = requests["help"] if isinstance(requests["help"], str) else ""
         lines = _help(head, flags, root if with_config else None, common, source, topic, with_file=base is None)
         _show("\n".join(lines))
-    problems += _device_problems(devices)
+    problems += device_problems(devices)
     if not problems:
         use_devices(devices)
     answers, new_problems = _flag_values(own_flags, values)
-    problems += new_problems or _use_processes(answers)
-    count = _all_devices(devices)
+    problems += new_problems or use_processes(answers)
+    count = all_devices(devices)
     if count_devices is not None and not new_problems:
         count, new_problems = count_devices(answers)
         problems += new_problems
@@ -150,7 +144,7 @@ def parse(
     if file is None or new_problems or problems:
         error = ConfigError([*new_problems, *problems], " + ".join(places))
         if hint is not None and config is not None and count is not None:
-            processes = _process_count() or 1
+            processes = count_processes() or 1
             error = hint(error, config, [count // processes] * processes)
         # A verb with virtual devices does not need a config for this machine's devices.
         raise error if count_devices else advised(error, source, verb)
@@ -238,7 +232,7 @@ def end_at_once(error: BaseException) -> None:
 
 def _may_have_peers() -> bool:
     """Whether this process may be connected with others, which requires jax."""
-    return "jax" in sys.modules and _process_count() not in (1, None)
+    return "jax" in sys.modules and count_processes() not in (1, None)
 
 
 def _flush() -> None:
@@ -267,85 +261,9 @@ def report(error: UserError) -> None:
         print(name + text.removeprefix(name), file=sys.stderr)
 
 
-def use_devices(devices: str | None) -> None:
-    """Set jax's devices before its import: cpu:8 is eight CPU devices, gpu requires GPUs, None is jax's default."""
-    if not installed_gpus(Path("/dev")):
-        # Without a GPU, the CUDA plugin of the extra aot would print pages of errors on missing libraries.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    if devices is None:
-        return
-    count = _cpu_count(devices)
-    os.environ["JAX_PLATFORMS"] = "cuda" if count is None else "cpu"
-    if count is not None:
-        os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
-
-
 def _pop_flag(settings: dict[str, Any], name: str) -> str | None:
     value = settings.pop(name, None)
     return "" if value is Mark.BARE else None if value is None else str(value)
-
-
-def _cpu_count(devices: str) -> int | None:
-    match = re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", devices)
-    return int(match[1] or 1) if match else None
-
-
-def _all_devices(devices: str | None) -> int | None:
-    """Number of devices of all processes, if both counts are known."""
-    per_process, processes = _cpu_count(devices or ""), _process_count()
-    return per_process * processes if per_process and processes else None
-
-
-def _process_count() -> int | None:
-    """Number of processes of this run; None: a launcher gives this process's number but not the count."""
-    try:
-        world = find_world()
-    except StartError:
-        return None
-    if world is None:
-        launched = any(os.environ.get(name) for name in RANKS) and not _is_single_process()
-        return None if launched else 1
-    return world.count
-
-
-def _is_single_process() -> bool:
-    return "1" in (
-        os.environ.get(COUNT),
-        os.environ.get("SLURM_STEP_NUM_TASKS"),
-        os.environ.get("OMPI_COMM_WORLD_SIZE"),
-    )
-
-
-def _use_processes(answers: Mapping[str, Any]) -> list[Problem]:
-    """Put the flags into environment variables, where `find_world` reads them. Raises StartError."""
-    names = {"coordinator": COORDINATOR, "num_processes": COUNT, "process_id": INDEX}
-    if not names.keys() <= answers.keys():
-        return []
-    os.environ.update({name: str(answers[flag]) for flag, name in names.items() if answers[flag] is not None})
-    find_world()
-    wait = answers["init_timeout"]
-    return [] if wait > 0 else [Problem("--init-timeout", f"must be above 0 seconds, got {wait:g}")]
-
-
-def _device_problems(devices: str | None) -> list[Problem]:
-    if devices is None or devices in ("gpu", "cuda"):
-        return []
-    count = _cpu_count(devices)
-    if count is None:
-        hint = "without it, jax uses all GPUs, or one CPU device; cpu:8 is eight CPU devices"
-        if re.fullmatch(r"(gpus?|cuda)?:?[\d,]*", devices):
-            hint = (
-                "without it, jax uses all GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses among them; cpu:8 is eight CPU devices"
-            )
-        elif number := re.fullmatch(r"cpu\D?([1-9]\d*)|([1-9]\d*)\D?cpus?", devices):
-            hint = f"did you mean cpu:{number[1] or number[2]}?"
-        elif re.search(r"[a-z]+\d{2,}", devices, re.IGNORECASE):
-            hint = f"virtual GPUs are for python -m megajax.plan; {hint}"
-        return [Problem("--devices", f"expected cpu:N (N from 1 to 9999), cpu or gpu, got {devices!r}", hint)]
-    jax = sys.modules.get("jax")
-    if jax is not None and jax.config.jax_num_cpu_devices != count:
-        return [Problem("--devices", "jax is already imported, too late to choose devices", "start a new process")]
-    return []
 
 
 def _flag_values(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -22,6 +22,7 @@ from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
+from megajax.mesh.processes.freed_memory import keeps_freed_memory
 from megajax.mesh.processes.gpus import nccl_variables
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla import flag_names, memory_fraction
@@ -305,6 +306,7 @@ def _compiler(program: Program) -> list[tuple[str, str]]:
         *([("deterministic", "on: no autotuning, sums in a fixed order")] if settings.deterministic else []),
         *([("NCCL", nccl)] if nccl else []),
         *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),
+        *([("freed memory", "kept by this process (mallopt)")] if keeps_freed_memory() else []),
         ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
     ]
 

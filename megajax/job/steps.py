@@ -15,6 +15,7 @@ from megajax.job.integrity.integrity import Integrity
 from megajax.job.saves.save import Save
 from megajax.job.setup import JobSetup
 from megajax.job.start.resume import checkpoint_meta
+from megajax.mesh.processes.freed_memory import trim_once
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
@@ -147,6 +148,7 @@ def first_step(job: JobSetup, infos: Iterator[StepInfo]) -> StepInfo | None:
         with job.compiles.ready("train_step", compiled):
             first = next(infos, None)
     job.signals.when = "after this step"
+    trim_once()
     return first
 
 

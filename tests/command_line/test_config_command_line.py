@@ -13,6 +13,7 @@ from config_samples import RunConfig
 import megajax.command_line.parser as cli
 from megajax.command_line import parser as command_line
 from megajax.config import ConfigError, Problem, UserError
+from megajax.mesh.processes.world import RANKS
 
 pytestmark = pytest.mark.smoke
 
@@ -26,7 +27,7 @@ FILE = (
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in (*cli.RANKS, "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
+    for name in (*RANKS, "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(FILE)
@@ -118,7 +119,7 @@ def test_devices_are_set_before_jax_is_imported():
 
 def program(code, *argv, **environment):
     path = os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])
-    env = {k: v for k, v in os.environ.items() if k not in cli.RANKS} | {"PYTHONPATH": path} | environment
+    env = {k: v for k, v in os.environ.items() if k not in RANKS} | {"PYTHONPATH": path} | environment
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=60)
 
 
@@ -232,7 +233,7 @@ def test_ctrl_c_ends_a_verb_with_one_line(capsys, monkeypatch):
     assert (end.value.code, capsys.readouterr().err) == (cli.INTERRUPTED, "interrupted\n")
 
 
-@pytest.mark.parametrize("variable", cli.RANKS)
+@pytest.mark.parametrize("variable", RANKS)
 def test_other_processes_than_0_report_errors_in_a_line(capsys, monkeypatch, variable):
     """Process 0 may not have the error, such as of a file that one machine lacks."""
     monkeypatch.setenv(variable, "3")

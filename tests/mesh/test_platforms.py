@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from megajax.command_line import parser as command_line
+from megajax.command_line import devices as command_line
 from megajax.config.errors import ConfigError, UserError
 from megajax.mesh import mesh
 from megajax.mesh.mesh import find_devices, select_devices

@@ -28,7 +28,7 @@ def as_before(monkeypatch):
     """`parse` sets the variables that jax reads at import."""
     for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr("megajax.command_line.parser._device_problems", lambda devices: [])
+    monkeypatch.setattr("megajax.command_line.parser.device_problems", lambda devices: [])
 
 
 @pytest.mark.parametrize(
