@@ -36,6 +36,7 @@ PARTS = {
                         prints=True),
     "optimizer": Part(SPEED, "training.ratios:optimizer", "Muon relative to AdamW"),
     "recompute": Part(SPEED, "training.ratios:recompute", "each recomputation setting: step time and memory"),
+    "freed_memory": Part(SPEED, "training.freed_memory:freed_memory", "CPU steps that keep the memory they free"),
     "state_space": Part(SPEED, "training.ratios:state_space", "Mamba-2 in chunks relative to a sequential scan"),
     "compiled_kernels": Part(COMPILED, "kernels.compiled:compiled_kernels",
                              "layers: attention kernels, experts, Mamba-2, fp8", prints=True),

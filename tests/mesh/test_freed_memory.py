@@ -35,7 +35,9 @@ def page_faults(devices: str, **variables: str) -> int:
 def test_a_cpu_run_reuses_the_pages_it_freed() -> None:
     pages = 5 * 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert page_faults("cpu:2") < pages / 10000
-    assert page_faults("cpu:2", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072") > pages / 1000, "the user's setting"
+    assert page_faults("cpu:2", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072") > pages / 1000, (
+        "the user's setting"
+    )
     assert page_faults("gpu") > pages / 1000, "a GPU run is left alone"
 
 
