@@ -63,3 +63,8 @@ def stored(folder: Path) -> dict[str, Any]:
     """Inputs and outputs of a case."""
     with np.load(folder / "io.npz") as file:
         return dict(file)
+
+
+def pixels_last(images: np.ndarray) -> np.ndarray:
+    """[B, 3, H, W] -> [B, H, W, 3]."""
+    return np.ascontiguousarray(images.transpose(0, 2, 3, 1), np.float32)

@@ -1,12 +1,11 @@
 """Megatron-LM's settings as MegaJAX configs; unsupported settings skip the case."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_cases import Settings, unsupported
-from megatron_moe import flag_mixtures, mixtures
+from megatron_moe import mixtures
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
@@ -17,7 +16,6 @@ from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, NormConfig
 from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.stack.config import StackConfig, stack_of
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
-from megajax.models.memory import MemorySetting
 from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
 
@@ -372,100 +370,3 @@ def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> Optimi
         return LionConfig(**lion, **shared)
     beta1, beta2, epsilon = averages
     return AdamWConfig(beta1=beta1, beta2=beta2, epsilon=epsilon, decoupled=decoupled, **shared)
-
-
-FLAGS_WITHOUT_COUNT = {
-    "max_position_embeddings", "micro_batch_size", "global_batch_size", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "sequence_parallel", "use_distributed_optimizer", "norm_epsilon",
-    "disable_bias_linear", "add_qkv_bias", "position_embedding_type", "rotary_base", "rotary_percent",
-    "rotary_interleaved", "rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
-    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "no_rope_freq",
-    "use_rotary_position_embeddings", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-    "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "ffn_hidden_size", "kv_channels", "bf16",
-    "fp16", "train_iters", "train_samples", "lr", "min_lr", "qk_layernorm", "qk_l2_norm", "apply_layernorm_1p",
-    "window_size", "window_attn_skip_freq", "softmax_type", "squared_relu", "quick_geglu", "openai_gelu",
-    "mtp_loss_scaling_factor", "hidden_dropout", "attention_dropout", "init_method_std",
-    "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "calculate_per_token_loss", "cp_comm_type",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_backend", "fp8_format",
-    "fp8_recipe", "log_interval", "log_throughput", "lr_decay_style", "masked_softmax_fusion", "no_bias_gelu_fusion",
-    "no_bias_swiglu_fusion", "no_gradient_accumulation_fusion", "no_masked_softmax_fusion", "no_position_embedding",
-    "no_rope_fusion", "rotary_scaling", "use_flash_attn", "use_mcore_models", "use_cpu_initialization",
-    "activation_func_clamp_value", "glu_linear_offset", "original_max_position_embeddings", "mock_data",
-    "overlap_grad_reduce", "overlap_param_gather", "attention_backend", "transformer_impl", "seed", "weight_decay",
-    "clip_grad", "eval_iters", "eval_interval", "tokenizer_type", "rope_type", "data_path", "split",
-}  # fmt: skip
-
-
-def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -> tuple[DecoderConfig, dict[str, Any]]:
-    """The shapes of a command line, and all its flags; without positions and biases, which no count includes."""
-    flags = Settings(flags_of(line))
-    heads, groups = int(flags.take("num_attention_heads")), int(flags.take("num_query_groups", 1))
-    norm = (RMSNormConfig if flags.take("normalization", "LayerNorm") == "RMSNorm" else LayerNormConfig)()
-    grouped, gate = flags.take("group_query_attention", False), flags.take("attention_output_gate", False)
-    mixer = AttentionConfig(heads=heads, kv_heads=groups if grouped else heads, head_dim=head_dim, gate=gate)
-    if flags.take("multi_latent_attention", False):
-        rank = flags.take("q_lora_rank")
-        mixer = LatentAttentionConfig(
-            heads=heads,
-            query_rank=None if rank is None else int(rank),
-            key_value_rank=int(flags.take("kv_lora_rank", 32)),
-            content_dim=int(flags.take("qk_head_dim", 128)),
-            position_dim=int(flags.take("qk_pos_emb_head_dim", 64)),
-            value_dim=int(flags.take("v_head_dim", 128)),
-            norm=norm,
-        )
-    mlp = GatedMLPConfig(ffn=ffn) if flags.take("swiglu", False) else DenseMLPConfig(ffn=ffn)
-    layers = int(flags.take("num_layers"))
-    blocks = [BlockConfig(mixer=mixer, mlp=one, norm=norm) for one in flag_mixtures(flags, mlp, layers)]
-    depth = int(flags.take("mtp_num_layers", 0))
-    decoder = DecoderConfig(
-        hidden=int(flags.take("hidden_size")),
-        vocabulary_size=padded_vocabulary,
-        vocabulary_multiple=1,
-        sequence_length=int(flags.take("seq_length")),
-        stack=stack_of(blocks),
-        norm=norm,
-        tied=not flags.take("untie_embeddings_and_output_weights", False),
-        prediction=PredictionConfig(depth=depth) if depth else None,
-    )
-    flags.finish(FLAGS_WITHOUT_COUNT)
-    return decoder, flags_of(line)
-
-
-def memory_setting(flags: Mapping[str, Any], layers: int, *, data: int, microbatches: int | None) -> MemorySetting:
-    """How the flags of a command line distribute a model with this many layers."""
-    tensor, stages = (int(flags.get(f"{name}_model_parallel_size", 1)) for name in ("tensor", "pipeline"))
-    virtual, each = (
-        flags.get("num_virtual_stages_per_pipeline_rank"),
-        flags.get("num_layers_per_virtual_pipeline_stage"),
-    )
-    if each is not None:
-        virtual = layers // stages // int(each)
-    experts = int(flags.get("expert_model_parallel_size", 1)) * int(flags.get("expert_tensor_parallel_size", tensor))
-    selective = flags.get("recompute_activations") or flags.get("recompute_granularity") == "selective"
-    return MemorySetting(
-        tensor=tensor,
-        pipeline=stages,
-        data=data,
-        experts=experts,
-        virtual_stages=int(virtual or 1),
-        micro_size=int(flags.get("micro_batch_size", 1)),
-        microbatches=microbatches,
-        zero1="use_distributed_optimizer" in flags,
-        sequence=bool("sequence_parallel" in flags and tensor > 1 and selective),
-    )
-
-
-def flags_of(line: str) -> dict[str, Any]:
-    """--num-layers 2 --swiglu -> {"num_layers": "2", "swiglu": True}."""
-    actual: dict[str, Any] = {}
-    name = ""
-    for word in shlex.split(line):
-        if word.startswith("--"):
-            name, _, value = word[2:].replace("-", "_").partition("=")
-            actual[name] = value or True
-        else:
-            actual[name] = word if actual[name] is True else f"{actual[name]} {word}"
-    return actual

@@ -49,21 +49,6 @@ def mixtures(core: Settings, mlp: MLPConfig, layers: int) -> list[MLPConfig | Mo
     return [moe if with_experts else mlp for with_experts in layers_with_experts(every, layers)]
 
 
-COUNTED = {"moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"}
-"""Flags with numbers of shapes."""
-
-
-def flag_mixtures(flags: Settings, mlp: MLPConfig, layers: int) -> list[MLPConfig | MoEConfig]:
-    """The same for a command line, whose flags are text; flags without an effect on shapes are omitted."""
-    given = {name: flags.take(name) for name in list(flags.left) if name.startswith("moe_")}
-    shapes = {name: int(value) for name, value in given.items() if name in COUNTED and value is not None}
-    others = {name: given[name] for name in ("moe_layer_freq", "moe_shared_expert_gate") if name in given}
-    experts = flags.take("num_experts")
-    return mixtures(
-        Settings(shapes | others | {"num_moe_experts": None if experts is None else int(experts)}), mlp, layers
-    )
-
-
 def layers_with_experts(every: int | list[int] | str, layers: int) -> list[bool]:
     """Which layers are mixtures of experts, by `moe_layer_freq`: every n-th from the first, or a list."""
     if isinstance(every, str):

@@ -1,14 +1,16 @@
 """Rows, indices, blends, files and sample order against Megatron-LM's: every case found in the folder."""
 
 import json
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron_cases
 import numpy as np
 import pytest
+from megatron_cases import FOLDER as ORACLE
+from megatron_cases import cases
 
 from megajax.batch import Leaf
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
@@ -28,33 +30,23 @@ from megajax.data.text.indexed_dataset import (
 )
 from megajax.models.decoder.config import text_schema
 
-FOLDER = (
-    Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()
-    / "data"
-)
+FOLDER = ORACLE / "data"
 ARRAYS = {"document_index": "documents", "sample_index": "samples", "shuffle_index": "shuffle"}
 LEAVES = {"tokens": "tokens", "labels": "labels", "loss_mask": "loss_mask", "position_ids": "positions"}
 FLAGS = ("reset_positions", "reset_attention_mask", "eod_mask_loss")
 
 
 def load_json(name: str) -> dict[str, Any]:
-    path = FOLDER / name
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return megatron_cases.load_json(f"data/{name}")
 
 
 def load_arrays(name: str) -> dict[str, np.ndarray]:
-    path = FOLDER / name
-    return dict(np.load(path)) if path.is_file() else {}
+    """Arrays of a file; none if it is missing."""
+    return megatron_cases.load_arrays(f"data/{name}") if (FOLDER / name).is_file() else {}
 
 
 META = load_json("gpt_meta.json")
 INDICES, SAMPLES, BLENDS = (load_arrays(f"gpt_{kind}.npz") for kind in ("indices", "samples", "blends"))
-
-
-def cases(actual: Any) -> list[Any]:
-    """Parameters of a test, or one skip with the reason."""
-    reason = f"nothing of this kind at {FOLDER}: set MEGAJAX_ORACLE_DIR"
-    return sorted(actual) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
 
 
 def corpus(letter: str) -> Path:

@@ -1,15 +1,18 @@
 """FLOPs of a step, and memory by formula, against Megatron-LM's count and report."""
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from megatron_cases import Comparison, cases, load_json
-from megatron_config import flag_config, memory_setting
 
+from megajax.interop.megatron.flags.reading import Word
+from megajax.interop.megatron.flags.translate import convert
 from megajax.layers.moe.config import MoEConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.models.memory import activation_bytes, memory_report
+from megajax.models.memory import MemorySetting, activation_bytes, memory_report
+from megajax.training.run_config import RunConfig
 
 TOLERANCE = 1e-9
 MB = 2**20
@@ -17,23 +20,39 @@ MB = 2**20
 CASES = load_json("flops/flops_memory.json")
 
 
-def config_of(theirs: dict[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-    """The model of a case, and its flags."""
-    cfg, flags = flag_config(
-        theirs["cli"],
-        padded_vocabulary=theirs["padded_vocab_size"],
-        ffn=theirs["ffn_hidden_size"],
-        head_dim=theirs["kv_channels"],
+NUMBERS = "--make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer --mock-data --train-iters 1 --lr 1e-4"
+
+
+def run_of(theirs: dict[str, Any]) -> RunConfig:
+    """The run of a case's command line."""
+    # Their null tokenizer adds a token.
+    line = f"{theirs['cli']} --vocab-size {theirs['padded_vocab_size'] - 1} {NUMBERS}"
+    cfg = convert([Word(word) for word in shlex.split(line)]).config
+    assert cfg is not None and cfg.model.vocabulary_size == theirs["padded_vocab_size"]
+    return cfg
+
+
+def memory_setting(cfg: RunConfig, *, data: int, microbatches: int | None) -> MemorySetting:
+    """How a run distributes its model."""
+    parallel = cfg.parallel
+    return MemorySetting(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=data,
+        experts=parallel.expert * parallel.tensor,
+        virtual_stages=parallel.virtual_stages,
+        micro_size=cfg.batch.micro_size,
+        microbatches=microbatches,
+        zero1=parallel.data_sharding == "zero1",
+        sequence=bool(parallel.sequence) and cfg.model.recompute == "selective",
     )
-    assert not cfg.problems()
-    return cfg, flags
 
 
 @pytest.mark.parametrize("case", cases(CASES))
 def test_operations(case: str) -> None:
     """Of a global batch, of one row, and of packed rows, whose core attention goes by the sum of squared lengths."""
     theirs = CASES[case]
-    cfg, _ = config_of(theirs)
+    cfg = run_of(theirs).model
     each, compare = cfg.flops(), Comparison(case)
     for rows, name in ((theirs["global_batch_size"], ""), (1, "_batch1")):
         stored = theirs[f"num_floating_point_operations{name}"]
@@ -60,18 +79,18 @@ def without_experts(cfg: DecoderConfig, ffn: int) -> DecoderConfig:
 def test_memory(case: str) -> None:
     """The report with the step's microbatches and without, and its two formulas for activations."""
     theirs, compare = CASES[case], Comparison(case)
-    cfg, flags = config_of(theirs)
+    run = run_of(theirs)
     stored = theirs["report_theoretical_memory_MB"]
     counts = {"microbatches": stored["num_microbatches"], "data": theirs["data_parallel_size"]}
-    setting = memory_setting(flags, cfg.stack.layers(), **counts)
-    actual, dense = memory_report(cfg, setting), without_experts(cfg, theirs["ffn_hidden_size"])
+    setting = memory_setting(run, **counts)
+    actual, dense = memory_report(run.model, setting), without_experts(run.model, theirs["ffn_hidden_size"])
     compare.check("memory", actual.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
     expected = stored["weight_optimizer"], stored["activation"], stored["total"]
     for one, other, name in (
         (setting, expected, "in all"),
         (replace(setting, microbatches=None), theirs["report_num_microbatches_None_MB"], "full"),
     ):
-        weights, activations = memory_report(cfg, one).weights / MB, memory_report(dense, one).activations / MB
+        weights, activations = memory_report(run.model, one).weights / MB, memory_report(dense, one).activations / MB
         parts = [weights, activations, weights + activations]
         compare.check("memory", parts, other, TOLERANCE, name=name)
     for sequence, name in ((True, "sp"), (False, "without_sp")):

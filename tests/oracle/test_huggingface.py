@@ -1,18 +1,36 @@
-"""Decoders of transformers: logits, loss and greedy tokens of every checkpoint in the folder, in float32."""
+"""Models of transformers, in float32: logits, losses, greedy tokens and a round trip of every checkpoint."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
-from megatron_cases import Comparison, cases
+from huggingface_cases import TOLERANCE, arrays, folders, opened, pixels_last, stored
+from megatron_cases import Comparison, cases, unsupported
 from megatron_run import OneDevice
+from safetensors.numpy import load_file
 
-ELSEWHERE = ("bert", "megatron-bert", "t5", "mt5", "vit")
+from megajax.config.errors import UserError
+from megajax.inference.config import GenerationConfig, InferenceParallelConfig
+from megajax.inference.engine import complete
+from megajax.inference.sampling_settings import Sampling
+from megajax.interop import conversion
+from megajax.interop.loading import load, start_engine
+from megajax.interop.origin import Origin, generation_config
+from megajax.layers.param import bind
+from megajax.models.t5.module import EncoderSection
+
+BERT, T5 = ("bert", "megatron-bert"), ("t5", "mt5")
+DECODERS = folders(lambda kind: kind not in (*BERT, *T5, "vit"))
+NEW = 8
+"""Tokens of an answer."""
 
 
-@pytest.mark.parametrize("case", cases(folders(lambda kind: kind not in ELSEWHERE)))
-def test_checkpoint(case: str, oracle_dir: Path) -> None:
+@pytest.mark.parametrize("case", cases(DECODERS))
+def test_decoder(case: str, oracle_dir: Path) -> None:
     folder, compare = oracle_dir / "hf" / case, Comparison(case)
     opening, io = opened(folder), stored(folder)
     ids, greedy = io["input_ids"].astype(np.int32), io["greedy"].astype(np.int32)
@@ -24,7 +42,132 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     extra = opening.origin.settings["router_aux_loss_coef"] * float(io["aux_loss"]) if "aux_loss" in io else 0.0
     compare.check("loss", actual["per_token_loss"][: len(ids), :-1].mean(), io["loss"] - extra, TOLERANCE)
     # Each next token is the likeliest after those before it, so the whole text equals greedy decoding.
-    prompt = greedy.shape[1] - 8
+    prompt = greedy.shape[1] - NEW
     np.testing.assert_array_equal(greedy[:, :prompt], ids[:, :prompt])
     np.testing.assert_array_equal(actual["logits"][len(ids) :, prompt - 1 : -1].argmax(-1), greedy[:, prompt:])
     compare.finish()
+
+
+@pytest.mark.parametrize("case", cases(DECODERS))
+def test_greedy_tokens_of_the_engine(case: str, oracle_dir: Path) -> None:
+    """From prompts in chunks."""
+    origin = Origin(hf=oracle_dir / "hf" / case)
+    config: GenerationConfig = generation_config(origin, GenerationConfig).base
+    settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
+    try:
+        loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
+    except UserError as error:
+        if "cannot generate text" in str(error):
+            unsupported(str(error))
+        raise
+    greedy = stored(oracle_dir / "hf" / case)["greedy"].tolist()
+    sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    engine = start_engine(loaded, queue=len(greedy))
+    answers = complete(engine, [(tuple(row[:-NEW]), sampling) for row in greedy])
+    assert [list(answer.tokens) for (answer,) in answers] == [row[-NEW:] for row in greedy]
+
+
+def compare_loss(
+    compare: Comparison,
+    model: OneDevice,
+    params: Mapping[str, np.ndarray],
+    rows: Mapping[str, np.ndarray],
+    loss: float,
+    average: Any,
+) -> None:
+    """The minimised loss of one microbatch of these rows."""
+    batch = {name: leaf[None] for name, leaf in rows.items()}
+    batch["sample"] = np.arange(len(rows["tokens"]), dtype=np.uint32)[None]
+    compare.check("loss", model.gradients(params, batch, average)["minimised"], loss, TOLERANCE)
+    compare.finish()
+
+
+@pytest.mark.parametrize("case", cases(folders(lambda kind: kind in BERT)))
+def test_bert(case: str, oracle_dir: Path) -> None:
+    """Normalised after each sum: logits of both heads, and loss."""
+    folder, compare = oracle_dir / "hf" / case, Comparison(case)
+    io, opening = stored(folder), opened(folder)
+    model, (params, _) = OneDevice(opening.model), arrays(opening)
+    leaves = {"tokens": "input_ids", "segment_ids": "attention_mask", "token_types": "token_type_ids"}
+    rows = {ours: io[theirs].astype(np.int32) for ours, theirs in leaves.items()}
+    labels = io["labels"].astype(np.int32)
+    rows |= {"labels": np.maximum(labels, 0), "loss_mask": (labels >= 0).astype(np.float32)}
+    rows["is_random"] = io["next_sentence_label"].astype(np.int32).reshape(-1)
+
+    def forward(params: Any, rows: Any) -> Any:
+        bert = bind(model.abstract, params)
+        ctx = bert.context(rows)
+        x = bert.final_norm(bert.stack(bert.enter(bert.embed(rows), ctx), ctx))
+        return bert(rows["tokens"], None, rows["segment_ids"], rows["token_types"]), bert.order_logits(x)
+
+    logits, order = model(forward, params, rows)
+    real = io["attention_mask"].astype(bool)
+    compare.check("logits", logits[real], io["prediction_logits"][real], TOLERANCE)
+    compare.check("order of sentences", order, io["seq_relationship_logits"], TOLERANCE)
+    compare_loss(compare, model, params, rows, io["loss"], "microbatches")
+
+
+@pytest.mark.parametrize("case", cases(folders(lambda kind: kind in T5)))
+def test_t5(case: str, oracle_dir: Path) -> None:
+    """Logits, loss and the encoder's output."""
+    folder, compare = oracle_dir / "hf" / case, Comparison(case)
+    io, opening = stored(folder), opened(folder)
+    start, padding = opening.config["decoder_start_token_id"], opening.config["pad_token_id"]
+    labels, counted = io["labels"].astype(np.int32), io["labels"] >= 0
+    model, (params, _) = OneDevice(opening.model), arrays(opening)
+    shifted = np.concatenate([np.full_like(labels[:, :1], start), np.where(counted, labels, padding)[:, :-1]], axis=1)
+    rows = {
+        "encoder_tokens": io["input_ids"].astype(np.int32),
+        "encoder_segment_ids": io["attention_mask"].astype(np.int32),
+        "tokens": shifted,
+        "labels": np.where(counted, labels, 0),
+        "loss_mask": counted.astype(np.float32),
+        # Theirs does not mask padding of the decoder.
+        "segment_ids": np.ones_like(labels),
+    }
+
+    def forward(params: Any, rows: Any) -> Any:
+        t5 = bind(model.abstract, params)
+        section = EncoderSection(t5)
+        ctx = section.context(rows, None)
+        memory = section.leave(section.stack(section.enter(section.embed(rows), ctx), ctx), ctx)
+        names = ("tokens", "segment_ids", "encoder_tokens", "encoder_segment_ids")
+        return t5(**{name: rows[name] for name in names}), memory
+
+    logits, memory = model(forward, params, rows)
+    read = io["attention_mask"].astype(bool)
+    compare.check("logits", logits, io["logits"], TOLERANCE)
+    compare.check("encoder's output", memory[read], io["encoder_last_hidden_state"][read], TOLERANCE)
+    compare_loss(compare, model, params, rows, io["loss"], "tokens")
+
+
+@pytest.mark.parametrize("case", cases(folders(lambda kind: kind == "vit")))
+def test_vit(case: str, oracle_dir: Path) -> None:
+    folder = oracle_dir / "hf" / case
+    opening, io = opened(folder), stored(folder)
+    model, (params, _) = OneDevice(opening.model), arrays(opening)
+    images, labels, compare = pixels_last(io["pixel_values"]), io["labels"].astype(np.int32), Comparison(case)
+    logits = model(lambda params, images: bind(model.abstract, params)(images), params, images)
+    compare.check("logits", logits, io["logits"], TOLERANCE)
+    batch = {"images": images[None], "labels": labels[None], "sample": np.arange(len(labels), dtype=np.uint32)[None]}
+    compare.check("loss", model.gradients(params, batch, "tokens")["reported"], io["loss"], TOLERANCE)
+    compare.finish()
+
+
+@pytest.mark.parametrize("case", cases(folders(lambda kind: True)))
+def test_a_run_reproduces_the_folder(case: str, oracle_dir: Path, tmp_path: Path) -> None:
+    """`megajax.convert` to a run and back, byte for byte."""
+
+    def advance(elements: int) -> None:
+        del elements
+
+    folder, options = oracle_dir / "hf" / case, conversion.Options()
+    conversion.write(conversion.open_source(f"hf:{folder}"), str(tmp_path / "run"), options, advance)
+    conversion.write(conversion.open_source(str(tmp_path / "run")), f"hf:{tmp_path / 'back'}", options, advance)
+    given, back = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    assert given.keys() == back.keys()
+    for name, tensor in given.items():
+        assert (tensor.dtype, tensor.shape) == (back[name].dtype, back[name].shape)
+        assert tensor.tobytes() == back[name].tobytes()
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back")]
+    assert configs[0] == configs[1]

@@ -1,15 +1,16 @@
 """Megatron-LM's folders with the reference weights give the reference logits."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from megatron_cases import FOLDER, Comparison, load_arrays, load_json
+from megatron_cases import FOLDER, Comparison, load_arrays
 from megatron_folders import Shares, write_ranks, write_sharded
 from megatron_run import OneDevice, batch_by_rule
 from megatron_weights import weight_by_rule
+from test_numerics import parameter_shapes
+from test_other_models import META, bert_rows, t5_rows
 
 from megajax.interop.megatron.checkpoints.format import open_model
 from megajax.layers.param import bind
@@ -39,16 +40,8 @@ CASES = {
 
 def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
     """By the rule of the reference model's weights."""
-    described = load_json(f"numerics/{kind}_meta.json")
-
-    def shapes(name: str) -> Mapping[str, Any]:
-        meta = described[name]
-        if "params" in meta:
-            return meta["params"]
-        every = {**shapes(meta["params_same_as"]), **meta["params_changed_or_added"]}
-        return {name: every[name] for name in meta.get("param_order", every) if name not in meta["params_removed"]}
-
-    return {name: weight_by_rule(name, shape) for name, shape in shapes(case).items()}
+    shapes = parameter_shapes(case) if kind == "variants" else META[case]["params"]
+    return {name: weight_by_rule(name, shape) for name, shape in shapes.items()}
 
 
 def weights_of(folder: Path, model: OneDevice) -> dict[str, np.ndarray]:
@@ -75,22 +68,8 @@ def test_logits(case: str, tmp_path: Path) -> None:
         wanted = stored["logits"][0, ::4] if "logits" in stored else stored["logits_sample0_every4th"]
         compare.check("logits", logits[0, ::4], wanted, LOGITS)
     else:
-        rows = rows_of(case, stored)
+        rows = (bert_rows if case.startswith("bert") else t5_rows)(stored)
         logits = model(lambda params, rows: bind(model.abstract, params)(**rows), params, rows)
         real = rows["segment_ids"][:, ::4] == 1
         compare.check("logits", logits[:, ::4][real], stored["logits_every4th"][real], LOGITS)
     compare.finish()
-
-
-def rows_of(case: str, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What BERT and T5 read."""
-    if case.startswith("bert"):
-        names = {"tokens": "tokens", "token_types": "types", "segment_ids": "padding_mask"}
-        return {ours: stored[theirs].astype(np.int32) for ours, theirs in names.items()}
-    rows = {
-        ours: stored[theirs].astype(np.int32)
-        for ours, theirs in (("encoder_tokens", "enc_tokens"), ("tokens", "dec_tokens"))
-    }
-    # Their masks are True where a key is hidden; a padding key is hidden from every query.
-    hidden = {"encoder_segment_ids": stored["enc_mask"], "segment_ids": stored["dec_mask"]}
-    return rows | {name: (~mask[:, 0].all(1)).astype(np.int32) for name, mask in hidden.items()}

@@ -24,6 +24,7 @@ def test_logits_and_loss_equal_those_of_transformers() -> None:
     np.testing.assert_allclose(actual["per_token_loss"][:, :-1].mean(), io["loss"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_debug_twin_learns_on_two_devices_of_tensor() -> None:
     losses = [info.loss for info in setup(load("olmo2.py:olmo2_32b_debug")).steps(10)]
     assert losses[-1] < losses[0] - 0.03

@@ -256,29 +256,25 @@ def rolling(scorer: Scorer, text: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [("--parallel.data=2", "--parallel.tensor=2"), ("--parallel.pipeline=2",)])
-def test_other_devices_give_the_same_figures(folder, tmp_path, settings):
-    tasks = f"--tasks=split:validation,choices:{folder / 'questions.jsonl'}"
-    for output, more in (
-        (tmp_path / "one", ()),
-        (tmp_path / "four", ("--devices=cpu:4", "--parallel.data=2", *settings)),
+def test_other_devices_give_the_same_figures(folder, tmp_path):
+    figures = {}
+    for name, settings in (
+        ("one", ()),
+        ("tensor", ("--devices=cpu:4", "--parallel.data=2", "--parallel.tensor=2")),
+        ("pipeline", ("--devices=cpu:4", "--parallel.data=2", "--parallel.pipeline=2")),
     ):
-        command = (
-            sys.executable,
-            "-m",
-            "megajax.evaluate",
-            f"--run={folder / 'run'}",
-            tasks,
-            f"--output={output}",
-            *more,
+        command = [sys.executable, "-m", "megajax.evaluate", f"--run={folder / 'run'}", f"--output={tmp_path / name}"]
+        tasks = f"--tasks=split:validation,choices:{folder / 'questions.jsonl'}"
+        (tmp_path / name).mkdir()
+        process = subprocess.run(
+            [*command, tasks, *settings], cwd=REPOSITORY, capture_output=True, text=True, timeout=400
         )
-        output.mkdir()
-        process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
         assert process.returncode == 0, process.stderr
-    single, four = results(tmp_path / "one"), results(tmp_path / "four")
-    for task, figures in single.items():
-        for name, figure in figures.items():
-            assert four[task][name]["value"] == pytest.approx(figure["value"], rel=1e-5), f"{task} {name}"
+        figures[name] = results(tmp_path / name)
+    for name in ("tensor", "pipeline"):
+        for task, expected in figures["one"].items():
+            for metric, figure in expected.items():
+                assert figures[name][task][metric]["value"] == pytest.approx(figure["value"], rel=1e-5), (task, metric)
 
 
 def test_errors_are_reported_before_anything_runs(folder, tmp_path):

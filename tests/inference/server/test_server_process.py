@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 from echo_device import DEATH, EchoDevice
 from served import start, stop
@@ -117,6 +118,52 @@ def test_invalid_command_lines(tmp_path: Path) -> None:
         main([f"--run={tmp_path}", f"--hf={tmp_path}"])
     with pytest.raises(UserError, match=r"no .*config\.yaml"):
         main([f"--run={tmp_path}"])
+
+
+@pytest.mark.slow
+def test_a_trained_run_is_served(tmp_path: Path) -> None:
+    """`python -m megajax.serve` says what it serves, and answers the official client until SIGTERM."""
+    run, module = tmp_path / "small", [sys.executable, "-m"]
+    settings = ["--config=quickstart.py", "--steps=3", f"--run_dir={run}", "--evaluation.every=none"]
+    train = [*module, "megajax.train", "--devices=cpu:1", *settings]
+    subprocess.run(train, check=True, capture_output=True, timeout=300)
+    settings = ["--inference.rows=2", "--inference.chunk=32", "--inference.template=plain", "--inference.warm_up=false"]
+    command = [*module, "megajax.serve", f"--run={run}", "--port=0", "--devices=cpu:1", *settings]
+    server, banner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), list[str]()
+    assert server.stdout
+    for line in server.stdout:
+        banner.append(line.strip())
+        if line.strip().startswith("queue"):
+            break
+    rows = dict(line.split(maxsplit=1) for line in banner if " " in line)
+    try:
+        assert rows["parameters"].startswith("918.9k ")  # Without padding of the vocabulary, as in training.
+        assert rows["name"] == "small" and rows["cache"].startswith("256 tokens") and rows["kernel"]
+        demand_answers(f"{rows['address']}/v1")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def demand_answers(url: str) -> None:
+    """Completions at once, streamed and scored; a guided chat; a refusal."""
+    client = openai.OpenAI(base_url=url, api_key="none", timeout=300, max_retries=0)
+    body = {"model": "small", "prompt": "The king", "max_tokens": 10, "temperature": 0}
+    plain = client.completions.create(**body).choices[0].text
+    streamed = client.completions.create(**body, stream=True)
+    assert "".join(event.choices[0].text for event in streamed) == plain
+    scored = client.completions.create(**body, logprobs=2, echo=True).choices[0]
+    assert scored.text == f"The king{plain}" and scored.logprobs and scored.logprobs.token_logprobs
+    first, *following = scored.logprobs.token_logprobs
+    assert first is None and len(following) == 17 and all(-20 < logprob <= 0 for logprob in following)
+    messages = [{"role": "user", "content": "Is it so?"}]
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "boolean"}}}
+    guided = client.chat.completions.create(model="small", messages=messages, response_format=schema, max_tokens=20)
+    assert guided.choices[0].message.content in ("true", "false")
+    with pytest.raises(openai.BadRequestError, match=r"at most|may have"):
+        client.completions.create(model="small", prompt="a" * 5000)
 
 
 @pytest.mark.slow
