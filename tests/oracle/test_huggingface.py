@@ -112,7 +112,7 @@ def test_t5(case: str, oracle_dir: Path) -> None:
     """Logits, loss and the encoder's output."""
     folder, compare = oracle_dir / "hf" / case, Comparison(case)
     io, opening = stored(folder), opened(folder)
-    start, padding = opening.config["decoder_start_token_id"], opening.config["pad_token_id"]
+    start, padding = opening.origin.settings["decoder_start_token_id"], opening.origin.settings["pad_token_id"]
     labels, counted = io["labels"].astype(np.int32), io["labels"] >= 0
     model, (params, _) = OneDevice(opening.model), arrays(opening)
     shifted = np.concatenate([np.full_like(labels[:, :1], start), np.where(counted, labels, padding)[:, :-1]], axis=1)
