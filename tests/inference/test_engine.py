@@ -195,13 +195,12 @@ def test_the_best_of_several_comes_at_the_end() -> None:
 
 
 def test_scores_of_tokens() -> None:
-    client = Client([1, 2], max_tokens=3, logprobs=2)
-    serve(Engine(StandIn()), client)
-    for token, score in zip(client.answer.tokens, client.answer.scores, strict=True):
+    clients = [Client([1, 2], max_tokens=3, logprobs=count) for count in (2, None)]
+    serve(Engine(StandIn()), *clients)
+    scored, plain = (client.answer for client in clients)
+    for token, score in zip(scored.tokens, scored.scores, strict=True):
         assert score.token == token and score.rank == 1 and len(score.top) == 2 and score.top[0][0] == token
-    plain = Client([1, 2], max_tokens=3)
-    serve(Engine(StandIn()), plain)
-    assert plain.answer.scores == ()
+    assert plain.scores == ()
 
 
 @pytest.mark.parametrize("blocks", [64, 13])
@@ -306,7 +305,7 @@ def test_constraints_are_built_once_for_a_row_and_follow_its_tokens() -> None:
         engine.submit(Client([1], guide="good", beams=2, ignore_eos=False).request)
 
 
-def test_too_many_requests_are_refused() -> None:
+def test_too_many_requests_and_identifiers_in_use_are_refused() -> None:
     engine = Engine(StandIn(rows=2), queue=3)
     clients = [Client([number], max_tokens=4) for number in range(6)]
     for client in clients[:5]:
@@ -314,16 +313,10 @@ def test_too_many_requests_are_refused() -> None:
     with pytest.raises(Refused) as refused:
         engine.submit(clients[5].request)
     assert refused.value.reason == "queue_full"
+    with pytest.raises(Refused, match="in use"):
+        engine.submit(clients[0].request)
     serve(engine)
     serve(engine, clients[5])
-
-
-def test_an_identifier_is_unique_among_running_requests() -> None:
-    engine, client = Engine(StandIn()), Client([1])
-    engine.submit(client.request)
-    with pytest.raises(Refused, match="in use"):
-        engine.submit(client.request)
-    serve(engine)
 
 
 def test_cancelled_requests_free_their_blocks_at_once() -> None:
@@ -348,15 +341,9 @@ def test_a_row_with_bad_logits_ends_alone() -> None:
     assert [answer.finish for answer in failing.answers()] == ["error", "error"]
     assert all(answer.text == "" and answer.tokens == () for answer in failing.answers())
     assert unaffected.answer.tokens == tuple(expected([1, 2, 3], 12))
-    assert engine.statistics().errors_total == 2 and not engine.failed
-
-
-def test_whether_the_last_step_was_finite() -> None:
-    engine = Engine(StandIn(bad=(13,)))
+    assert engine.statistics().errors_total == 2 and not engine.failed and engine.finite
     serve(engine, Client([13]))
-    assert not engine.finite
-    serve(engine, Client([1], max_tokens=2))
-    assert engine.finite
+    assert not engine.finite, "no row of the last step was finite"
 
 
 def test_an_error_of_one_request_ends_no_other() -> None:

@@ -19,10 +19,6 @@ def alone(name: str, value: Any) -> dict[str, Any]:
     return {**beside.get(name, {}), name: value}
 
 
-def test_the_defaults_are_valid() -> None:
-    assert wrong() == []
-
-
 @pytest.mark.parametrize("name", LIMITS)
 def test_both_edges_of_every_number(name: str) -> None:
     limit = LIMITS[name]
@@ -48,9 +44,10 @@ def test_only_optional_numbers_may_be_none(name: str) -> None:
     assert wrong(**{name: None}) == ([] if LIMITS[name].optional else [name])
 
 
-def test_integers_are_not_fractions() -> None:
+def test_defaults_fractions_and_numbers_of_answers() -> None:
+    assert wrong() == wrong(temperature=1) == []
     assert wrong(max_tokens=1.5) == ["max_tokens"]
-    assert wrong(temperature=1) == []
+    assert (Sampling(n=3).choices(), Sampling(n=2, best_of=5).choices()) == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,3 @@ def test_messages_give_both_values_and_stay_short() -> None:
     assert str(problem) == "top_p: must be above 0 and at most 1, got 0"
     (problem,) = Sampling(max_tokens="9" * 10**6).problems()  # ty: ignore[invalid-argument-type]
     assert len(str(problem)) < 150
-
-
-def test_numbers_of_answers() -> None:
-    assert (Sampling(n=3).choices(), Sampling(n=2, best_of=5).choices()) == (3, 5)
