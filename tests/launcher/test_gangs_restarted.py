@@ -89,7 +89,7 @@ def test_exit_codes_that_are_retried_and_one_that_never_is(start, tmp_path):
 def test_without_restarts_the_gang_ends_with_the_last_lines_of_the_lost_process(start, tmp_path):
     gang = train(start, tmp_path, f"--log-dir={tmp_path / 'logs'}", FAULTS="kill:0@7#1")
     assert gang.wait() == 1, gang.text
-    assert "restart" not in gang.text
+    assert "; restart " not in gang.text
     assert [event["event"] for event in events(tmp_path)] == ["lost"]
     assert f"megajax.launch: the last lines of {tmp_path / 'logs/process_0.log'}:\n    step 1\n" in gang.text
 
