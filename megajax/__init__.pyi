@@ -86,7 +86,7 @@ from megajax.layers.quantization.config import QuantizationConfig as Quantizatio
 from megajax.layers.stack.config import SegmentsConfig as SegmentsConfig
 from megajax.layers.stack.config import StackConfig as StackConfig
 from megajax.mesh.config import ParallelConfig as ParallelConfig
-from megajax.mesh.xla import XlaConfig as XlaConfig
+from megajax.mesh.xla_options import XlaConfig as XlaConfig
 from megajax.metrics.config import LoggingConfig as LoggingConfig
 from megajax.metrics.config import ProfileConfig as ProfileConfig
 from megajax.metrics.config import WandbConfig as WandbConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from megajax import __version__
 from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.overrides import plain_name
 
 HOME = Path(__file__).parent

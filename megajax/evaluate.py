@@ -12,7 +12,7 @@ from megajax.config.references import resolve
 from megajax.data.text.config import MockConfig
 from megajax.interop.origin import IGNORE_FLAG, MODEL_FLAGS, TRUST_FLAG, demand_folder, run_config, run_folder
 from megajax.mesh.processes.identity import find_identity
-from megajax.mesh.xla import set_process
+from megajax.mesh.xla_options import set_process
 from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig

@@ -14,7 +14,7 @@ from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import sampling_flags, sampling_of
 from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.world import find_world
-from megajax.mesh.xla import set_process
+from megajax.mesh.xla_options import set_process
 
 DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a key-value cache.
 

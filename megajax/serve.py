@@ -13,7 +13,7 @@ from megajax.config.references import resolve
 from megajax.inference.server.config import Access, ServingConfig
 from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.world import find_world
-from megajax.mesh.xla import set_process
+from megajax.mesh.xla_options import set_process
 
 DESCRIPTION = """Serve the model of a run or of a Hugging Face folder over HTTP: OpenAI's routes, Megatron-LM's route,
 and a web page to try prompts.

@@ -11,7 +11,7 @@ from megajax.config.references import resolve
 from megajax.faults.beats import ELASTIC, failures_reported
 from megajax.faults.output import keep_writing
 from megajax.mesh.processes.identity import find_identity
-from megajax.mesh.xla import set_process
+from megajax.mesh.xla_options import set_process
 from megajax.training.elastic.replan import elastic_hint
 from megajax.training.run_config import COMMON
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from megajax.config import Problem
-from megajax.config.nearest import nearest_divisors
+from megajax.config.hints import nearest_divisors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

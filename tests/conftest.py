@@ -75,7 +75,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 def gpu_compiler() -> None:
     """Skips the test without the compiler for virtual GPUs, which comes with the extra `aot`."""
     from megajax.config.errors import UserError
-    from megajax.planning.virtual_devices import prepare
+    from megajax.planning.gpus import prepare
 
     try:
         prepare()

@@ -16,7 +16,7 @@ from megajax.config.references import resolve
 from megajax.kernels.attention.capability import Device
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.gpus import GPUS
 
 NAMES = ("h200", "h100")
 HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))

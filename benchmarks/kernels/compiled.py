@@ -25,7 +25,7 @@ from megajax.layers.context import Context
 from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
-from megajax.mesh.xla import FP8, GPU
+from megajax.mesh.xla_options import FP8, GPU
 from megajax.precision.config import Fp8Config
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16

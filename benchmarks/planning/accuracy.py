@@ -19,7 +19,7 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3
 from megajax.planning.cost.description import MEGAJAX, Description, System
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.gpus import GPUS
 
 FITTED = (
     "NeMo, Llama-3.1 8B, 8 x H100, bf16",

@@ -17,8 +17,8 @@ from megajax.config import load
 from megajax.pipeline.check import measure
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
+from megajax.planning.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import GIB, GPUS, prepare, read_cluster
 
 FIGURES = RESULTS / "compiled_peaks.json"
 TOLERANCE = 0.01

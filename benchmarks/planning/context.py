@@ -12,9 +12,9 @@ from megajax.config import load
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import sent_by_attention
+from megajax.planning.gpus import GIB, GPUS, MIB, read_cluster
 from megajax.planning.program.hlo import Collective
 from megajax.planning.program.train_step import compile_train_step, timed, with_program
-from megajax.planning.virtual_devices import GIB, GPUS, MIB, read_cluster
 
 FIGURES = RESULTS / "context.json"
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")

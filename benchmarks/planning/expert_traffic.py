@@ -13,11 +13,11 @@ from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, SharedExpertConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.planning import virtual_devices as devices
+from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, bytes_per_step
+from megajax.planning.gpus import GIB, MIB
 from megajax.planning.program.audit import audit
 from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import GIB, MIB
 
 DEVICES, TOKENS, LAYERS, PASSES = 8, 4096, 2, 5
 SHARED = SharedExpertConfig(mlp=GatedMLPConfig(ffn=2048))

@@ -11,9 +11,9 @@ from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
+from megajax.planning.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.planning.program.audit import audit
 from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import GIB, GPUS, prepare, read_cluster
 from megajax.training.run_config import RunConfig
 
 TIB = 2**40
@@ -147,7 +147,7 @@ TRAFFIC: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 def traffic(*, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """Bytes through memory by formula (planning/cost/work.py), compared with compiled programs, in TiB.
+    """Bytes through memory by formula (planning/cost/device_work.py), compared with compiled programs, in TiB.
 
     Compiles TRAFFIC for virtual H100s (extra aot; no GPU; minutes each), and counts the bytes of its kernels without
     cuBLAS's workspace. Figures are per device and step. --only: cases by name.

@@ -20,8 +20,8 @@ from benchmarks.stopwatch import alternate, milliseconds, ratios, timed
 from megajax.config import UserError, load
 from megajax.job.description import describe
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
+from megajax.planning.gpus import GIB, MIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import GIB, MIB, prepare, read_cluster
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 

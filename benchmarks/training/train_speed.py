@@ -27,7 +27,7 @@ from megajax.job.device_memory import peak_memory, size
 from megajax.kernels.attention.capability import Choice
 from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.world import process_index
-from megajax.mesh.xla import memory_fraction
+from megajax.mesh.xla_options import memory_fraction
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.trace import find_trace
 from megajax.training.program import Program

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import download_hint
+from megajax.config.hints import download_hint
 from megajax.storage import disk
 from megajax.storage.write_errors import write_fault
 

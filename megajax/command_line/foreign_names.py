@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.config.nearest import download_folder, download_hint
+from megajax.config.hints import download_folder, download_hint
 
 type Answer = tuple[Mapping[str, str], str]
 """Our settings with values, and a note."""

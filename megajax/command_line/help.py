@@ -13,7 +13,7 @@ from typing import Any
 import megajax.config.schema as schema
 from megajax.config.dump import plain, scalar_text
 from megajax.config.errors import ConfigError, Problem
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.overrides import join, plain_name
 
 WIDTH = 110

@@ -17,17 +17,17 @@ from typing import Any, NoReturn
 
 import megajax.config.schema as schema
 from megajax.command_line.arguments import read_arguments
+from megajax.command_line.corrections import corrected, corrections
 from megajax.command_line.devices import all_devices, count_processes, device_problems, use_devices, use_processes
-from megajax.command_line.flag_suggestions import corrected, corrections
 from megajax.command_line.help import WIDTH, common_help, entry_text, settings_help
+from megajax.config.call_with_timeout import OUTPUT_SECONDS, with_time_limit
 from megajax.config.compose import read_value
 from megajax.config.dump import default_leaves, flatten, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError, first_line
 from megajax.config.files import ROOT, Source, advised, assembled, find, functions_of, read, root_type, split_source
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import remedy
 from megajax.config.overrides import Mark, leaves, patch_of, plain_name
-from megajax.config.time_limit import OUTPUT_SECONDS, with_time_limit
 from megajax.mesh.processes.world import (
     LOCAL_COUNT,
     StartError,

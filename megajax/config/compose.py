@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args, get_origin
 import megajax.config.schema as schema
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
 from megajax.config.file_paths import holds_path, url_problem
-from megajax.config.nearest import did_you_mean, either
+from megajax.config.hints import did_you_mean, either
 from megajax.config.overrides import (
     Additions,
     Mark,

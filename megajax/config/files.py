@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config.compose import TRUST, assemble
 from megajax.config.errors import ConfigError, Problem, TooFewDevices, UserError
-from megajax.config.nearest import download_hint, either, nearest_names
+from megajax.config.hints import download_hint, either, nearest_names
 from megajax.config.overrides import Over, patch_of, setting
 from megajax.config.python_file import display_path, run
 from megajax.config.references import resolve
@@ -49,7 +49,7 @@ def load(source: str | Path, *settings: str, devices: int | None = None, root: s
         pairs = dict(setting(text) for text in settings)
         config, problems = assembled(file, root, patch_of(pairs.items()), devices)
         if problems:
-            problems = resolve("megajax.command_line.flag_suggestions:corrected")(problems, pairs, (), file, root)
+            problems = resolve("megajax.command_line.corrections:corrected")(problems, pairs, (), file, root)
             raise ConfigError(problems, file.name + (" + settings" if settings else ""))
     except UserError as error:
         # In a notebook, the frames inside of MegaJAX would be pages of no help.

@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 
 NUMBER = re.compile(r"(?P<digits>[+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d{1,3})?)(?P<suffix>[A-Za-z]*)")
 SUFFIXES = types.MappingProxyType(

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import megajax
 import megajax.config.schema as schema
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.nearest import did_you_mean, either
+from megajax.config.hints import did_you_mean, either
 from megajax.config.references import USER_FILE, run_file, siblings_importable
 
 MOST_OF_AN_ERROR = 300

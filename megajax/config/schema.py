@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from megajax.config.nearest import either
+from megajax.config.hints import either
 from megajax.config.references import reference
 
 MOST_OF_A_VALUE = 60  # maximum characters of a wrong value in messages

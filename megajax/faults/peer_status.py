@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 
+from megajax.config.call_with_timeout import with_time_limit
 from megajax.config.errors import UserError, first_line
-from megajax.config.time_limit import with_time_limit
 from megajax.faults.activity import FINISH, SAVE, START, Stage, describe_phase
 
 CONNECTION = re.compile(

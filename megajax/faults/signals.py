@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from megajax.config.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
+from megajax.config.call_with_timeout import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.faults.output import stderr_descriptor, to_stderr
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -8,7 +8,7 @@ from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.protocol import ModelConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig

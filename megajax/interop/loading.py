@@ -24,7 +24,7 @@ from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
-from megajax.training.compiler_options import inference_options
+from megajax.training.check_compiler_options import inference_options
 from megajax.training.resolved import fitting_mesh
 from megajax.training.session import build_tokenizer
 

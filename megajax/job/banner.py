@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from megajax.config.nearest import listed
+from megajax.config.hints import listed
 from megajax.data.rows.loader import Loader
 from megajax.display.text import count, skipped_rows
 from megajax.job.description import Description
@@ -25,7 +25,7 @@ from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.processes.freed_memory import keeps_freed_memory
 from megajax.mesh.processes.gpus import nccl_variables
 from megajax.mesh.processes.world import find_world
-from megajax.mesh.xla import flag_names, memory_fraction
+from megajax.mesh.xla_options import flag_names, memory_fraction
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.facts import Facts, SectionFacts
 from megajax.models.memory import MemoryReport, SavedBytes

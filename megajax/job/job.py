@@ -24,7 +24,7 @@ from megajax.job.start.compile_cache import use_cache
 from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.peers import Peers
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.writers import Writers, open_writers
 from megajax.training.guarded.faults import Corruption, NumericFault
 from megajax.training.resolved import Resolved, resolve

@@ -11,7 +11,7 @@ from megajax.inference.engine import complete, end_tokens_of
 from megajax.inference.prompts import Prompt, encode
 from megajax.inference.sampling_settings import Sampling
 from megajax.training import session
-from megajax.training.compiler_options import inference_options
+from megajax.training.check_compiler_options import inference_options
 from megajax.training.run_config import RunConfig
 
 

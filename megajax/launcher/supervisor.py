@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from megajax.config.call_with_timeout import OUTPUT_SECONDS, with_time_limit
 from megajax.config.errors import UserError
-from megajax.config.time_limit import OUTPUT_SECONDS, with_time_limit
 from megajax.launcher.attempt import Attempt, Outcome
 from megajax.launcher.gang import CannotStart, Gang, Member, forwarding, last_lines, running, write_or_drop
 from megajax.launcher.gang_watch import GangWatch, Limits

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import inf
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.layers.facts import Side
 
 LARGEST = 2**31 - 1

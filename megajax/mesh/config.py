@@ -5,7 +5,7 @@ from math import prod
 from typing import Literal
 
 from megajax.config.errors import Problem, TooFewDevices
-from megajax.config.nearest import divisors_of, either
+from megajax.config.hints import divisors_of, either
 
 MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
 """Outermost first: devices along `tensor` communicate most, so they are the closest ones."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from jax.sharding import PartitionSpec
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.mesh.config import ParallelConfig
 
 type LogicalAxes = Sequence[str | None]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from jax import Array
 
-from megajax.config.nearest import matching
+from megajax.config.hints import matching
 from megajax.layers.param import ParamSpec
 from megajax.optim.config import OptimizerBuilder, UpdateConfig
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.config.nearest import did_you_mean, either
+from megajax.config.hints import did_you_mean, either
 
 
 class Work(NamedTuple):

@@ -17,13 +17,13 @@ from megajax.config.compose import assemble, override, read_value
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.overrides import Mark, patch_of, plain_name, setting
 from megajax.config.references import resolve
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
-from megajax.planning import virtual_devices as devices
+from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import servings
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config

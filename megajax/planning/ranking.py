@@ -27,6 +27,7 @@ from megajax.display.banner import Report, Table
 from megajax.display.text import duration
 from megajax.metrics.runfolder import write_output_file
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
+from megajax.planning.gpus import GIB
 from megajax.planning.search import (
     HEADROOM,
     Choice,
@@ -43,7 +44,6 @@ from megajax.planning.search import (
     settings,
 )
 from megajax.planning.show import FIGURES, cells
-from megajax.planning.virtual_devices import GIB
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.layers.recompute import Recompute, Recomputing, format_recompute
 from megajax.models.facts import demand_facts
+from megajax.planning.cost.device_work import footprint
 from megajax.planning.cost.estimate import Case
-from megajax.planning.cost.work import footprint
-from megajax.planning.virtual_devices import GIB
+from megajax.planning.gpus import GIB
 from megajax.training.run_config import RunConfig
 
 HEADROOM = 0.05

@@ -9,7 +9,7 @@ from megajax.display.text import byte_size, count, duration
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import Serving, row_counts
-from megajax.planning.virtual_devices import GIB, MIB, Device
+from megajax.planning.gpus import GIB, MIB, Device
 
 BYTE_CLASSES = {
     "copies": "slices, updates, copies, transposes, zeros",

@@ -238,9 +238,9 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
     """a times b, as `dtype`; letters: of a's dimensions, of b's, of the result's.
 
     Written as the product of the tensors scaled back, which is exact in bfloat16. The compiler for GPUs turns it into a
-    product in 8 bits whose result is scaled as it is stored (given the options in mesh.xla; tests insist on it).
-    Scaling the result here instead would separate sums of products from their sum over devices, which would then be
-    done one by one.
+    product in 8 bits whose result is scaled as it is stored (given the options in mesh.xla_options; tests insist on
+    it). Scaling the result here instead would separate sums of products from their sum over devices, which would then
+    be done one by one.
 
     precision: on an NVIDIA GPU, DEFAULT lets the tensor cores accumulate in fewer bits than float32, HIGHEST does not.
     """

@@ -21,7 +21,7 @@ from megajax.checkpoint.integrity import MANIFEST
 from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.nearest import either, nearest_names
+from megajax.config.hints import either, nearest_names
 from megajax.config.overrides import patch_of, setting
 from megajax.display.text import duration
 from megajax.interop.formats import split_name

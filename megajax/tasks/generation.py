@@ -10,7 +10,7 @@ from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.engine import complete
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
-from megajax.training.compiler_options import inference_options
+from megajax.training.check_compiler_options import inference_options
 from megajax.training.scoring import Scorer, Stopped
 
 ROWS, BLOCK = 16, 16

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import require
 from megajax.config.references import resolve
 from megajax.tasks.config import HarnessConfig

@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.tasks.config import ChoicesConfig, LambadaConfig
-from megajax.tasks.files import read_lines
+from megajax.tasks.read_jsonl import read_lines
 from megajax.tasks.statistics import exponential, mean, ratio
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.training.scoring import Figure, Figures, Scorer, Window

@@ -11,8 +11,8 @@ from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedTokens
 from megajax.storage.reading import with_retries
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
-from megajax.tasks.files import read_lines, read_text
 from megajax.tasks.loglikelihood import demand_ids
+from megajax.tasks.read_jsonl import read_lines, read_text
 from megajax.tasks.statistics import exponential, ratio, scaled
 from megajax.tokenizers.base import start_token
 from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window

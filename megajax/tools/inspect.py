@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.references import resolve
 from megajax.display.text import aligned, byte_size, count, moment
 from megajax.tools.json_output import JSON, first_word, show

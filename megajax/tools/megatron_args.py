@@ -12,7 +12,7 @@ from typing import Any
 from megajax.command_line.parser import front_door
 from megajax.config import schema
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.overrides import join
 from megajax.config.read_limits import read_file
 from megajax.config.references import resolve

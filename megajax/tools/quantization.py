@@ -21,7 +21,7 @@ from megajax.interop.tokenizer_files import copy_files
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
-from megajax.tasks.files import read_text
+from megajax.tasks.read_jsonl import read_text
 from megajax.tokenizers.base import Tokenizer
 
 REPORT = "quantization.json"

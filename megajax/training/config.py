@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import nearest_divisors
+from megajax.config.hints import nearest_divisors
 from megajax.config.references import Builds
 from megajax.data.configs import DataConfig
 

@@ -20,8 +20,8 @@ from megajax.faults.signals import StopWaiting
 from megajax.mesh.layer_metrics import Measured
 from megajax.training.guarded.step import GuardReport
 from megajax.training.observations import measurements
+from megajax.training.repr_text import info_text
 from megajax.training.step import Metrics
-from megajax.training.summary import info_text
 
 KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
 

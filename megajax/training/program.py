@@ -22,7 +22,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
-from megajax.mesh.xla import Value
+from megajax.mesh.xla_options import Value
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.facts import ChoosesKernels
 from megajax.models.protocol import Model, ModelConfig, demand_model
@@ -37,7 +37,7 @@ from megajax.pipeline.schedule import Schedule, build
 from megajax.precision.config import PrecisionConfig
 from megajax.precision.fp8 import AmaxHistory, refuse_old
 from megajax.precision.loss_scale import LossScaler
-from megajax.training.compiler_options import run_options
+from megajax.training.check_compiler_options import run_options
 from megajax.training.config import BatchConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.gradients.accumulate import accumulate

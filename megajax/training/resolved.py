@@ -14,8 +14,8 @@ from megajax.config.errors import ConfigError
 from megajax.kernels.attention.capability import Choice, Device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
-from megajax.mesh.xla import Value
-from megajax.training.compiler_options import run_options
+from megajax.mesh.xla_options import Value
+from megajax.training.check_compiler_options import run_options
 from megajax.training.elastic.replan import Replan, elastic_hint, replanned
 from megajax.training.program import demand_kernels
 from megajax.training.run_config import RunConfig

@@ -11,14 +11,14 @@ from megajax.config.compose import UnknownValue
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.config.nearest import divisors_of, either
+from megajax.config.hints import divisors_of, either
 from megajax.data.configs import DataConfig
 from megajax.data.rows.config import RowsConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of

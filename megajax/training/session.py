@@ -32,13 +32,13 @@ from megajax.training.config import EvaluationConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
+from megajax.training.repr_text import Rows as Lines
+from megajax.training.repr_text import plain, scalar_value, table
 from megajax.training.resolved import Resolved, resolve
 from megajax.training.row_work import row_work
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, own_buffers
 from megajax.training.step import TrainStep
-from megajax.training.summary import Rows as Lines
-from megajax.training.summary import plain, scalar_value, table
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(parts of the run, state of jax.ShapeDtypeStruct) -> the initial state; None: fresh."""

@@ -19,7 +19,7 @@ from megajax.optim.moments import HOST, in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
 from megajax.training.observations import initial_arrays
-from megajax.training.summary import state_text
+from megajax.training.repr_text import state_text
 
 
 @jax.tree_util.register_dataclass

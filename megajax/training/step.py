@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.layers.param import ParamSpec
-from megajax.mesh.xla import Value
+from megajax.mesh.xla_options import Value
 from megajax.models.reduction import quotient
 from megajax.optim.moments import to_device, to_host
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm

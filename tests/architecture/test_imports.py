@@ -36,7 +36,7 @@ UPWARD = {
     ),
     (
         "megajax.config.files",
-        "megajax.command_line.flag_suggestions",
+        "megajax.command_line.corrections",
     ): "`load` answers other trainers' names as the commands do",
 }
 """Reviewed names of a higher rank; there are none by statement."""
@@ -176,7 +176,7 @@ def test_other_libraries_stay_inside_their_borders() -> None:
 
 def test_xla_flags_are_set_in_one_file() -> None:
     mention = [module.name for module in modules().values() if "XLA_FLAGS" in module.text]
-    assert mention == ["megajax.mesh.xla"]
+    assert mention == ["megajax.mesh.xla_options"]
 
 
 def test_configs_build_things_of_their_own_package() -> None:

@@ -28,7 +28,7 @@ from benchmarks.planning.compiled_peaks import (
 )
 from benchmarks.virtual_gpus import kernels
 from megajax.config.errors import UserError
-from megajax.planning.virtual_devices import GPUS, prepare, read_device
+from megajax.planning.gpus import GPUS, prepare, read_device
 
 
 def test_the_fit_recovers_rate_and_half_size() -> None:

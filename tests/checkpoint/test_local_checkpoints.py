@@ -15,7 +15,7 @@ from test_restore import bits, mesh_of, state_on
 from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local.folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.sets import SetWriter
+from megajax.checkpoint.local.shard_files import SetWriter
 from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError
 from megajax.storage import disk

@@ -15,9 +15,9 @@ from peer_threads import ThreadPeers, together
 
 from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.local import manager
-from megajax.checkpoint.local.exchange import Members, RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.sets import (
+from megajax.checkpoint.local.remote_shards import Members, RemoteSet
+from megajax.checkpoint.local.shard_files import (
     OWN_FILE,
     REPLICAS_FILE,
     HostCopy,

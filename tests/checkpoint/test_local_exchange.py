@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local import exchange
-from megajax.checkpoint.local.exchange import (
+from megajax.checkpoint.local import remote_shards as exchange
+from megajax.checkpoint.local.remote_shards import (
     MOST_WAITING,
     REQUEST_BYTES,
     Members,
@@ -24,7 +24,7 @@ from megajax.checkpoint.local.exchange import (
     SetServer,
     own_address,
 )
-from megajax.checkpoint.local.sets import (
+from megajax.checkpoint.local.shard_files import (
     OWN_FILE,
     HostCopy,
     LocalSet,
@@ -126,7 +126,7 @@ WITHOUT_DESCRIPTORS = """
 import os, resource, socket, sys
 from pathlib import Path
 from megajax.checkpoint.local import exchange
-from megajax.checkpoint.local.sets import LocalSet
+from megajax.checkpoint.local.shard_files import LocalSet
 a_set, secret, exchange.TIMEOUT_SECONDS = LocalSet.open(Path(sys.argv[1])), b"s" * 32, 20.0
 server, clients, others = exchange.SetServer("127.0.0.1", secret, {"a-1/0": a_set}.get), [socket.socket()], []
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))

@@ -13,7 +13,7 @@ from test_local_checkpoints import newest, opened, saved
 from megajax.checkpoint import folder
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.folder import FILE, RunHistory, base_fault, folder_fault
-from megajax.checkpoint.local.sets import LocalSet, SetIndex
+from megajax.checkpoint.local.shard_files import LocalSet, SetIndex
 from megajax.config.errors import UserError
 from megajax.storage.atomic_folders import LOCK, SUFFIX, new_folder
 

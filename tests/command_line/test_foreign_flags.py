@@ -9,7 +9,7 @@ import pytest
 import megajax.config.schema as schema
 from megajax import evaluate, launch
 from megajax.checkpoint.folder import locate
-from megajax.command_line.flag_suggestions import corrections, similar_name
+from megajax.command_line.corrections import corrections, similar_name
 from megajax.command_line.foreign_names import ROWS, TABLE
 from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
@@ -17,7 +17,7 @@ from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING
 from megajax.config.files import SHIPPED, functions_of
-from megajax.config.nearest import download_hint
+from megajax.config.hints import download_hint
 from megajax.config.overrides import patch_of, plain_name, setting
 from megajax.config.parse_scalar import Text
 from megajax.data.preprocessing.options import parse as preprocess

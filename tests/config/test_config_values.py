@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.config.compose import override
-from megajax.config.nearest import did_you_mean, nearest_divisors, nearest_names
+from megajax.config.hints import did_you_mean, nearest_divisors, nearest_names
 from megajax.config.schema import kind_text
 
 ALIASES = "[&a [x, x], " + ", ".join(f"&{n} [*{p}, *{p}, *{p}, *{p}, *{p}]" for p, n in pairwise("abcdefghij")) + "]"

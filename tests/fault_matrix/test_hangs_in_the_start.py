@@ -16,7 +16,7 @@ from megajax.faults.activity import Activity
 from megajax.faults.beats import BEATS, Beat
 from megajax.job import job
 from megajax.job.faults.hang import Pulse
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 
 TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))
 

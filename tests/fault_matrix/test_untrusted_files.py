@@ -13,7 +13,7 @@ import pytest
 from gangs import REPOSITORY
 
 from megajax.checkpoint.integrity import Damaged, read_manifest
-from megajax.checkpoint.local.sets import LocalSet
+from megajax.checkpoint.local.shard_files import LocalSet
 from megajax.config.errors import UserError
 from megajax.config.markup import parse
 from megajax.interop.huggingface.folder import read_config

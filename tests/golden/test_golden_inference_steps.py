@@ -21,14 +21,14 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.mesh.xla import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
-from megajax.planning import virtual_devices as devices
+from megajax.mesh.xla_options import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
+from megajax.planning import gpus as devices
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import servings
+from megajax.planning.gpus import GPUS, Cluster
 from megajax.planning.program.audit import audit
 from megajax.planning.program.hlo import read
-from megajax.planning.virtual_devices import GPUS, Cluster
-from megajax.training.compiler_options import inference_options
+from megajax.training.check_compiler_options import inference_options
 
 MIB = 2**20
 SIZE = CacheSize(blocks=4096, block=16, slots=64)

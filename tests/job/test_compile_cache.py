@@ -30,7 +30,7 @@ from megajax.job.start.compile_cache import (
     use_cache,
 )
 from megajax.job.steps import first_step
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.console import PlainConsole
 
 PATIENCE = 300

@@ -23,7 +23,7 @@ from megajax.job.faults.device_faults import (
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.processes.installation import Installation
-from megajax.mesh.xla import MEMORY_FRACTION
+from megajax.mesh.xla_options import MEMORY_FRACTION
 from megajax.training.config import BatchConfig
 from megajax.training.loop import Steps
 

@@ -24,11 +24,11 @@ from megajax.job.job import train
 from megajax.job.start.compile_cache import use_cache
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.processes.gpus import SET_BY_MEGAJAX, SEVERAL_GPUS
-from megajax.mesh.xla import XlaConfig, compiler_options, set_process
+from megajax.mesh.xla_options import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.sample_outputs import sample
-from megajax.training.compiler_options import default_options
+from megajax.training.check_compiler_options import default_options
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.kernels.attention.attention import OUTPUT, STATISTICS, attend
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.strategy import over_context
-from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
+from megajax.mesh.xla_options import DEVICELESS, FSDP, GPU, compiler_options
 from megajax.mesh.zigzag_order import SequenceSharding
+from megajax.planning.gpus import GPUS, Cluster, virtual_devices
 from megajax.planning.program import hlo
-from megajax.planning.virtual_devices import GPUS, Cluster, virtual_devices
 
 pytestmark = pytest.mark.usefixtures("gpu_compiler")
 LENGTH, HEADS, SIZE, LAYERS = 8192, 4, 64, 3

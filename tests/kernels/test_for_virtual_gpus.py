@@ -16,8 +16,8 @@ from megajax.kernels.attention.attention import Mask, attend, reference_attentio
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.kernels.paged.pools import PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
-from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
-from megajax.planning.virtual_devices import GPUS, Cluster, virtual_devices
+from megajax.mesh.xla_options import DEVICELESS, GPU, compiler_options
+from megajax.planning.gpus import GPUS, Cluster, virtual_devices
 
 pytestmark = pytest.mark.usefixtures("gpu_compiler")
 SLOW = pytest.mark.slow

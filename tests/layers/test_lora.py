@@ -18,8 +18,8 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.lora.add_adapters import drop_inputs
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.lora.module import drop_inputs
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig

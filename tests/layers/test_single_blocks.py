@@ -19,7 +19,7 @@ from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.gpus import GPUS
 
 
 def halved(model: DecoderConfig) -> DecoderConfig:

@@ -21,7 +21,7 @@ from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig

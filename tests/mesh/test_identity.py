@@ -21,7 +21,7 @@ from megajax.mesh.processes.identity import (
     user_code,
 )
 from megajax.mesh.processes.rendezvous_process_zero import MESSAGE_BYTES, parse_hello
-from megajax.mesh.xla import program_variables
+from megajax.mesh.xla_options import program_variables
 
 PACKAGE = Path(megajax.__file__).parent
 

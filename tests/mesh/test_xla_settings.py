@@ -5,7 +5,7 @@ import pytest
 from megajax.command_line.parser import parse
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
-from megajax.mesh.xla import (
+from megajax.mesh.xla_options import (
     GPU,
     Option,
     XlaConfig,

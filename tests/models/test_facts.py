@@ -15,7 +15,7 @@ from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.gpus import GPUS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

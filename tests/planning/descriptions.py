@@ -7,7 +7,7 @@ import pytest
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
-from megajax.planning.virtual_devices import GPUS, missing_packages
+from megajax.planning.gpus import GPUS, missing_packages
 
 needs_compiler = pytest.mark.skipif(
     bool(missing_packages()), reason="needs the compiler for GPUs and cuDNN: the extra aot"

@@ -18,9 +18,9 @@ from megajax.models.presets.mamba import mamba2
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import Traffic
+from megajax.planning.gpus import GIB, GPUS, MIB, Cluster
 from megajax.planning.program.hlo import Collective, Contents, Groups, Place
 from megajax.planning.program.train_step import timed
-from megajax.planning.virtual_devices import GIB, GPUS, MIB, Cluster
 
 ROOT = Path(__file__).parents[2]
 FIGURES: dict[str, Any] = json.loads((ROOT / "benchmarks/results/context.json").read_text("utf-8"))["figures"]

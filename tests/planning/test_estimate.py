@@ -20,7 +20,7 @@ from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
 from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.gpus import GPUS
 
 pytestmark = pytest.mark.smoke
 

@@ -15,12 +15,12 @@ from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.device_work import footprint
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.cost.traffic import Span, seconds
-from megajax.planning.cost.work import footprint
+from megajax.planning.gpus import GPUS, Cluster
 from megajax.planning.search import Task
 from megajax.planning.show import plan_report
-from megajax.planning.virtual_devices import GPUS, Cluster
 
 EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 256, 512, 1024
 

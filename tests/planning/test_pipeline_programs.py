@@ -17,12 +17,12 @@ import pytest
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla import DEFAULTS, XlaConfig
+from megajax.mesh.xla_options import DEFAULTS, XlaConfig
+from megajax.planning.gpus import MIB, missing_packages, prepare, read_cluster
 from megajax.planning.program.audit import Kernel, audit
 from megajax.planning.program.hlo import Collective, Contents, Place, read
 from megajax.planning.program.train_step import compile_train_step
-from megajax.planning.virtual_devices import MIB, missing_packages, prepare, read_cluster
-from megajax.training import compiler_options
+from megajax.training import check_compiler_options as compiler_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 

@@ -17,8 +17,8 @@ from tiny_runs import ONE, build_program, llama
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
+from megajax.planning.gpus import GPUS, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step, kernel_device, with_kernels
-from megajax.planning.virtual_devices import GPUS, prepare, read_cluster
 from megajax.training.program import demand_kernels
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.planning.cost.estimate import Case, Estimate, to_dict
+from megajax.planning.gpus import read_cluster
 from megajax.planning.ranking import Cache, find_best
 from megajax.planning.search import Task
-from megajax.planning.virtual_devices import read_cluster
 from tests.models.test_encoders import bert, t5
 from tests.models.test_section_facts import IMAGES
 

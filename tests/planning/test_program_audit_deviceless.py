@@ -11,10 +11,10 @@ from descriptions import needs_compiler
 
 from megajax.config import load
 from megajax.models.decoder.config import DecoderConfig
+from megajax.planning.gpus import prepare, read_cluster
 from megajax.planning.program.audit import Audit, Kernel, audit
 from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
-from megajax.planning.virtual_devices import prepare, read_cluster
 
 MIB = 2**20
 COUNTERS = 28

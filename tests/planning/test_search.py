@@ -13,6 +13,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, Estimate, estimate
+from megajax.planning.gpus import GPUS, Cluster
 from megajax.planning.ranking import Cache, compile_best, rank_rows
 from megajax.planning.search import (
     Choice,
@@ -28,7 +29,6 @@ from megajax.planning.search import (
     search,
     settings,
 )
-from megajax.planning.virtual_devices import GPUS, Cluster
 
 ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100"]

@@ -16,7 +16,7 @@ from megajax.mesh.rules import Plan
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import CACHE_SHARE, Serving, row_counts, servings
-from megajax.planning.virtual_devices import GIB, GPUS
+from megajax.planning.gpus import GIB, GPUS
 
 SIZE = CacheSize(blocks=2, block=16, slots=3)
 

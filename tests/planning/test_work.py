@@ -12,9 +12,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
 from megajax.planning.cost.description import MEGAJAX, Description, System, describe
-from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
-from megajax.planning.cost.traffic import Traffic, memory_bytes
-from megajax.planning.cost.work import (
+from megajax.planning.cost.device_work import (
     Work,
     block_work,
     head_work,
@@ -25,7 +23,9 @@ from megajax.planning.cost.work import (
     table_work,
     tick_work,
 )
-from megajax.planning.virtual_devices import GPUS
+from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
+from megajax.planning.cost.traffic import Traffic, memory_bytes
+from megajax.planning.gpus import GPUS
 
 H100 = GPUS["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")

@@ -17,10 +17,10 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla import GPU, INFERENCE
+from megajax.mesh.xla_options import GPU, INFERENCE
+from megajax.planning.gpus import read_cluster, virtual_devices
 from megajax.planning.program.hlo import Contents, Program
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
-from megajax.planning.virtual_devices import read_cluster, virtual_devices
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig
 

@@ -25,7 +25,7 @@ from megajax.job.job import train
 from megajax.job.start.stored_weights import all_weights
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.cache import RequestCache

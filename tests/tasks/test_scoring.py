@@ -14,7 +14,7 @@ from megajax.inference.assembly import engine_refusal
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig

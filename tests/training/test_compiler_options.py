@@ -13,9 +13,19 @@ from megajax.faults.config import ResilienceConfig
 from megajax.faults.watchdog import WatchdogConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options, termination
+from megajax.mesh.xla_options import (
+    CPU,
+    DEFAULTS,
+    DETERMINISTIC,
+    FP8,
+    FSDP,
+    GPU,
+    XlaConfig,
+    compiler_options,
+    termination,
+)
 from megajax.precision.config import Fp8Config, PrecisionConfig
-from megajax.training.compiler_options import accepted_options, default_options, refusal, run_options
+from megajax.training.check_compiler_options import accepted_options, default_options, refusal, run_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, prepare
@@ -129,7 +139,9 @@ def test_options_are_chosen_inside_a_mesh_of_several_devices(platform, monkeypat
 
 def test_options_of_a_process_are_checked_on_a_device_of_its_own(monkeypatch):
     calls = []
-    monkeypatch.setattr("megajax.training.compiler_options.accepted_options", lambda *_: calls.append(_[-1]) or {})
+    monkeypatch.setattr(
+        "megajax.training.check_compiler_options.accepted_options", lambda *_: calls.append(_[-1]) or {}
+    )
     devices = [SimpleNamespace(platform="gpu", process_index=number) for number in (1, 0)]
     run_options(run_config(), SimpleNamespace(devices=np.array(devices)))
     assert calls == [devices[1]]

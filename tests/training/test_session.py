@@ -12,7 +12,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.data.text.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.placement import drawing, visualize

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.sets import LocalSet
+from megajax.checkpoint.local.shard_files import LocalSet
 from megajax.checkpoint.reader import say
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json

@@ -26,10 +26,10 @@ from megajax.checkpoint.background_saves import Background, BackgroundSaves, Che
 from megajax.checkpoint.config import LocalConfig
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.exchange import Members
 from megajax.checkpoint.local.folder import LocalFolder, RunHistory
+from megajax.checkpoint.local.remote_shards import Members
 from megajax.checkpoint.local.set_reader import Holder, SetReader
-from megajax.checkpoint.local.sets import (
+from megajax.checkpoint.local.shard_files import (
     OWN_FILE,
     REPLICAS_FILE,
     HostCopy,

@@ -11,8 +11,8 @@ import numpy as np
 
 from megajax.checkpoint.boxes import Box, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged, in_threads
-from megajax.checkpoint.local.exchange import Members, RemoteSet
-from megajax.checkpoint.local.sets import LocalSet, Shard, StoredShard, bounds_of
+from megajax.checkpoint.local.remote_shards import Members, RemoteSet
+from megajax.checkpoint.local.shard_files import LocalSet, Shard, StoredShard, bounds_of
 
 
 class Holder(NamedTuple):

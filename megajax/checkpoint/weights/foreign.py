@@ -22,7 +22,7 @@ from jax import Array
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
 from megajax.checkpoint.weights.name_mapping import Mapped, Row
 from megajax.config.errors import UserError
-from megajax.config.nearest import nearest_names
+from megajax.config.hints import nearest_names
 from megajax.layers.param import Observation, ParamSpec, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megajax.command_line.flag_suggestions import corrections
+from megajax.command_line.corrections import corrections
 from megajax.config.compose import override
 from megajax.config.errors import UserError
 from megajax.config.file_paths import path_argument
-from megajax.config.nearest import did_you_mean, download_hint
+from megajax.config.hints import did_you_mean, download_hint
 from megajax.config.overrides import plain_name
 from megajax.config.references import Builds
 from megajax.config.schema import default

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import require
 from megajax.tokenizers.base import Tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from starlette.requests import Request
 
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 from megajax.inference.request import Refused
 from megajax.inference.sampling_settings import LIMITS, Sampling, abbreviated
 from megajax.inference.server.config import ServerConfig

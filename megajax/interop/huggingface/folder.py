@@ -19,7 +19,7 @@ from megajax.checkpoint.weights.foreign import (
 )
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.nearest import download_hint
+from megajax.config.hints import download_hint
 from megajax.config.read_limits import read_json
 from megajax.interop.huggingface.family import Family, Settings
 from megajax.interop.huggingface.quantized import dequantizer

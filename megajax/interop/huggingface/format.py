@@ -23,7 +23,7 @@ from megajax.checkpoint.weights.foreign import (
 )
 from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean, listed
+from megajax.config.hints import did_you_mean, listed
 from megajax.config.read_limits import read_json
 from megajax.interop.formats import Reading, split_name
 from megajax.interop.huggingface.decoders import ROPE, with_rope

@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 from typing import NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import either
+from megajax.config.hints import either
 from megajax.interop.huggingface import families as folder
 from megajax.interop.huggingface.family import Family, Settings
 from megajax.interop.stored.model_differences import describe_differences, differences

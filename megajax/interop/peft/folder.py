@@ -17,7 +17,7 @@ from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.name_mapping import Mapped, Piece, Row, tensors_of
 from megajax.config.errors import UserError
-from megajax.config.nearest import nearest_names
+from megajax.config.hints import nearest_names
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.safetensors import SafetensorsFile
 from megajax.interop.peft.settings import CONFIG, AdapterSettings, read_settings

@@ -9,7 +9,7 @@ import numpy as np
 
 from megajax.checkpoint.weights.foreign import Entry, converted
 from megajax.config.errors import UserError
-from megajax.config.nearest import listed
+from megajax.config.hints import listed
 from megajax.interop.formats import Reading, open_stored, split_name
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.format import family_for

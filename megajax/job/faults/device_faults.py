@@ -17,7 +17,7 @@ from megajax.job.device_memory import compiled_memory, size
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.installation import find_installation
-from megajax.mesh.xla import memory_fraction
+from megajax.mesh.xla_options import memory_fraction
 from megajax.models.facts import facts_of
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from megajax.config.call_with_timeout import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.config.errors import first_line
-from megajax.config.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.faults.activity import ActivePhase, Activity, stacks, write_stacks
 from megajax.faults.beats import Beat, beats_folder, exit_code
 from megajax.faults.exit_codes import HANG

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
-from megajax.config.time_limit import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
+from megajax.config.call_with_timeout import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.faults.activity import BACKGROUND_SAVE, COMPILE, STEP
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.output import to_stderr

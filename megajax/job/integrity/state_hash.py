@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.mesh.named_shardings import axes_of, one_for_each_device, replicated
-from megajax.mesh.xla import Value
+from megajax.mesh.xla_options import Value
 from megajax.optim.moments import to_device
 from megajax.training.state import TrainState
 

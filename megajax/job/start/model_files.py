@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import listed
+from megajax.config.hints import listed
 from megajax.config.read_limits import parse_json, read_file
 from megajax.interop.formats import FORMATS
 from megajax.interop.huggingface.folder import stored_extra, write_extra

@@ -15,7 +15,7 @@ from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import UserError
-from megajax.config.nearest import listed
+from megajax.config.hints import listed
 from megajax.interop.huggingface.format import LENGTHS
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.interop.stored.provenance import Ancestor

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.mesh.context_parallelism import UNSHARDED, ContextSharding
 
 type Version = tuple[int, ...]

@@ -5,7 +5,7 @@ from dataclasses import Field, dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of, either
+from megajax.config.hints import divisors_of, either
 from megajax.kernels.attention.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_spec import CacheLeaf, cached_heads

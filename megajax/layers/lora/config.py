@@ -19,7 +19,7 @@ class LoRAConfig(Builds):
     Example: `mj.LoRAConfig(rank=16, alpha=32)`
     """
 
-    target: ClassVar[str] = "megajax.layers.lora.module:adapt"
+    target: ClassVar[str] = "megajax.layers.lora.add_adapters:adapt"
     rank: int = 8
     """Rank of an adapter: columns of A, rows of B."""
     alpha: float = 16.0

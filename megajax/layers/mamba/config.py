@@ -6,7 +6,7 @@ from math import inf
 from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides

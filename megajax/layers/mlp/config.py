@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.layers.checks import above_zero
 from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight
 from megajax.layers.recompute import Part

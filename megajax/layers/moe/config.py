@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.config.references import Builds, resolve
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped

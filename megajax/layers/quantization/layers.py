@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import matching
+from megajax.config.hints import matching
 from megajax.layers.param import Matrix, matrices_of
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.quantized import Quantized, form_of

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.batch import Params
 from megajax.layers.context import Context
-from megajax.layers.lora.module import drop_inputs
+from megajax.layers.lora.add_adapters import drop_inputs
 from megajax.layers.param import bind, path_of
 from megajax.layers.recompute import Recomputing, SavePolicy
 from megajax.layers.remat import checkpointed

@@ -13,7 +13,7 @@ from megajax.mesh.processes.gpus import GpuClaim, installed_gpus, set_nccl_varia
 from megajax.mesh.processes.identity import Identity
 from megajax.mesh.processes.rendezvous import meet
 from megajax.mesh.processes.world import World, find_world
-from megajax.mesh.xla import CPU_PATIENCE, add_flags
+from megajax.mesh.xla_options import CPU_PATIENCE, add_flags
 
 _CONNECT_SECONDS = 60.0
 """Minimum time for jax to connect processes that have all started."""

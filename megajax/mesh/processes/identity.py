@@ -18,7 +18,7 @@ import megajax.config.schema as schema
 from megajax.config.dump import default_leaves, flatten
 from megajax.config.references import USER_FILE, beside
 from megajax.mesh.processes.installation import jax_packages
-from megajax.mesh.xla import program_variables
+from megajax.mesh.xla_options import program_variables
 
 SECTION_BYTES, SETTINGS_BYTES = 1500, 3000
 """Longer values of a section, and of the settings, are left out; the digest remains."""

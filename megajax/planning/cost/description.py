@@ -17,11 +17,11 @@ from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla_options import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
-from megajax.planning.virtual_devices import Device
+from megajax.planning.gpus import Device
 from megajax.training.run_config import RunConfig
 
 type Compute = Literal["bfloat16", "float16", "float32", "fp8"]
@@ -55,7 +55,8 @@ class System:
 
 
 MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
-"""As counted in compiled programs (megajax.planning.cost.work); most_in_place is MOST_LOOPS of pipeline.executor."""
+"""As counted in compiled programs (megajax.planning.cost.device_work); most_in_place is MOST_LOOPS of
+pipeline.executor."""
 
 
 @dataclass(frozen=True, kw_only=True)

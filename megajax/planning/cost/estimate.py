@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from megajax.models.facts import Flops, count_flops
-from megajax.planning.cost import work
+from megajax.planning.cost import device_work as work
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
-from megajax.planning.virtual_devices import GIB, Cluster
+from megajax.planning.gpus import GIB, Cluster
 from megajax.training.run_config import RunConfig
 
 DAY = 86_400

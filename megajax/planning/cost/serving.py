@@ -13,7 +13,7 @@ from megajax.layers.cache_spec import stored_leaves
 from megajax.layers.facts import CUT_AXES, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
 from megajax.planning.cost.traffic import Span, seconds
-from megajax.planning.virtual_devices import GIB
+from megajax.planning.gpus import GIB
 
 CACHE_SHARE = 0.9
 """Share of the memory left by weights, the default of inference.memory_share; steps and fragments use the rest."""

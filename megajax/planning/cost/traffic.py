@@ -18,8 +18,8 @@ from math import ceil, log2, prod
 from typing import NamedTuple
 
 from megajax.planning.cost.description import Description, Tower
-from megajax.planning.cost.work import Halves, copied_weights, held_weights, recomputed
-from megajax.planning.virtual_devices import Device
+from megajax.planning.cost.device_work import Halves, copied_weights, held_weights, recomputed
+from megajax.planning.gpus import Device
 
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""

@@ -13,8 +13,8 @@ from itertools import count
 from typing import Any, Literal
 
 from megajax.display.banner import Table
+from megajax.planning.gpus import GIB
 from megajax.planning.program import hlo
-from megajax.planning.virtual_devices import GIB
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,

@@ -14,18 +14,18 @@ from megajax.display.text import byte_size, duration
 from megajax.kernels.attention.capability import Choice
 from megajax.kernels.attention.capability import Device as KernelDevice
 from megajax.mesh.context_parallelism import ContextSharding
-from megajax.mesh.xla import DEVICELESS, Option, compiler_options
+from megajax.mesh.xla_options import DEVICELESS, Option, compiler_options
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
-from megajax.planning import virtual_devices as devices
+from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed
 from megajax.planning.cost.traffic import Span, seconds
+from megajax.planning.gpus import GIB, GPU, Cluster
 from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import layout, memory_rows, placement, times, traffic_by_class
-from megajax.planning.virtual_devices import GIB, GPU, Cluster
 from megajax.training.program import Program
 from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig

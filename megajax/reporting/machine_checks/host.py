@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from megajax.display.text import byte_size
 from megajax.mesh.processes.gpus import ONE_GPU, SEVERAL_GPUS, VISIBLE, nccl_variables
-from megajax.mesh.xla import flag_names
+from megajax.mesh.xla_options import flag_names
 from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, ok, warn
 
 MIB, GIB = 2**20, 2**30

@@ -7,7 +7,7 @@ from math import gcd, log, log2
 from typing import Any
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of
+from megajax.config.hints import divisors_of
 from megajax.layers.facts import HasExperts
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.training.row_balance import weighs_by_microbatch, written_blocks

@@ -11,7 +11,7 @@ from jax import Array
 from megajax.batch import Batch, Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.layer_metrics import Measured
-from megajax.mesh.xla import Value
+from megajax.mesh.xla_options import Value
 from megajax.precision.loss_scale import in_range
 from megajax.training.gradients.grads import GradFn
 from megajax.training.observations import reported_arrays, updated_arrays

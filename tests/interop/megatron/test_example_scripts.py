@@ -15,7 +15,7 @@ from megajax.models.facts import demand_facts
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.virtual_devices import GIB, GPUS
+from megajax.planning.gpus import GIB, GPUS
 from megajax.tools.megatron_args import main
 from megajax.training.run_config import RunConfig
 

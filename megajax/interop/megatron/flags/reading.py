@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import either, nearest_names
+from megajax.config.hints import either, nearest_names
 
 type Settings = Mapping[str, Any]
 """Dotted names of settings -> values."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.hints import did_you_mean
 
 
 def read_text(path: str) -> str:

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 
 from megajax.config.errors import UserError
-from megajax.config.nearest import matching
+from megajax.config.hints import matching
 from megajax.layers.context import Context, dropout
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import matrices_of

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.config.nearest import did_you_mean, nearest_names
+from megajax.config.hints import did_you_mean, nearest_names
 from megajax.config.parse_scalar import Mismatch, scalar
-from megajax.mesh.xla import DEFAULTS, TERMINATION_MARGIN, Defaults, Option, Value, XlaConfig, compiler_options
+from megajax.mesh.xla_options import DEFAULTS, TERMINATION_MARGIN, Defaults, Option, Value, XlaConfig, compiler_options
 from megajax.training.run_config import RunConfig
 
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")

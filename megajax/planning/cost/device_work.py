@@ -17,7 +17,7 @@ from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.recompute import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
 from megajax.planning.cost.description import BYTES, Description, Tower
-from megajax.planning.virtual_devices import GIB
+from megajax.planning.gpus import GIB
 
 ATTENTION_BACKWARD = 2.5
 """Operations of fused attention backward over forward: five matmuls (one recomputes the scores) against two."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.sets import LocalSet, SetIndex, StoredShard, bounds_of, box_from
+from megajax.checkpoint.local.shard_files import LocalSet, SetIndex, StoredShard, bounds_of, box_from
 from megajax.config.errors import UserError
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.processes.world import is_loopback, split_address

@@ -11,7 +11,7 @@ from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING, Problem
 from megajax.config.files import Source, assembled, root_type
-from megajax.config.nearest import did_you_mean, download_folder, download_hint, likeness
+from megajax.config.hints import did_you_mean, download_folder, download_hint, likeness
 from megajax.config.overrides import Mark, patch_of, plain_name
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.hints import did_you_mean
 from megajax.config.markup import parse
-from megajax.config.nearest import did_you_mean
 from megajax.config.references import resolve
 from megajax.layers.checks import above_zero
 
