@@ -17,7 +17,7 @@ from typing import NamedTuple
 START, SETUP, COMPILE, STEP = "start", "setup", "compile", "step"
 BACKGROUND_SAVE, FINISH, LOGGING = "background_save", "finish", "logging"
 DATA_WAIT, EVALUATION, SAVE = "data_wait", "evaluation", "save"
-"""Phases; the last three are timed, see `megajax.training.phase_timers`."""
+"""Phases; the last three are timed, see `megajax.training.guarded.phase_timers`."""
 
 
 STACKS_FOLDER = "hangs"

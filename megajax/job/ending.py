@@ -24,8 +24,8 @@ from megajax.metrics.throughput import Goodput
 from megajax.optim.config import ScheduleConfig
 from megajax.storage.write_errors import write_fault
 from megajax.training.guarded.faults import Corruption, NumericFault
-from megajax.training.loop import StepInfo
 from megajax.training.session import Run
+from megajax.training.step_report import StepInfo
 
 type Sampler = Callable[[Run, Path], str | None]
 """Returns a text sample of a trained model, or None: `inference.samples.sample`.

@@ -13,7 +13,7 @@ from megajax.faults.signals import StopWaiting
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
 from megajax.training.config import EvaluationConfig
-from megajax.training.phase_timers import EVALUATION
+from megajax.training.guarded.phase_timers import EVALUATION
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer, Stopped, Task
 from megajax.training.session import Run

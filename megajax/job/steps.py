@@ -23,8 +23,8 @@ from megajax.metrics.writers import Writer
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.hooks import Hook
 from megajax.training.guarded.loop import run_guarded_steps
-from megajax.training.loop import StepInfo
 from megajax.training.session import Run
+from megajax.training.step_report import StepInfo
 
 
 class Steps:

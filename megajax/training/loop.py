@@ -12,51 +12,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array
 
 from megajax.batch import SAMPLE
 from megajax.faults.signals import StopWaiting
-from megajax.mesh.layer_metrics import Measured
-from megajax.training.guarded.step import GuardReport
 from megajax.training.observations import measurements
-from megajax.training.repr_text import info_text
 from megajax.training.step import Metrics
+from megajax.training.step_report import StepInfo
 
 KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
-
-
-class StepInfo(NamedTuple):
-    """The report of a step, on the host."""
-
-    step: int
-    """Number of the step, from 1."""
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float
-    skipped: bool
-    """Whether its update was not applied."""
-    consumed_samples: int
-    """Rows read since the start of the run, this step's among them."""
-    rows: int
-    """Rows of this step."""
-    seconds: float
-    """Seconds from the end of the step before (or the dispatch of this one, if later) to the end of this one."""
-    metrics: dict[str, float]
-    """Other metrics of the loss."""
-    phases: dict[str, float]
-    """Seconds of this process in the wait for the step's rows and in hooks before the step; in some steps also the
-    least and the largest of all processes (see PhaseTimes). {} without `TimedSteps`."""
-    measured: Mapping[str, Measured] = MappingProxyType({})
-    """Measures of layers by name."""
-    guarded: GuardReport = GuardReport()
-    """Of guarded steps."""
-    by_process: np.ndarray | None = None
-    """float32 [processes, timing.EXCHANGED]: seconds of each phase in each process; None in most steps."""
-
-    def __repr__(self) -> str:
-        return info_text(self)
 
 
 class StepInput(NamedTuple):

@@ -42,9 +42,9 @@ from megajax.training.config import BatchConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.gradients.accumulate import accumulate
 from megajax.training.gradients.grads import GradFn, Weights, batch_specs, forward_sums
-from megajax.training.gradients.nonfinite import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.gradients.pipelined import pipelined, pipelined_sums
 from megajax.training.gradients.staged import Head, staged, training_loss
+from megajax.training.guarded.nonfinite import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.guarded.step import guarded
 from megajax.training.guarded.stop_flags import exchanging
 from megajax.training.run_config import RunConfig

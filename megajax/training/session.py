@@ -30,7 +30,7 @@ from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
-from megajax.training.loop import StepInfo, run_steps
+from megajax.training.loop import run_steps
 from megajax.training.program import Program
 from megajax.training.repr_text import Rows as Lines
 from megajax.training.repr_text import plain, scalar_value, table
@@ -39,6 +39,7 @@ from megajax.training.row_work import row_work
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, own_buffers
 from megajax.training.step import TrainStep
+from megajax.training.step_report import StepInfo
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(parts of the run, state of jax.ShapeDtypeStruct) -> the initial state; None: fresh."""

@@ -140,17 +140,11 @@ def test_no_cycles() -> None:
         raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
 
 
-def subfolder(name: str) -> str:
-    """The folder of a module at depth 2, "megajax.data.text"; "" for a module that stands above."""
-    parts = (*name.split("."), "") if modules()[name].path.name == "__init__.py" else name.split(".")
-    return ".".join(parts[:3]) if len(parts) > 3 else ""
-
-
-def test_no_cycles_between_subfolders() -> None:
+def test_no_cycles_between_the_subfolders_and_files_of_a_folder() -> None:
     graph: dict[str, set[str]] = {}
     for actual in first_party():
-        source, target = subfolder(actual.source), subfolder(actual.target)
-        if not actual.by_name and source and target and source != target:
+        source, target = (".".join(name.split(".")[:3]) for name in (actual.source, actual.target))
+        if not actual.by_name and source != target:
             graph.setdefault(source, set()).add(target)
     try:
         list(TopologicalSorter(graph).static_order())

@@ -10,7 +10,7 @@ import pytest
 
 from megajax.faults.config import StragglersConfig
 from megajax.job.faults.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
-from megajax.training.phase_timers import EXCHANGED, PhaseTimes
+from megajax.training.guarded.phase_timers import EXCHANGED, PhaseTimes
 
 RULE = StragglersConfig(factor=2.0, share=0.1)
 

@@ -22,8 +22,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.pipeline.partition import Partition
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
-from megajax.training.guarded.step import GuardLimits, StepControl
+from megajax.training.guarded.step import StepControl
 from megajax.training.state import TrainState
+from megajax.training.step_report import GuardLimits
 
 FSDP = ParallelConfig(data=2, data_sharding="fsdp")
 PIPELINE = ParallelConfig(data=1, pipeline=2)

@@ -14,8 +14,9 @@ from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.loop import run_guarded_steps
-from megajax.training.guarded.step import GuardLimits, StepControl
+from megajax.training.guarded.step import StepControl
 from megajax.training.loop import run_steps
+from megajax.training.step_report import GuardLimits
 
 
 class Rows(str):

@@ -19,13 +19,13 @@ from megajax.job.job import train
 from megajax.layers.param import ONES, ParamSpec
 from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
-from megajax.training.gradients.nonfinite import nonfinite_message
 from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.loop import run_guarded_steps
-from megajax.training.loop import StepInfo
+from megajax.training.guarded.nonfinite import nonfinite_message
 from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
+from megajax.training.step_report import StepInfo
 
 STEPS = 7
 

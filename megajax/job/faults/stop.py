@@ -18,7 +18,7 @@ from megajax.faults.output import to_stderr
 from megajax.faults.signals import Signals, StopRequest, StopWaiting, agree
 from megajax.job.faults.hang import Pulse
 from megajax.metrics.event_log import append_event
-from megajax.training.phase_timers import DATA_WAIT, EVALUATION
+from megajax.training.guarded.phase_timers import DATA_WAIT, EVALUATION
 
 DATA_SECONDS = 5.0
 """How long one of several processes waits for its rows after a request: then all try to stop before this step."""

@@ -8,8 +8,8 @@ from statistics import median
 from typing import NamedTuple, Self
 
 from megajax.faults.config import StragglersConfig
-from megajax.training.loop import StepInfo
-from megajax.training.phase_timers import EXCHANGED, HOST, STALLED
+from megajax.training.guarded.phase_timers import EXCHANGED, HOST, STALLED
+from megajax.training.step_report import StepInfo
 
 WINDOW = 64
 """Number of steps in the median step time."""

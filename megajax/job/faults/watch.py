@@ -6,8 +6,7 @@ from math import inf, isclose, isfinite
 from megajax.metrics.writers import Writer
 from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
 from megajax.training.guarded.guard import Guard
-from megajax.training.guarded.step import GuardLimits
-from megajax.training.loop import StepInfo
+from megajax.training.step_report import GuardLimits, StepInfo
 
 KERNEL_TOLERANCE = 1e-3
 """Relative difference allowed between two runs of a step: sums on GPUs have no fixed order. As in Megatron-LM."""

@@ -17,8 +17,8 @@ from megajax.job.integrity.recompute import CheckGradients
 from megajax.job.integrity.replicas import CheckReplicas, FlipBit, most_copies, state_hash
 from megajax.metrics.event_log import append_event
 from megajax.training.guarded.hooks import Hook
-from megajax.training.loop import StepInfo
 from megajax.training.session import Run
+from megajax.training.step_report import StepInfo
 
 
 class Integrity:

@@ -28,7 +28,7 @@ from megajax.mesh.named_shardings import one_for_each_group, replicated
 from megajax.precision.loss_scale import in_range
 from megajax.training.gradients.grads import MANUAL, Weights
 from megajax.training.guarded.faults import Corruption
-from megajax.training.phase_timers import INTEGRITY
+from megajax.training.guarded.phase_timers import INTEGRITY
 from megajax.training.program import Program
 from megajax.training.session import Run
 

@@ -16,7 +16,7 @@ from megajax.job.device_memory import size
 from megajax.job.integrity.state_hash import HashedLeaf, Mismatch, StateHash, group_hashes, mismatches
 from megajax.training.guarded.faults import Corruption
 from megajax.training.guarded.hooks import Hook
-from megajax.training.phase_timers import INTEGRITY
+from megajax.training.guarded.phase_timers import INTEGRITY
 from megajax.training.program import Program
 from megajax.training.session import Run
 from megajax.training.state import TrainState

@@ -17,7 +17,7 @@ from megajax.faults.activity import BACKGROUND_SAVE, Activity
 from megajax.faults.peer_status import runtime_error_of
 from megajax.job.saves.save import note_committed
 from megajax.metrics.event_log import append_event
-from megajax.training.phase_timers import SAVE
+from megajax.training.guarded.phase_timers import SAVE
 from megajax.training.resolved import Resolved
 from megajax.training.session import Run
 

@@ -14,7 +14,7 @@ from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.errors import UserError
 from megajax.faults.activity import Activity
-from megajax.training.phase_timers import SAVE
+from megajax.training.guarded.phase_timers import SAVE
 from megajax.training.session import Run
 
 

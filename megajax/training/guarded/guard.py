@@ -11,7 +11,7 @@ from megajax.faults.config import ResilienceConfig
 from megajax.faults.drills import factors, for_this_attempt
 from megajax.faults.spikes import SpikeRule
 from megajax.mesh.named_shardings import replicated
-from megajax.training.guarded.step import GuardLimits
+from megajax.training.step_report import GuardLimits
 
 
 class Guard:

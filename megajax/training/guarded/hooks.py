@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from megajax.faults.activity import Activity
 from megajax.faults.signals import StopWaiting, agree
-from megajax.training.loop import StepInfo
-from megajax.training.phase_timers import PhaseTimes
+from megajax.training.guarded.phase_timers import PhaseTimes
+from megajax.training.step_report import StepInfo
 
 
 class Hook(Protocol):

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 
 from megajax.faults.activity import Activity
-from megajax.training.gradients.nonfinite import nonfinite_message
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.hooks import Hook, HooksBetween
-from megajax.training.guarded.step import RERUN, GuardLimits, GuardReport, StepControl
+from megajax.training.guarded.nonfinite import nonfinite_message
+from megajax.training.guarded.phase_timers import PhaseTimes, TimedSteps
+from megajax.training.guarded.step import RERUN, StepControl
 from megajax.training.guarded.stop_flags import ExchangingSteps
-from megajax.training.loop import Flight, StepInfo, StepInput, Steps, computing, run_steps
+from megajax.training.loop import Flight, StepInput, Steps, computing, run_steps
 from megajax.training.observations import measurements
-from megajax.training.phase_timers import PhaseTimes, TimedSteps
+from megajax.training.step_report import GuardLimits, GuardReport, StepInfo
 
 
 class GuardedSteps:

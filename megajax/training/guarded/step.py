@@ -6,8 +6,7 @@ host knew.
 """
 
 from dataclasses import replace
-from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -16,38 +15,12 @@ from megajax.batch import Batch, Grads, Params
 from megajax.training.gradients.grads import GradFn
 from megajax.training.state import TrainState
 from megajax.training.step import Metrics, StepParts, TrainStep, Update, apply_update, compute_update, plain_step
+from megajax.training.step_report import GuardLimits
 
 RERUN = "rerun"
 """Metric of a guarded step, bool []: whether it changed nothing because it or a step before it will be run again."""
 COUNTERS = ("step", "loss_scale", "scale_counters", "consumed_samples", "scheduled_samples", "skipped")
 """Fields of the state that change even if the update is not applied."""
-
-
-class GuardLimits(NamedTuple):
-    """The limits of one step; within the compiled step each is a float32 []."""
-
-    loss: Any = inf
-    """An update with a larger loss is not applied."""
-    norm: Any = inf
-    """An update with a larger gradient norm is not applied."""
-    final: Any = 1.0
-    """Above 0: the step is not run again, even if it is suspicious."""
-    loss_scale: Any = inf
-    """Loss scale above which an overflow is not suspicious."""
-    loss_factor: Any = 1.0
-    """Factor on the loss; other than 1 in drills only."""
-    gradient_factor: Any = 1.0
-    """Factor on the gradients; other than 1 in drills only."""
-
-
-class GuardReport(NamedTuple):
-    """What the guard did in a step."""
-
-    limits: GuardLimits = GuardLimits()
-    first_try: Any = None
-    """The report of the first run, if the step was run again."""
-    nonfinite: str | None = None
-    """The weights whose gradients were not finite in the second run; None if all were finite."""
 
 
 class StepControl(NamedTuple):

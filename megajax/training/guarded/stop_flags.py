@@ -11,9 +11,10 @@ from megajax.batch import Batch
 from megajax.mesh.processes.agreement import StopFlags
 from megajax.mesh.processes.peers import Peers
 from megajax.training.guarded.step import StepControl
-from megajax.training.loop import Flight, StepInfo, StepInput, Steps, computing
+from megajax.training.loop import Flight, StepInput, Steps, computing
 from megajax.training.state import TrainState
 from megajax.training.step import Metrics, TrainStep
+from megajax.training.step_report import StepInfo
 
 STOP = "stop"
 """Metric of a step with flags: whether any process was asked to stop, int32 []."""

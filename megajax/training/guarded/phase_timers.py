@@ -14,7 +14,8 @@ from megajax.faults.activity import COMPILE, DATA_WAIT, EVALUATION, SAVE, STEP, 
 from megajax.mesh.processes.agreement import each_process
 from megajax.training.guarded.step import StepControl
 from megajax.training.guarded.stop_flags import SECONDS
-from megajax.training.loop import Flight, StepInfo, StepInput, Steps
+from megajax.training.loop import Flight, StepInput, Steps
+from megajax.training.step_report import StepInfo
 
 INTEGRITY = "integrity"
 """Checks for silent corruption: timed but not exchanged."""
