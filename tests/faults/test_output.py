@@ -1,6 +1,7 @@
 """A run continues when its output has no reader: a closed reader, a full disk, closed streams."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_a_closed_terminal_stops_a_run_and_nohup_keeps_it(tmp_path, before, stop
     environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY), "JAX_PLATFORMS": "cpu"}
     command = ["bash", "-c", f"{before}exec {sys.executable} hangs_up.py"]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup themselves
+    )  # fmt: skip
     assert (ended.returncode, ended.stdout.strip()) == (0, stop_signal), ended.stderr

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local import remote_shards as exchange
+from megajax.checkpoint.local import remote_shards
 from megajax.checkpoint.local.remote_shards import (
     MOST_WAITING,
     REQUEST_BYTES,
@@ -117,7 +117,7 @@ def test_a_proof_may_arrive_in_parts(server):
 
 
 def test_a_late_proof_ends_the_connection(server, monkeypatch):
-    monkeypatch.setattr(exchange, "HELLO_SECONDS", 0.0)
+    monkeypatch.setattr(remote_shards, "HELLO_SECONDS", 0.0)
     with socket.create_connection(server.address, timeout=30) as silent:
         assert len(silent.recv(32)) == 32 and silent.recv(1) == b""
 
@@ -125,10 +125,10 @@ def test_a_late_proof_ends_the_connection(server, monkeypatch):
 WITHOUT_DESCRIPTORS = """
 import os, resource, socket, sys
 from pathlib import Path
-from megajax.checkpoint.local import exchange
+from megajax.checkpoint.local import remote_shards
 from megajax.checkpoint.local.shard_files import LocalSet
-a_set, secret, exchange.TIMEOUT_SECONDS = LocalSet.open(Path(sys.argv[1])), b"s" * 32, 20.0
-server, clients, others = exchange.SetServer("127.0.0.1", secret, {"a-1/0": a_set}.get), [socket.socket()], []
+a_set, secret, remote_shards.TIMEOUT_SECONDS = LocalSet.open(Path(sys.argv[1])), b"s" * 32, 20.0
+server, clients, others = remote_shards.SetServer("127.0.0.1", secret, {"a-1/0": a_set}.get), [socket.socket()], []
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 try:
     while True:
@@ -143,7 +143,7 @@ except TimeoutError:
     print("silence")
 for other in others:
     os.close(other)
-with exchange.RemoteSet(server.address, secret, "a-1/0") as remote:
+with remote_shards.RemoteSet(server.address, secret, "a-1/0") as remote:
     print(remote.read(remote.index.pieces["n", ()]))
 """
 
