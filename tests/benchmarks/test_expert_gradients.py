@@ -24,7 +24,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[2, 1])
 def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(expert_gradients, "find_devices", lambda: find_devices()[: request.param])
+    for user in ("benchmarks.training.expert_gradients", "megajax.training.resolved"):
+        monkeypatch.setattr(f"{user}.find_devices", lambda: find_devices()[: request.param])
     return request.param
 
 
