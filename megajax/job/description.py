@@ -37,7 +37,8 @@ def describe(parts: Parts) -> Description:
         blocks = block_facts(section, section.stack.pattern, program.cfg.precision.compute)
         saved[section.path] = _saved_by_layers(program, section, blocks, tokens)
         mixtures += mixtures_of(blocks, tokens / program.mesh.shape["context"])
-    return Description(list(dict.fromkeys(mixtures)), saved, _by_formula(program, facts))
+    distinct = [layer for number, layer in enumerate(mixtures) if layer not in mixtures[:number]]
+    return Description(distinct, saved, _by_formula(program, facts))
 
 
 def mixtures_of(blocks: Sequence[BlockFacts], tokens: float) -> list[tuple[ExpertFacts, float]]:

@@ -1,0 +1,23 @@
+"""What the banner says of a run's layers."""
+
+import jax
+import pytest
+
+from megajax.config import load
+from megajax.job.banner import banner
+from megajax.job.description import describe
+from megajax.training.session import setup
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "sections"),
+    [("deepseek.py:debug", 1, [""]), ("gpt3.py:debug", 0, [""]), ("t5.py:debug", 0, ["encoder", ""])],
+)
+def test_equal_expert_layers_and_every_section_have_one_line(config: str, experts: int, sections: list[str]) -> None:
+    run = setup(load(config, "evaluation.every=none"), devices=jax.devices()[:8])
+    description = describe(run.parts)
+    lines = [row for _, rows in banner(run, description, "new run") for row in rows]
+    run.close()
+    assert len(description.mixtures) == experts == len([text for name, text in lines if "experts on a device" in text])
+    assert list(description.saved) == sections
+    assert len([name for name, _ in lines if name == "saved by a layer"]) == len(sections)
