@@ -37,13 +37,13 @@ def test_stacks_of_every_process(start, tmp_path):
     for each in processes:
         each.process.send_signal(signal.SIGUSR2)
     paths = [run_dir / "hangs" / f"process_{index}.txt" for index in (0, 1)]
-    processes[0].until(lambda: all(path.exists() and "run_job" in path.read_text() for path in paths))
+    processes[0].until(lambda: all(path.exists() and "run_attempt" in path.read_text() for path in paths))
     step = beat(beats, 0).step
     processes[0].until(lambda: beat(beats, 0).step > step)
     for each in processes:
         each.process.send_signal(signal.SIGTERM)
     assert [each.wait() for each in processes] == [0, 0], processes[0].text
-    assert all('  File "' in each.text and "run_job" in each.text for each in processes)
+    assert all('  File "' in each.text and "run_attempt" in each.text for each in processes)
     assert beat(beats, 1).failure is None
 
 
