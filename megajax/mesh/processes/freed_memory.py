@@ -2,7 +2,7 @@
 
 XLA allocates the buffers of a step with malloc. glibc maps blocks above a limit (128 KiB to 32 MiB) anew each time and
 unmaps them when they are freed, so each step faults in, and the kernel clears, every page again: 20,600 page faults a
-step in configs/quickstart.py, 13 to 20 % of its processor time. With one arena, no mapped blocks and no trimming, the
+step in configs/quickstart.py, 13 to 23 % of its processor time. With one arena, no mapped blocks and no trimming, the
 next step finds the pages that the last one freed. See mallopt(3).
 """
 
