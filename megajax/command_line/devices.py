@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import Problem
-from megajax.mesh.processes.freed_memory import keep_freed_memory
+from megajax.mesh.processes.freed_memory import FREED_MEMORY, keep_freed_memory
 from megajax.mesh.processes.gpus import installed_gpus
 from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world
 
@@ -26,7 +26,8 @@ def use_devices(devices: str | None) -> None:
         os.environ["JAX_PLATFORMS"] = "cuda" if count is None else "cpu"
     if count is not None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
-    if os.environ.get("JAX_PLATFORMS", "" if gpus else "cpu") == "cpu":
+    os.environ.pop(FREED_MEMORY, None)  # of a parent process, which may run on other devices
+    if (os.environ.get("JAX_PLATFORMS") or ("" if gpus else "cpu")) == "cpu":
         keep_freed_memory()
 
 
