@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 
 from megajax.inference.engine import Engine, Statistics
 from megajax.inference.request import Output, Refused, Request
@@ -47,7 +48,8 @@ class Worker:
             if open_requests >= self.engine.capacity:
                 message = f"{open_requests} requests are not finished; {self.engine.capacity} may be"
                 raise Refused("queue_full", message)
-            if any(waiting.identifier == request.identifier for waiting in self._inbox):
+            # A copy: the engine's thread takes requests out without the lock.
+            if any(waiting.identifier == request.identifier for waiting in tuple(self._inbox)):
                 raise Refused("invalid", f"identifier {request.identifier!r} is in use", "identifier")
             self._inbox.append(request)
             self._changed.notify()
@@ -73,8 +75,11 @@ class Worker:
         return self.engine.finite and (not self._busy() or time.monotonic() - self._beat < self._patience)
 
     def statistics(self) -> Statistics:
-        """Counts of the engine; approximate while a step runs."""
-        return self.engine.statistics()
+        """Counts of the engine, with the requests it takes before its next step. Approximate while a step runs: a
+        request may count twice for a moment, but is never missed."""
+        inbox, counts = tuple(self._inbox), self.engine.statistics()
+        rows = sum(request.sampling.n for request in inbox)
+        return replace(counts, waiting=counts.waiting + rows, requests=counts.requests + len(inbox))
 
     def _busy(self) -> bool:
         return bool(self._inbox or self.engine.requests)

@@ -95,6 +95,22 @@ def test_many_threads_submit_and_cancel(started: Any) -> None:
     assert (statistics.requests, statistics.blocks_used) == (0, 0) and worker.healthy()
 
 
+def test_requests_that_come_during_a_step_count_as_waiting(started: Any) -> None:
+    """A step that hangs must not hide the requests that wait for its end."""
+    worker = started(device := Gated(rows=1))
+    device.gate.clear()
+    clients = [Waiting(f"{number}", (number, 1)) for number in range(5)]
+    worker.submit(clients[0].request)
+    assert wait_until(lambda: worker.statistics().running == 1)
+    for client in clients[1:]:
+        worker.submit(client.request)
+    counts = worker.statistics()
+    assert (counts.running, counts.waiting, counts.requests) == (1, 4, 5)
+    device.gate.set()
+    assert {client.finish for client in clients} == {"length"}
+    assert wait_until(lambda: worker.statistics().requests == 0)
+
+
 def test_refusals_are_raised_where_the_request_is_submitted(started: Any) -> None:
     worker = started(device := Gated(rows=1), queue=1)
     with pytest.raises(Refused) as refused:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import abc
+from contextlib import contextmanager
 
 from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 
@@ -11,20 +12,29 @@ BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
 
 
 class EchoDevice:
-    """Steps take `seconds`, and none ends while `open` is not set."""
+    """Steps take `seconds`, and none ends inside `hanging`."""
 
     chunk, block, replicas, vocabulary, top = 512, 16, 1, 257, 20
     prefix_sharing, memory = True, 0
 
     def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):
         self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds
-        self.open = threading.Event()
-        self.open.set()
+        self._ends = threading.Event()
+        self._ends.set()
         self.seen: list[Sequence] = []
+
+    @contextmanager
+    def hanging(self) -> abc.Iterator[threading.Event]:
+        """Steps end when the event is set, and at the end of the block: a failed test stops no other."""
+        self._ends.clear()
+        try:
+            yield self._ends
+        finally:
+            self._ends.set()
 
     def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
         time.sleep(self.seconds)
-        self.open.wait()
+        self._ends.wait()
         (step,) = work
         assert step is not None
         self.seen = [row for row, _ in step.parts()]

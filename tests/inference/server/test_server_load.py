@@ -24,12 +24,11 @@ def small() -> Iterator[Running]:
 
 
 def test_more_requests_than_the_queue_holds(small: Running) -> None:
-    small.device.open.clear()
-    with ThreadPoolExecutor(40) as pool:
+    with ThreadPoolExecutor(40) as pool, small.device.hanging() as ends:
         futures = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
         assert wait_until(lambda: sum(future.done() for future in futures) >= 40 - 12)
         assert small.ask("/metrics", method="GET").status_code == 200
-        small.device.open.set()
+        ends.set()
         answers = [future.result() for future in futures]
     assert sum(answer.status_code == 200 for answer in answers) == 12
     for number, answer in enumerate(answers):
@@ -42,12 +41,11 @@ def test_more_requests_than_the_queue_holds(small: Running) -> None:
 
 
 def test_a_list_of_prompts_is_accepted_completely_or_not_at_all(small: Running) -> None:
-    small.device.open.clear()
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, small.device.hanging() as ends:
         first = pool.submit(small.complete, prompt=["a"] * 8, max_tokens=2)
         assert wait_until(lambda: small.worker.statistics().requests == 8)
         assert small.complete(prompt=["a"] * 8, max_tokens=2).status_code == 429
-        small.device.open.set()
+        ends.set()
         assert len(first.result().json()["choices"]) == 8
     assert small.all_free()
 
@@ -120,12 +118,11 @@ def test_an_error_of_one_request_ends_only_that_request(small: Running) -> None:
 
 
 def test_health_reports_a_hanging_engine(small: Running) -> None:
-    small.device.open.clear()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, small.device.hanging() as ends:
         waiting = pool.submit(small.complete, prompt="ab", max_tokens=2)
         assert wait_until(lambda: small.ask("/health", method="GET").json() == {"status": "stalled"})
         assert small.ask("/health", method="GET").status_code == 503
-        small.device.open.set()
+        ends.set()
         assert waiting.result().status_code == 200
     assert small.ask("/health", method="GET").status_code == 200
 
