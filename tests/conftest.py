@@ -25,6 +25,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from megajax.planning.gpus import missing_packages
+
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 # Tracing makes many objects and hardly any cycles: the collector looks at the whole heap less often.
@@ -55,6 +57,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with the mark `aot` are skipped where its packages are missing."""
+    compiled = [item for item in items if item.get_closest_marker("aot")]
+    if compiled and (missing := missing_packages()):
+        skip = pytest.mark.skip(reason=f"compiles for virtual GPUs, and {' and '.join(missing)} is missing: extra aot")
+        for item in compiled:
+            item.add_marker(skip)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look at it again."""
     gc.collect()
@@ -69,18 +80,6 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="session")
-def gpu_compiler() -> None:
-    """Skips the test without the compiler for virtual GPUs, which comes with the extra `aot`."""
-    from megajax.config.errors import UserError
-    from megajax.planning.gpus import prepare
-
-    try:
-        prepare()
-    except UserError as error:
-        pytest.skip(str(error).splitlines()[0])
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from test_golden_collectives import counts
 
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import specs
@@ -77,12 +76,9 @@ STEPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.aot
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str, str], None]) -> None:
-    try:
-        devices.prepare()
-    except UserError as error:
-        pytest.skip(str(error).splitlines()[0])
     name, tensor, bucket = STEPS[step]
     steps = programs(name, tensor, bucket)
     program = steps.lowered(bucket, Greedy()).compile(steps.loaded.options)

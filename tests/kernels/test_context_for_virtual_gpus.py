@@ -24,7 +24,7 @@ from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.planning.gpus import GPUS, Cluster, virtual_devices
 from megajax.planning.program import hlo
 
-pytestmark = pytest.mark.usefixtures("gpu_compiler")
+pytestmark = pytest.mark.aot
 LENGTH, HEADS, SIZE, LAYERS = 8192, 4, 64, 3
 CONTEXT, TENSOR = 4, 2
 

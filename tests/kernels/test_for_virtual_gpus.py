@@ -19,7 +19,7 @@ from megajax.kernels.paged.triton import paged_attention
 from megajax.mesh.xla_options import DEVICELESS, GPU, compiler_options
 from megajax.planning.gpus import GPUS, Cluster, virtual_devices
 
-pytestmark = pytest.mark.usefixtures("gpu_compiler")
+pytestmark = pytest.mark.aot
 SLOW = pytest.mark.slow
 TRITON, MOSAIC = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"
 FUSED = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]

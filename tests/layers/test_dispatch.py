@@ -212,7 +212,7 @@ def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, ev
         np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.aot
 def test_rows_travel_in_ragged_all_to_alls() -> None:
     """XLA's own collective, which CPUs lack."""
     gpus = virtual_devices(Cluster(GPUS["h100"], 1, 8))[:DEVICES]

@@ -2,16 +2,10 @@
 
 from typing import Any
 
-import pytest
-
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
-from megajax.planning.gpus import GPUS, missing_packages
-
-needs_compiler = pytest.mark.skipif(
-    bool(missing_packages()), reason="needs the compiler for GPUs and cuDNN: the extra aot"
-)
+from megajax.planning.gpus import GPUS
 
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from descriptions import llama3_8b, needs_compiler
+from descriptions import llama3_8b
 from test_plan_for_devices import plan
 
 from megajax.config import load
@@ -163,7 +163,7 @@ LAYOUT = (
 )
 
 
-@needs_compiler
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ring+all_to_all"])
 def test_formulas_give_the_bytes_of_compiled_programs(tmp_path: Path, strategy: str) -> None:

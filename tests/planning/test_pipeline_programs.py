@@ -18,7 +18,7 @@ from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla_options import DEFAULTS, XlaConfig
-from megajax.planning.gpus import MIB, missing_packages, prepare, read_cluster
+from megajax.planning.gpus import MIB, prepare, read_cluster
 from megajax.planning.program.audit import Kernel, audit
 from megajax.planning.program.hlo import Collective, Contents, Place, read
 from megajax.planning.program.train_step import compile_train_step
@@ -140,8 +140,6 @@ type Deviceless = Callable[..., Compiled]
 @pytest.fixture(scope="module")
 def deviceless() -> Iterator[Deviceless]:
     """(family, schedule, microbatches, wait=1) -> its step on 32 virtual H100s, each compiled once."""
-    if missing_packages():
-        pytest.skip("needs the compiler for GPUs and cuDNN: the extra aot")
     cluster, _ = read_cluster("h100:32")
     assert cluster is not None
 
@@ -181,8 +179,8 @@ def deviceless() -> Iterator[Deviceless]:
 KINDS = pytest.mark.parametrize(
     ("family", "schedule"),
     [
-        ("gpt", "interleaved"),
-        pytest.param("llama", "1f1b", marks=pytest.mark.slow),
+        pytest.param("gpt", "interleaved", marks=pytest.mark.aot),
+        pytest.param("llama", "1f1b", marks=[pytest.mark.aot, pytest.mark.slow]),
     ],
 )
 
@@ -249,6 +247,7 @@ def test_attention_is_never_recomputed(family: str, schedule: str, deviceless: D
     assert runs == pytest.approx(step.forwards)
 
 
+@pytest.mark.aot
 @pytest.mark.slow
 def test_memory_of_gpipe_grows_with_microbatches_and_that_of_interleaved_does_not(deviceless: Deviceless) -> None:
     short, long = (deviceless("gpt", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
@@ -257,12 +256,14 @@ def test_memory_of_gpipe_grows_with_microbatches_and_that_of_interleaved_does_no
     assert long > 1.5 * short
 
 
+@pytest.mark.aot
 @pytest.mark.slow
 def test_a_loss_without_a_delay_is_waited_for(deviceless: Deviceless) -> None:
     kinds = {op.kind for op in exposed(deviceless("llama", "1f1b", wait=0).contents)}
     assert kinds == {"all-reduce"}, "output to all for the loss, and its gradient back"
 
 
+@pytest.mark.aot
 @pytest.mark.slow
 def test_combined_reductions_are_waited_for(deviceless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option that keeps them separate has an effect."""

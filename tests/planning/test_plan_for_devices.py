@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from descriptions import needs_compiler
 from tiny_runs import ONE, build_program, llama
 
 from megajax.config import load
@@ -83,7 +82,7 @@ def row(figures: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
     return [item for item in figures["collectives"] if all(item[key] == value for key, value in keys.items())]
 
 
-@needs_compiler
+@pytest.mark.aot
 def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     options = "--xla=xla_cpu_enable_fast_math=false,xla_gpu_enable_triton_gemm=no"
     layout = ("--devices=h100:8", "--parallel.data=4", "--parallel.tensor=2", "--parallel.sequence=true")
@@ -122,7 +121,7 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
         assert text in printed
 
 
-@needs_compiler
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["b200", "a100-40gb"])
 def test_every_architecture_compiles(device: str, tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_float32_uses_the_reference_attention_and_the_plan_says_why() -> None:
     assert kernels["attention"] == [f"reference ({why})"]
 
 
-@needs_compiler
+@pytest.mark.aot
 def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> None:
     (tmp_path / "wide.py").write_text(WIDE)
     layout = ("--parallel.pipeline=2", "--parallel.data=2", "--parallel.loss_wait=0", "--batch.global_size=16")
@@ -168,7 +167,7 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.aot
 def test_collectives_of_fsdp_take_the_same_time_compiled_and_by_formula(tmp_path: Path) -> None:
     settings = (
         *("--parallel.tensor=2", "--parallel.data_sharding=fsdp"),
@@ -181,7 +180,7 @@ def test_collectives_of_fsdp_take_the_same_time_compiled_and_by_formula(tmp_path
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
-@needs_compiler
+@pytest.mark.aot
 def test_each_offloaded_array_has_a_buffer_in_host_memory_that_is_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are as large as values, and gates as the arrays they multiply: buffers of equal size become one."""
     for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):

@@ -7,7 +7,6 @@ from functools import cache
 from math import prod
 
 import pytest
-from descriptions import needs_compiler
 
 from megajax.config import load
 from megajax.models.decoder.config import DecoderConfig
@@ -21,7 +20,7 @@ COUNTERS = 28
 """Bytes of a state except weights and optimizer: seven numbers."""
 
 
-pytestmark = [pytest.mark.slow, needs_compiler]
+pytestmark = [pytest.mark.slow, pytest.mark.aot]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from descriptions import needs_compiler
 
 from megajax.config import load
 from megajax.plan import main
@@ -153,7 +152,7 @@ def test_the_scheduler_has_the_memory_of_a_GPU() -> None:
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.aot
 def test_the_best_layout_is_compiled(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     cluster = ("--config=gpt3.py:gpt3_1_3b", "--devices=h100:8", "--model.recompute=selective")

@@ -27,7 +27,7 @@ from megajax.training.run_config import RunConfig
 LLAMA, GPT = 7, 6
 """Matmuls of a layer: four of attention, and three or two of the feed-forward."""
 OPERANDS = {"f8e4m3fn", "f8e5m2"}
-pytestmark = pytest.mark.usefixtures("gpu_compiler")
+pytestmark = pytest.mark.aot
 
 
 def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunConfig:
