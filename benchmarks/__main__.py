@@ -11,9 +11,9 @@ from benchmarks import outcome
 from benchmarks.parts import PARTS, Part
 from megajax.command_line.devices import use_devices
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.config.references import resolve
 from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla_options import set_process
 

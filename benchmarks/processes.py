@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megajax.config.references import resolve
+from megajax.config.class_references import resolve
 
 
 def command_of(target: str, *arguments: object) -> list[str]:

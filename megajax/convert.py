@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megajax.command_line.devices import use_devices
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.file_paths import PathText
-from megajax.config.references import resolve
 from megajax.interop.conversion_flags import Progress, flag_problems, reading_of
 from megajax.interop.origin import IGNORE_FLAG, TRUST_FLAG
 

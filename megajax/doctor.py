@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
-from megajax.config.references import resolve
+from megajax.config.class_references import resolve
 
 DESCRIPTION = """Check an installation and a machine. Prints ok, warn or fail for each check, and what to do. Takes
 seconds without a GPU; every check has a time limit. On a cluster:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
-from megajax.config.references import resolve
 from megajax.data.text.config import MockConfig
 from megajax.interop.origin import IGNORE_FLAG, MODEL_FLAGS, TRUST_FLAG, demand_folder, run_config, run_folder
 from megajax.mesh.processes.identity import find_identity

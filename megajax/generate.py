@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import Source
-from megajax.config.references import resolve
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import sampling_flags, sampling_of
 from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.overrides import plain_name
-from megajax.config.references import resolve
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megajax.command_line.parser import Flag, front_door, parse
-from megajax.config.references import resolve
+from megajax.config.class_references import resolve
 
 DESCRIPTION = """Write a report on a run (curves, events, use of time, config) as one HTML page that can be read
 offline: python -m megajax.report RUN_DIR. With --text, print it instead. The run may be in progress or have crashed."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.files import Source
 from megajax.config.optional_packages import require
-from megajax.config.references import resolve
 from megajax.inference.server.config import Access, ServingConfig
 from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.world import find_world

@@ -5,9 +5,9 @@ import signal
 from functools import partial
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.files import advised
-from megajax.config.references import resolve
 from megajax.faults.beats import ELASTIC, failures_reported
 from megajax.faults.output import keep_writing
 from megajax.mesh.processes.identity import find_identity
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
     patience, identity = command.flags["init_timeout"], partial(find_identity, command.config, flags)
     train = resolve("megajax.job.job:train")
-    sampler = resolve("megajax.tasks.sample_outputs:sample")
+    sampler = resolve("megajax.tasks.end_of_run_samples:sample")
     reporter = resolve("megajax.reporting.write_report:close_run")
     try:
         code = train(

@@ -12,7 +12,7 @@ from benchmarks.kernels.measure import PARTS
 from benchmarks.outcome import label, rounded
 from benchmarks.roofline import Roof, roof_of
 from megajax.config import load
-from megajax.config.references import resolve
+from megajax.config.class_references import resolve
 from megajax.kernels.attention.capability import Device
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate

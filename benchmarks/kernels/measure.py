@@ -12,8 +12,8 @@ from jax import Array
 from benchmarks.outcome import label
 from benchmarks.roofline import Roof, roof_of
 from benchmarks.stopwatch import readings_in
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.references import resolve
 from megajax.mesh.xla_options import FP8, GPU, compiler_options
 
 TOLERANCE, TOLERANCE_FP8 = 2e-2, 1e-1

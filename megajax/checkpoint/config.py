@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.config.file_paths import format_prefix
-from megajax.config.references import Builds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint import folder, integrity
-from megajax.checkpoint.folder import ARRAYS, META
+from megajax.checkpoint import integrity, step_folders
 from megajax.checkpoint.integrity import MANIFEST, Damaged
+from megajax.checkpoint.step_folders import ARRAYS, META
 from megajax.checkpoint.zarr_reader import StoredArray, StoredArrays
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
@@ -83,7 +83,7 @@ def choose(path: Path, steps: list[Step], number: int | None) -> Step:
             raise UserError(f"none of the checkpoints in {path} is intact:\n{listed}")
         return intact[-1]
     hint = f"Intact steps: {', '.join(str(step.step) for step in intact) or 'none'}."
-    committed = next((step for step in steps if step.name == folder.step_name(number)), None)
+    committed = next((step for step in steps if step.name == step_folders.step_name(number)), None)
     if committed is None:
         raise UserError(f"there is no checkpoint of step {number} in {path}.\n{hint}")
     if committed.state != WHOLE:
@@ -97,7 +97,7 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
 
     Raises UserError if its metadata is damaged.
     """
-    home = path / folder.step_name(step)
+    home = path / step_folders.step_name(step)
     try:
         entries = integrity.read_manifest(home)
         meta = integrity.read_meta(home)

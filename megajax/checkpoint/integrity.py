@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.folder import META
+from megajax.checkpoint.step_folders import META
 from megajax.config.read_limits import DOCUMENT, read_json
 from megajax.storage import disk
 from megajax.storage.safe_paths import is_below

@@ -22,11 +22,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint import arrays, integrity, step_folders
 from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, PendingSave, Save
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
+from megajax.checkpoint.step_folders import ARRAYS, META
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.mesh.processes.peers import PartFailed, Peers
@@ -66,7 +66,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         weakref.finalize(self, report_failure, self._pending)
         # Not by atexit, whose functions run after the threads that Orbax needs to finish a save have ended.
         threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # not in threading's public API
-        self._lock: folder.WriterLock | None = None
+        self._lock: step_folders.WriterLock | None = None
         self._marker = self.folder / f"lock.{self._peers.token}"
         self._source: tuple[CheckpointReader, int | None] | None = None
         """The reader of checkpoint.load, and the step that it names."""
@@ -80,8 +80,8 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
     def _open(self) -> None:
         if not self._peers.first:
             return
-        self._lock = folder.WriterLock(self.folder)
-        for name in folder.remove_unfinished(self.folder):
+        self._lock = step_folders.WriterLock(self.folder)
+        for name in step_folders.remove_unfinished(self.folder):
             say(f"removed {self.folder / name}, left unfinished by an earlier attempt")
         if self._peers.count > 1:
             disk.write_durably(self._marker, "")
@@ -103,7 +103,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         if self._peers.first:
             self._marker.unlink(missing_ok=True)
         else:
-            folder.probe(self.folder, self._peers.index)
+            step_folders.probe(self.folder, self._peers.index)
 
     def start(self) -> tuple[CheckpointReader, int] | None:
         """The start of this run: the checkpoints to read (this manager, or the reader of `load`) and the step.
@@ -112,9 +112,9 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         resumes from a step of this manager calls `go_back` before it saves. Raises UserError if the requested
         checkpoint is missing or damaged.
         """
-        has_checkpoints = self._peers.broadcast(bool(self.steps() or folder.damaged_in(self.folder)))
+        has_checkpoints = self._peers.broadcast(bool(self.steps() or step_folders.damaged_in(self.folder)))
         if (load := self.cfg.state_source()) is not None and not has_checkpoints:
-            self._peers.check(lambda: folder.locate(load))
+            self._peers.check(lambda: step_folders.locate(load))
             self._source = self._source or open_checkpoints(load)  # one reader, which knows the steps that it refused
             reader, step = self._source
             step = self.cfg.step if step is None else step
@@ -136,7 +136,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         later_steps = self._peers.broadcast([number for number in self.steps() if number > step])
         if self._peers.first:
             for number in later_steps:
-                path = folder.set_aside(self.folder, number, "abandoned")
+                path = step_folders.set_aside(self.folder, number, "abandoned")
                 self._event("checkpoint_abandoned", step=number, back_to=step, kept_as=str(path))
                 say(f"going back to step {step}: renamed a later checkpoint to {path}")
         self._peers.agree()
@@ -227,7 +227,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
             entries |= json.loads(part.read_text(encoding="utf-8"))
             part.unlink()
         size = integrity.complete_step(save.path, entries)
-        save.path.rename(self.folder / folder.step_name(save.step))
+        save.path.rename(self.folder / step_folders.step_name(save.step))
         disk.flush_to_disk(self.folder)
         # Before the other processes continue, so that all see the same steps after the save.
         self._delete_old(save.step)
@@ -240,7 +240,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         for step in self.steps()[: -self.cfg.keep_last]:
             if step != committed and not (self.cfg.keep_every and step % self.cfg.keep_every == 0):
                 try:
-                    folder.delete_step(self.folder, step)
+                    step_folders.delete_step(self.folder, step)
                 except OSError as error:
                     say(f"old checkpoint step {step} in {self.folder} was not deleted: {error.strerror}")
 
@@ -274,7 +274,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
     def _set_aside(self, step: int) -> Path | None:
         target = None
         if self._peers.first:
-            target = folder.set_aside(self.folder, step, "damaged")
+            target = step_folders.set_aside(self.folder, step, "damaged")
             say(f"it was renamed to {target}")
         self._peers.agree()
         return target

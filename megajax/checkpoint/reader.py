@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint import arrays, integrity, step_folders
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
@@ -48,7 +48,7 @@ class CheckpointReader:
 
     def steps(self) -> list[int]:
         """Numbers of the committed steps, ascending, without those that failed verification."""
-        return [step for step in folder.steps_in(self.folder) if step not in self._refused]
+        return [step for step in step_folders.steps_in(self.folder) if step not in self._refused]
 
     def newest(self) -> int | None:
         """The committed step with the highest number, unverified; see `newest_intact`."""
@@ -61,8 +61,8 @@ class CheckpointReader:
         blocks: verify them now.
         None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
         """
-        steps, damaged = self._peers.broadcast((self.steps(), folder.damaged_in(self.folder)))
-        refused = [folder.step_name(step) for step in sorted(self._refused)]
+        steps, damaged = self._peers.broadcast((self.steps(), step_folders.damaged_in(self.folder)))
+        refused = [step_folders.step_name(step) for step in sorted(self._refused)]
         newest = max([*steps, *self._refused], default=None)
         for step in reversed(steps):
             reason = self._fault(step, blocks=blocks)
@@ -73,7 +73,7 @@ class CheckpointReader:
                 return step
             self._refuse(step, reason)
         if steps or damaged or refused:
-            names = sorted({*map(folder.step_name, steps), *(damaged or refused)})
+            names = sorted({*map(step_folders.step_name, steps), *(damaged or refused)})
             raise UserError(
                 f"none of the checkpoints in {self.folder} is intact ({', '.join(names)}).\n"
                 "Restore one from a copy, start from another run's checkpoint with checkpoint.load, "
@@ -123,7 +123,7 @@ class CheckpointReader:
         try:
             opened = self._opened
             if opened is None or opened[0] != step:
-                opened = self._opened = step, StoredArrays(self.folder / folder.step_name(step))
+                opened = self._opened = step, StoredArrays(self.folder / step_folders.step_name(step))
             result.append(work(opened[1]))
         except Damaged as error:
             reason = str(error)
@@ -148,14 +148,14 @@ class CheckpointReader:
         A step that some process does not see is missing for all of them.
         """
         self._peers.check(lambda: self._existing(step))
-        path, reason = self.folder / folder.step_name(step), self._fault(step)
+        path, reason = self.folder / step_folders.step_name(step), self._fault(step)
         if reason is not None:
             raise self._damaged(step, reason)
         return path
 
     def _existing(self, step: int) -> Path:
         """Path of a step that this process sees. Raises UserError."""
-        path = self.folder / folder.step_name(step)
+        path = self.folder / step_folders.step_name(step)
         if not path.is_dir():
             committed = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"there is no checkpoint of step {step} in {self.folder}.\nCommitted steps: {committed}.")
@@ -168,7 +168,7 @@ class CheckpointReader:
         """
         if step in self._verified:
             return None
-        path, reason = self.folder / folder.step_name(step), None
+        path, reason = self.folder / step_folders.step_name(step), None
         try:
             integrity.read_meta(path)
             entries = integrity.read_manifest(path)
@@ -197,5 +197,5 @@ def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:
 
     Raises UserError if the path does not exist.
     """
-    checkpoints, step = folder.locate(path)
+    checkpoints, step = step_folders.locate(path)
     return CheckpointReader(checkpoints), step

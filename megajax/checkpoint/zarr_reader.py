@@ -19,8 +19,8 @@ import tensorstore as ts
 from megajax.checkpoint import integrity
 from megajax.checkpoint.block_reader import BlockReader, ByteRange
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
-from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.step_folders import ARRAYS
 from megajax.config.read_limits import parse_json
 
 WEIGHTS, OBSERVED = "params.", "observed."

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import megajax.config.schema as schema
 from megajax.command_line.foreign_names import TABLE, Answer, Row, matches, pretrained
+from megajax.config import field_types
 from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING, Problem
@@ -53,7 +53,7 @@ def corrected(
     problems, lower = list(problems), file.settings if isinstance(file.settings, Mapping) else {}
     scalars = {plain_name(name): value if isinstance(value, str | int | float) else "" for name, value in lower.items()}
     arguments = {**scalars, **settings}
-    known = [*flags, *schema.names(root_type(root))] if problems else []
+    known = [*flags, *field_types.names(root_type(root))] if problems else []
     names = [_foreign_name(problem, arguments, known) for problem in problems]
     foreign = {_argument(problem): name for problem, name in zip(problems, names, strict=True) if name}
     config = None

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-import megajax.config.schema as schema
+from megajax.config import field_types
 from megajax.config.dump import plain, scalar_text
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.hints import did_you_mean
@@ -41,7 +41,7 @@ def settings_help(cls: type, config: Any = None, only: str = "") -> str:
         matches = [entry for entry in entries if f"{entry.name}.".startswith(f"{topic}.")]
         matches = matches or [entry for entry in entries if topic in entry.name]
         if not matches:
-            hint = did_you_mean(topic, [*schema.hints(cls), *(entry.name for entry in entries)])
+            hint = did_you_mean(topic, [*field_types.hints(cls), *(entry.name for entry in entries)])
             raise ConfigError([Problem(f"--help={only}", "no such setting", hint)])
         entries = matches
     parts: dict[str, list[str]] = {}
@@ -95,30 +95,33 @@ class _Walk:
         if cls in self.above:
             return
         self.above.append(cls)
-        texts, annotations = self.texts(cls), schema.hints(cls)
-        for field in schema.fields(cls):
+        texts, annotations = self.texts(cls), field_types.hints(cls)
+        for field in field_types.fields(cls):
             if field.init:
-                current = schema.default(field) if value is None else getattr(value, field.name)
+                current = field_types.default(field) if value is None else getattr(value, field.name)
                 top = Entry(
-                    join(prefix, field.name), schema.kind_text(annotations[field.name]), "", texts.get(field.name, "")
+                    join(prefix, field.name),
+                    field_types.kind_text(annotations[field.name]),
+                    "",
+                    texts.get(field.name, ""),
                 )
                 yield from self._field(dataclasses.replace(top, member=member), annotations[field.name], current)
         self.above.pop()
 
     def _field(self, top: Entry, annotation: Any, current: Any) -> Iterator[Entry]:
-        members = schema.configs(annotation)
-        if schema.is_config(current) and type(current) not in members:
+        members = field_types.configs(annotation)
+        if field_types.is_config(current) and type(current) not in members:
             members = (type(current), *members)
         items = current if isinstance(current, tuple | list) else ()
         if not members:
-            nodes = [(index, item) for index, item in enumerate(items) if schema.is_config(item)]
+            nodes = [(index, item) for index, item in enumerate(items) if field_types.is_config(item)]
             yield dataclasses.replace(top, value=_value_text(current, annotation, top.name))
             for index, item in nodes:
                 yield from self.config(type(item), item, f"{top.name}.{index}", top.member)
             return
-        choice = len(schema.kinds(annotation)) > 1
+        choice = len(field_types.kinds(annotation)) > 1
         if choice:
-            name = f"{top.name}.type" if len(members) > 1 or schema.protocols(annotation) else top.name
+            name = f"{top.name}.type" if len(members) > 1 or field_types.protocols(annotation) else top.name
             yield dataclasses.replace(top, name=name, value=_value_text(current, annotation, top.name))
         for cls in sorted(members, key=lambda cls: cls is not type(current)):
             present = cls is type(current)
@@ -145,9 +148,9 @@ def _value_text(value: Any, annotation: Any, name: str) -> str:
     """A short text of a value: configs by class name."""
     if value is MISSING:
         return ""
-    if schema.is_config(value):
+    if field_types.is_config(value):
         return type(value).__name__
-    if isinstance(value, tuple | list) and any(schema.is_config(item) for item in value):
+    if isinstance(value, tuple | list) and any(field_types.is_config(item) for item in value):
         return ", ".join(type(item).__name__ for item in value)
     text = scalar_text(plain(value, annotation, name))
     return "none" if text == "null" else text

@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import megajax.config.schema as schema
-from megajax.command_line.arguments import read_arguments
 from megajax.command_line.corrections import corrected, corrections
 from megajax.command_line.devices import all_devices, count_processes, device_problems, use_devices, use_processes
 from megajax.command_line.help import WIDTH, common_help, entry_text, settings_help
+from megajax.command_line.read_arguments import read_arguments
+from megajax.config import field_types
 from megajax.config.call_with_timeout import OUTPUT_SECONDS, with_time_limit
 from megajax.config.compose import read_value
 from megajax.config.dump import default_leaves, flatten, to_yaml
@@ -98,7 +98,7 @@ def parse(
     advice to an error, from the config and the devices of each process. Raises ConfigError with all problems of the
     file and the command line together.
     """
-    lists = [plain_name(flag.name) for flag in flags if schema.lists(flag.kind)]
+    lists = [plain_name(flag.name) for flag in flags if field_types.lists(flag.kind)]
     settings, problems, repeated = read_arguments(argv, lists)
     print("".join(repeated if process_index() == 0 else ()), end="", file=sys.stderr)
     own_flags = {plain_name(flag.name): flag for flag in flags}
@@ -274,7 +274,7 @@ def _flag_values(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[
             answers[name], value_problems = read_value(values[name], flag.kind, flag.name)
             problems += [replace(problem, setting=f"--{problem.setting}") for problem in value_problems]
         elif flag.required:
-            problems.append(Problem(f"--{flag.name}", "must be given", schema.kind_text(flag.kind)))
+            problems.append(Problem(f"--{flag.name}", "must be given", field_types.kind_text(flag.kind)))
     return answers, problems
 
 
@@ -363,14 +363,14 @@ def _help(
         flags += [("print-config", "", "print the whole config with the source of each setting, and exit")]
     for flag in own_flags:
         suffix = " (must be given)" if flag.required else "" if flag.default in (None, False) else f" = {flag.default}"
-        flags.append((flag.name.replace("_", "-"), schema.kind_text(flag.kind) + suffix, flag.help))
+        flags.append((flag.name.replace("_", "-"), field_types.kind_text(flag.kind) + suffix, flag.help))
     lines = [*head, *(entry_text(*flag) for flag in flags)]
     if cls and (topic == ALL or not common):
         lines += ["\nsettings\n", settings_help(cls, config)]
     elif cls:
         source_text = f"of {source}" if source else "defaults; with --config=FILE, those of the file"
         lines += [f"\nsettings used most (values: {source_text})\n", common_help(cls, config, common)]
-        parts = ", ".join(name for name, kind in schema.hints(cls).items() if schema.holds_configs(kind))
+        parts = ", ".join(name for name, kind in field_types.hints(cls).items() if field_types.holds_configs(kind))
         lines += ["", textwrap.fill(f"--help=all shows every setting, --help=PART one part: {parts}.", WIDTH)]
     return lines
 

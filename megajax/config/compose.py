@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, NoReturn, get_args, get_origin
 
-import megajax.config.schema as schema
+from megajax.config import field_types
+from megajax.config.class_references import error_text, own_class, reference, resolve
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
 from megajax.config.file_paths import holds_path, url_problem
 from megajax.config.hints import did_you_mean, either
@@ -25,7 +26,6 @@ from megajax.config.overrides import (
     short_type,
 )
 from megajax.config.parse_scalar import Mismatch, Text, precedence, scalar
-from megajax.config.references import error_text, own_class, reference, resolve
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
@@ -107,7 +107,7 @@ def _failure(error: Exception, where: str) -> Problem:
 
 def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> list[Problem]:
     """Problems of the known settings. Defaults replace unknown ones; problems that mention these are dropped."""
-    fields = {field.name: schema.default(field) for field in dataclasses.fields(node) if field.init}
+    fields = {field.name: field_types.default(field) for field in dataclasses.fields(node) if field.init}
     unknown = [name for name in fields if isinstance(getattr(node, name), Placeholder)]
     if not unknown or any(fields[name] is MISSING for name in unknown):
         return []
@@ -120,21 +120,21 @@ def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> lis
 
 
 def _example(where: str, annotation: Any) -> str:
-    return schema.example(where.rpartition(".")[2], annotation)
+    return field_types.example(where.rpartition(".")[2], annotation)
 
 
 def _python_hint(where: str, annotation: Any, raw: Any) -> str:
     """A hint for values that only a Python config can hold."""
-    members = schema.configs(annotation)
-    nodes = schema.holds_configs(annotation)
+    members = field_types.configs(annotation)
+    nodes = field_types.holds_configs(annotation)
     if isinstance(raw, type) and dataclasses.is_dataclass(raw):
-        return f"this is the class: write {schema.call(raw)}"
+        return f"this is the class: write {field_types.call(raw)}"
     if nodes and callable(raw) and hasattr(raw, "__name__"):
-        return f"this is the function: write {schema.python_name(raw)}(...)"
+        return f"this is the function: write {field_types.python_name(raw)}(...)"
     if members and isinstance(raw, tuple | list) and any(isinstance(item, members) for item in raw):
         return "the comma after the closing bracket makes it a tuple: remove the comma"
-    listed = any(schema.holds_configs(schema.entry(kind, 0)) for kind in schema.lists(annotation))
-    if raw is Ellipsis or (raw is None and (nodes or listed)) or (listed and schema.is_config(raw)):
+    listed = any(field_types.holds_configs(field_types.entry(kind, 0)) for kind in field_types.lists(annotation))
+    if raw is Ellipsis or (raw is None and (nodes or listed)) or (listed and field_types.is_config(raw)):
         return _example(where, annotation)
     return ""
 
@@ -175,8 +175,8 @@ class _Builder:
         return Mark.INVALID
 
     def expected(self, where: str, annotation: Any, raw: Any, hint: str = "") -> Mark:
-        actual = schema.described(str(raw) if isinstance(raw, Text) else raw)
-        message = f"expected {schema.kind_text(annotation)}, got {actual}"
+        actual = field_types.described(str(raw) if isinstance(raw, Text) else raw)
+        message = f"expected {field_types.kind_text(annotation)}, got {actual}"
         return self.fault(where, message, hint or _python_hint(where, annotation, raw))
 
     def value(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
@@ -184,22 +184,22 @@ class _Builder:
         if isinstance(raw, Over):
             return self._over(raw, annotation, where, current)
         if raw is Mark.BARE:
-            if bool in schema.kinds(annotation):
+            if bool in field_types.kinds(annotation):
                 return True
-            return self.fault(where, "needs a value", f"write --{where}=..., {schema.kind_text(annotation)}")
+            return self.fault(where, "needs a value", f"write --{where}=..., {field_types.kind_text(annotation)}")
         if isinstance(raw, Text) and raw[:1] in ("[", "{") and self._branches(annotation):
             try:
                 raw = _read_yaml(raw)
             except ValueError as error:
                 return self.expected(where, annotation, raw, str(error).partition(";")[0])
-        if isinstance(raw, Mapping) or schema.is_config(raw):
+        if isinstance(raw, Mapping) or field_types.is_config(raw):
             return self._branch(raw, annotation, where, current)
-        if isinstance(raw, list | tuple) and schema.lists(annotation):
+        if isinstance(raw, list | tuple) and field_types.lists(annotation):
             return self._list(raw, annotation, where, current)
         return self._scalar(raw, annotation, where, current)
 
     def _over(self, raw: Over, annotation: Any, where: str, current: Any) -> Any:
-        if schema.holds_configs(annotation) and (settings := raw.merged()) is not None:
+        if field_types.holds_configs(annotation) and (settings := raw.merged()) is not None:
             return self.value(settings, annotation, where, current)
         if not isinstance(raw.upper, Patch):
             return self.value(raw.upper, annotation, where, current)
@@ -207,36 +207,38 @@ class _Builder:
         return lower if lower is Mark.INVALID else self.value(raw.upper, annotation, where, lower)
 
     def _branches(self, annotation: Any) -> bool:
-        return bool(schema.holds_configs(annotation) or schema.lists(annotation) or schema.mappings(annotation))
+        return bool(
+            field_types.holds_configs(annotation) or field_types.lists(annotation) or field_types.mappings(annotation)
+        )
 
     def _branch(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
-        if isinstance(raw, Mapping) and schema.lists(annotation) and isinstance(current, tuple | list):
+        if isinstance(raw, Mapping) and field_types.lists(annotation) and isinstance(current, tuple | list):
             return self._list(raw, annotation, where, current)
-        if schema.holds_configs(annotation):
+        if field_types.holds_configs(annotation):
             return self.node(raw, annotation, where, current)
-        if isinstance(raw, Mapping) and schema.mappings(annotation):
+        if isinstance(raw, Mapping) and field_types.mappings(annotation):
             return self._mapping(raw, annotation, where, current)
-        if Any in schema.kinds(annotation) and not isinstance(raw, Patch):
+        if Any in field_types.kinds(annotation) and not isinstance(raw, Patch):
             return raw
         if isinstance(raw, Patch):
             for leaf in leaves(raw, where):
-                self.fault(leaf, NO_SETTING, f"{where} is one value: {schema.kind_text(annotation)}")
+                self.fault(leaf, NO_SETTING, f"{where} is one value: {field_types.kind_text(annotation)}")
             return Mark.INVALID
         return self.expected(where, annotation, raw)
 
     def _scalar(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
-        options = schema.kinds(annotation)
+        options = field_types.kinds(annotation)
         if holds_path(annotation) and (problem := url_problem(raw)) is not None:
             return self.fault(where, *problem)
         if type(raw) in options and raw == raw:
             return raw
-        is_text = type(raw) is str and any(kind in options for kind in schema.TEXT_KINDS)
+        is_text = type(raw) is str and any(kind in options for kind in field_types.TEXT_KINDS)
         hint = ""
         for kind in sorted(options, key=precedence):
             # In a file null is None, and the text none is text if text is allowed.
             if kind is type(None) and is_text:
                 continue
-            if kind in schema.TEXT_KINDS and (unfolded := self._unfolded(raw, annotation, ",=")) is not None:
+            if kind in field_types.TEXT_KINDS and (unfolded := self._unfolded(raw, annotation, ",=")) is not None:
                 return self.value(unfolded, annotation, where, current)
             try:
                 return scalar(raw, kind)
@@ -249,7 +251,7 @@ class _Builder:
                 return self.expected(where, annotation, raw, str(error).partition(";")[0])
         if (unfolded := self._unfolded(raw, annotation)) is not None:
             return self._one_or_list(raw, unfolded, annotation, where, hint)
-        if isinstance(raw, str) and schema.holds_configs(annotation):
+        if isinstance(raw, str) and field_types.holds_configs(annotation):
             return self.node({"type": raw}, annotation, where, current)
         return self.expected(where, annotation, raw, hint)
 
@@ -257,7 +259,7 @@ class _Builder:
         """The unfolded value. If a word is neither a choice of the field nor a valid entry, the error names both."""
         before = len(self.problems)
         value = self.value(unfolded, annotation, where, None)
-        if value is not Mark.INVALID or len(unfolded) > 1 or not schema.choosable(annotation):
+        if value is not Mark.INVALID or len(unfolded) > 1 or not field_types.choosable(annotation):
             return value
         fault = self.problems[before]
         del self.problems[before:]
@@ -268,17 +270,17 @@ class _Builder:
         if not isinstance(raw, str) or (only_with and not any(mark in raw for mark in only_with)):
             return None
         parts = [type(raw)(part.strip()) for part in raw.split(",")] if raw.strip() else []
-        for kind in schema.mappings(annotation):
-            numbers = str not in schema.kinds((*get_args(kind), str, str)[1])
+        for kind in field_types.mappings(annotation):
+            numbers = str not in field_types.kinds((*get_args(kind), str, str)[1])
             # Paths and texts may contain "=": split a pair at the side that can't.
             pairs = [part.rpartition("=") if numbers else part.partition("=") for part in parts]
             if all(equals for _, equals, _ in pairs):
                 return {str(name).strip(): type(raw)(value.strip()) for name, _, value in pairs}
-        return parts if schema.lists(annotation) and (not only_with or "," in raw) else None
+        return parts if field_types.lists(annotation) and (not only_with or "," in raw) else None
 
     def _list(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
-        kind = schema.lists(annotation)[0]
-        _, count = schema.entries(kind)
+        kind = field_types.lists(annotation)[0]
+        _, count = field_types.entries(kind)
         # Numbered entries change the current list; a list replaces it and starts from the defaults.
         items = list(current if isinstance(raw, Mapping) else raw)
         before = list(current) if isinstance(raw, Mapping) else [None] * len(items)
@@ -289,9 +291,9 @@ class _Builder:
                 hint = f"its entries are 0 to {len(items) - 1}" if items else "it is empty"
                 self.fault(join(where, str(key)), "no such entry", hint)
         if count is not None and count != len(items):
-            return self.fault(where, f"expected {schema.kind_text(kind)}, got {len(items)}")
+            return self.fault(where, f"expected {field_types.kind_text(kind)}, got {len(items)}")
         values = [
-            self.value(item, schema.entry(kind, index), f"{where}.{index}", before[index])
+            self.value(item, field_types.entry(kind, index), f"{where}.{index}", before[index])
             for index, item in enumerate(items)
         ]
         if any(item is Mark.INVALID for item in values):
@@ -299,7 +301,7 @@ class _Builder:
         return values if (get_origin(kind) or kind) is list else tuple(values)
 
     def _mapping(self, raw: Mapping, annotation: Any, where: str, current: Any) -> Any:
-        key_kind, value_kind = (*get_args(schema.mappings(annotation)[0]), Any, Any)[:2]
+        key_kind, value_kind = (*get_args(field_types.mappings(annotation)[0]), Any, Any)[:2]
         current = current if isinstance(current, Mapping) and isinstance(raw, Patch) else {}
         items = dict(raw)
         if isinstance(raw, Patch):
@@ -321,36 +323,36 @@ class _Builder:
 
     def node(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
         """A config: `raw` is a config or settings to change, with `type` to choose its class."""
-        members = schema.configs(annotation)
-        if schema.is_config(raw):
-            if not (message := schema.misfit(type(raw), annotation)):
+        members = field_types.configs(annotation)
+        if field_types.is_config(raw):
+            if not (message := field_types.misfit(type(raw), annotation)):
                 return self._fill(type(raw), {}, where, raw, annotation)
-            if not schema.protocols(annotation):
-                message = f"expected {schema.choices(annotation)}, got {schema.described(raw)}"
+            if not field_types.protocols(annotation):
+                message = f"expected {field_types.choices(annotation)}, got {field_types.described(raw)}"
             is_megajax = type(raw).__module__.startswith("megajax.")
             return self.fault(where, message, _example(where, annotation) if is_megajax or " got " in message else "")
-        if "type" in raw and not any("type" in schema.hints(cls) for cls in members):
+        if "type" in raw and not any("type" in field_types.hints(cls) for cls in members):
             cls = self._class_named(raw["type"], annotation, where, current)
             raw = {key: value for key, value in raw.items() if key != "type"}
-        elif schema.is_config(current) and not schema.misfit(type(current), annotation):
+        elif field_types.is_config(current) and not field_types.misfit(type(current), annotation):
             cls = type(current)
         elif len(members) == 1:
             cls = members[0]
         else:
-            cls = self.fault(where, "has no type", f"add --{where}.type={schema.choices(annotation)}")
+            cls = self.fault(where, "has no type", f"add --{where}.type={field_types.choices(annotation)}")
         if isinstance(cls, Mark):
             return cls
         return self._fill(cls, raw, where, current if type(current) is cls else None, annotation)
 
     def _class_named(self, name: Any, annotation: Any, where: str, current: Any) -> type | Mark:
         if not isinstance(name, str):
-            return self.fault(join(where, "type"), "needs a value", f"one of {schema.choices(annotation)}")
-        members = schema.configs(annotation)
+            return self.fault(join(where, "type"), "needs a value", f"one of {field_types.choices(annotation)}")
+        members = field_types.configs(annotation)
         for normalize in (str, short_type):
             matches = [cls for cls in members if normalize(name) == normalize(cls.__name__)]
             if len(matches) == 1:
                 return matches[0]
-        if schema.is_config(current) and name == reference(type(current)):
+        if field_types.is_config(current) and name == reference(type(current)):
             return type(current)
         if ":" in name:
             if not self.trusted and own_class(name) is None:
@@ -360,27 +362,27 @@ class _Builder:
             except Exception as error:  # of a file of the user's
                 message = f"cannot find {name}: {error_text(error)}"
                 return self.fault(join(where, "type"), message, "write module:Class or file.py:Class")
-            wrong = schema.misfit(cls, annotation)
+            wrong = field_types.misfit(cls, annotation)
             return self.fault(join(where, "type"), wrong) if wrong else cls
         class_names = [cls.__name__ for cls in members]
         completions = [cls for cls in class_names if cls.lower().startswith(name.lower())]
         hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)
-        return self.fault(join(where, "type"), f"expected {schema.choices(annotation)}, got {str(name)!r}", hint)
+        return self.fault(join(where, "type"), f"expected {field_types.choices(annotation)}, got {str(name)!r}", hint)
 
     def _fill(self, cls: type, raw: Mapping, where: str, base: Any, annotation: Any) -> Any:
-        annotations = schema.hints(cls)
+        annotations = field_types.hints(cls)
         settings = {plain_name(key): value for key, value in raw.items()}
         for key in [key for key in settings if key not in annotations]:
             self._unknown(key, settings.pop(key), where, cls, annotation)
         values = {}
-        for field in schema.fields(cls):
+        for field in field_types.fields(cls):
             if not field.init:
                 continue
             path = join(where, field.name)
-            current = getattr(base, field.name) if base is not None else schema.default(field)
+            current = getattr(base, field.name) if base is not None else field_types.default(field)
             if current is MISSING:
                 if field.name not in settings:
-                    kind = schema.kind_text(annotations[field.name])
+                    kind = field_types.kind_text(annotations[field.name])
                     self.fault(path, "has no default and is not given", f"give it: {kind}")
                     values[field.name] = Placeholder()
                     continue
@@ -406,10 +408,10 @@ class _Builder:
         return self.fault(where, f"{name} is no class of MegaJAX, and reading a run imports no other code", hint)
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
-        owners = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
+        owners = [c.__name__ for c in field_types.configs(annotation) if c is not cls and key in field_types.hints(c)]
         # Without the settings of other classes for the same field.
-        elsewhere = (name for name in schema.names(self.root) if not name.startswith(f"{where}."))
-        candidates = [*(join(where, name) for name in schema.names(cls)), *elsewhere]
+        elsewhere = (name for name in field_types.names(self.root) if not name.startswith(f"{where}."))
+        candidates = [*(join(where, name) for name in field_types.names(cls)), *elsewhere]
         path = join(where, key)
         for leaf in leaves(value, path) if isinstance(value, Patch) else [path]:
             hint = did_you_mean(leaf, candidates)

@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, get_args
 
-import megajax.config.schema as schema
+from megajax.config import field_types
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.overrides import join
 
@@ -18,15 +18,15 @@ def plain(value: Any, annotation: Any = None, where: str = "") -> Any:
     `annotation` is that of the field (default: the value's class). Raises ConfigError for a value without a text form,
     such as a function.
     """
-    if schema.is_config(value):
-        tag = schema.tag(type(value), annotation) if annotation is not None else ""
-        hints = schema.hints(type(value))
+    if field_types.is_config(value):
+        tag = field_types.tag(type(value), annotation) if annotation is not None else ""
+        hints = field_types.hints(type(value))
         fields = {name: plain(getattr(value, name), hint, join(where, name)) for name, hint in hints.items()}
         return ({"type": tag} if tag else {}) | fields
     if isinstance(value, tuple | list):
-        return [plain(x, schema.entry(annotation, i), join(where, str(i))) for i, x in enumerate(value)]
+        return [plain(x, field_types.entry(annotation, i), join(where, str(i))) for i, x in enumerate(value)]
     if isinstance(value, Mapping):
-        kinds = [get_args(kind)[1] for kind in schema.mappings(annotation) if get_args(kind)]
+        kinds = [get_args(kind)[1] for kind in field_types.mappings(annotation) if get_args(kind)]
         inner = kinds[0] if kinds else Any
         return {plain(key): plain(x, inner, join(where, str(key))) for key, x in value.items()}
     if isinstance(value, Path):
@@ -69,16 +69,16 @@ def _defaults(value: Any, default: Any, where: str) -> Iterator[tuple[str, Any]]
             continue
         path, current = join(where, field.name), getattr(value, field.name)
         # If the class of a node differs from the default's, compare with the defaults of its class.
-        default_value = getattr(default, field.name) if type(default) is type(value) else schema.default(field)
-        hint = schema.hints(type(value))[field.name]
+        default_value = getattr(default, field.name) if type(default) is type(value) else field_types.default(field)
+        hint = field_types.hints(type(value))[field.name]
         nodes = [(path, hint, current, default_value)]
-        if isinstance(current, tuple | list) and any(schema.is_config(item) for item in current):
+        if isinstance(current, tuple | list) and any(field_types.is_config(item) for item in current):
             same_length = isinstance(default_value, tuple | list) and len(default_value) == len(current)
             pairs = enumerate(zip(current, default_value if same_length else [MISSING] * len(current), strict=True))
-            nodes = [(join(path, str(i)), schema.entry(hint, i), *pair) for i, pair in pairs]
-        if all(schema.is_config(node) for _, _, node, _ in nodes):
+            nodes = [(join(path, str(i)), field_types.entry(hint, i), *pair) for i, pair in pairs]
+        if all(field_types.is_config(node) for _, _, node, _ in nodes):
             for place, annotation, node, default_node in nodes:
-                tag = schema.tag(type(default_node), annotation) if schema.is_config(default_node) else ""
+                tag = field_types.tag(type(default_node), annotation) if field_types.is_config(default_node) else ""
                 yield from [(f"{place}.type", tag)] if tag else []
                 yield from _defaults(node, default_node, place)
         elif default_value is not MISSING:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megajax.config.class_references import resolve
 from megajax.config.compose import TRUST, assemble
 from megajax.config.errors import ConfigError, Problem, TooFewDevices, UserError
 from megajax.config.hints import download_hint, either, nearest_names
 from megajax.config.overrides import Over, patch_of, setting
 from megajax.config.python_file import display_path, run
-from megajax.config.references import resolve
 
 ROOT = "megajax.training.run_config:RunConfig"
 PACKAGE = Path(__file__).resolve().parents[1]

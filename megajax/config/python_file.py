@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any, get_args
 
 import megajax
-import megajax.config.schema as schema
+from megajax.config import field_types
+from megajax.config.class_references import USER_FILE, run_file, siblings_importable
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import did_you_mean, either
-from megajax.config.references import USER_FILE, run_file, siblings_importable
 
 MOST_OF_AN_ERROR = 300
 """Maximum characters of a user's error in messages."""
@@ -36,8 +36,8 @@ def run(path: Path, function: str, root: type) -> Any:
         raise ConfigError([Problem(display_path(path), f"cannot be read: {error.strerror}")]) from error
     with siblings_importable(path.parent), _errors_as_problems(path, root):
         config = _function(path, function, run_file(path), root)()
-    if not schema.is_config(config) or not isinstance(config, root):
-        message = f"{function}() must return a {root.__name__}, got {schema.described(config)}"
+    if not field_types.is_config(config) or not isinstance(config, root):
+        message = f"{function}() must return a {root.__name__}, got {field_types.described(config)}"
         raise ConfigError([Problem(display_path(path), message, _return_hint(config, root))])
     return config
 
@@ -53,19 +53,21 @@ def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
             if getattr(member, "__module__", "") == module.__name__
         ]
         listing = f" (it has {', '.join(functions)})" if functions else ""
-        hint = did_you_mean(function, functions) or f"write def {function}(): return {schema.python_name(root)}(...)"
+        hint = (
+            did_you_mean(function, functions) or f"write def {function}(): return {field_types.python_name(root)}(...)"
+        )
         message = f"has no function {function}{listing}"
         if value is not None:
-            message = f"{function} is {schema.described(value)}, not a function"
+            message = f"{function} is {field_types.described(value)}, not a function"
         raise ConfigError([Problem(display_path(path), message, hint)])
     return value
 
 
 def _return_hint(config: Any, root: type) -> str:
     if config is None:
-        return f"end it with return {schema.python_name(root)}(...)"
+        return f"end it with return {field_types.python_name(root)}(...)"
     if config is root:
-        return f"write {schema.python_name(root)}(...)"
+        return f"write {field_types.python_name(root)}(...)"
     if isinstance(config, tuple) and any(isinstance(item, root) for item in config):
         return "the comma after the closing bracket makes it a tuple: remove the comma"
     return ""
@@ -110,8 +112,8 @@ def _hint(error: BaseException, module: ModuleType | None) -> str:
     defined = vars(module) if module else {}
     if isinstance(error, FrozenInstanceError):
         return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
-    if isinstance(error, AttributeError) and schema.is_config(error.obj):
-        return did_you_mean(error.name or "", schema.hints(type(error.obj)))
+    if isinstance(error, AttributeError) and field_types.is_config(error.obj):
+        return did_you_mean(error.name or "", field_types.hints(type(error.obj)))
     if isinstance(error, AttributeError) and error.obj is megajax:
         return did_you_mean(error.name or "", dir(megajax))
     if isinstance(error, NameError | ImportError):
@@ -137,12 +139,12 @@ def _collect(cls: type, classes: dict[type, None]) -> None:
     if cls in classes:
         return
     classes[cls] = None
-    for annotation in schema.hints(cls).values():
+    for annotation in field_types.hints(cls).values():
         inner = [annotation]
-        inner += [part for kind in schema.lists(annotation) for part in get_args(kind) if part is not Ellipsis]
-        inner += [args[1] for kind in schema.mappings(annotation) if (args := get_args(kind))]
+        inner += [part for kind in field_types.lists(annotation) for part in get_args(kind) if part is not Ellipsis]
+        inner += [args[1] for kind in field_types.mappings(annotation) if (args := get_args(kind))]
         for part in inner:
-            for member in schema.configs(part):
+            for member in field_types.configs(part):
                 _collect(member, classes)
 
 
@@ -158,7 +160,7 @@ def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
         cls = classes.get(ast.unparse(call.func).rpartition(".")[2])
         if cls is None:
             continue
-        line, settings = f"{place}, line {call.lineno}", schema.hints(cls)
+        line, settings = f"{place}, line {call.lineno}", field_types.hints(cls)
         arguments = [keyword.arg for keyword in call.keywords]
         for key in arguments:
             if key is not None and key not in settings:
@@ -166,19 +168,23 @@ def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
         if call.args:
             message = f"{cls.__name__} takes its settings by name, {len(call.args)} given without"
             names = ", ".join(f"{name}=..." for name in [*settings][: len(call.args)])
-            yield Problem(line, message, f"write {schema.python_name(cls)}({names})")
-        needed = [field.name for field in schema.fields(cls) if field.init and schema.default(field) is MISSING]
+            yield Problem(line, message, f"write {field_types.python_name(cls)}({names})")
+        needed = [
+            field.name for field in field_types.fields(cls) if field.init and field_types.default(field) is MISSING
+        ]
         for key in needed:
             if key not in arguments and None not in arguments:  # None: **settings
-                yield Problem(line, f"{cls.__name__} needs {key}", schema.example(key, settings[key]))
+                yield Problem(line, f"{cls.__name__} needs {key}", field_types.example(key, settings[key]))
 
 
 def _instead(key: str, cls: type, root: type) -> str:
     """The probably intended setting, of this class or elsewhere in the tree; otherwise all settings of the class."""
-    settings = list(schema.hints(cls))
+    settings = list(field_types.hints(cls))
     if similar := did_you_mean(key, settings):
         return similar
-    elsewhere = sorted((name for name in schema.names(root) if name.endswith(f".{key}")), key=lambda n: n.count("."))
+    elsewhere = sorted(
+        (name for name in field_types.names(root) if name.endswith(f".{key}")), key=lambda n: n.count(".")
+    )
     if elsewhere:
         return f"there is {either(elsewhere[:3])}"
     return "\n".join(textwrap.wrap(f"{cls.__name__} has {', '.join(settings)}", 100))

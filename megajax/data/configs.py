@@ -4,14 +4,6 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 `cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
 """
 
-from megajax.data.benchmarks.config import (
-    GlueConfig,
-    MockGlueConfig,
-    MockRaceConfig,
-    MockSquadConfig,
-    RaceConfig,
-    SquadConfig,
-)
 from megajax.data.chat.config import ChatConfig
 from megajax.data.images.config import (
     ClassFoldersConfig,
@@ -23,6 +15,14 @@ from megajax.data.images.config import (
     MockCaptionsConfig,
     MockImagesConfig,
     MockMasksConfig,
+)
+from megajax.data.language_benchmarks.config import (
+    GlueConfig,
+    MockGlueConfig,
+    MockRaceConfig,
+    MockSquadConfig,
+    RaceConfig,
+    SquadConfig,
 )
 from megajax.data.masked.config import (
     LibrarySentencesConfig,

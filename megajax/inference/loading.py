@@ -18,7 +18,7 @@ from megajax.checkpoint.weights.foreign import WeightSource, placed
 from megajax.config.errors import UserError
 from megajax.inference.programs import LoadedModel
 from megajax.layers.param import Observation, ParamSpec, specs
-from megajax.layers.quantization.layers import demand_device
+from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.replicated_heads import copy_heads

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megajax.command_line.help import field_texts
 from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.schema import hints
+from megajax.config.field_types import hints
 
 MAX_TOKENS = 256
 """Default of the flag --max-tokens."""

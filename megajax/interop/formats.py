@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megajax.config.class_references import resolve
 from megajax.config.file_paths import format_prefix
-from megajax.config.references import resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

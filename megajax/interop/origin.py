@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.folder import locate
+from megajax.checkpoint.step_folders import locate
 from megajax.command_line.parser import Flag
+from megajax.config.class_references import resolve
 from megajax.config.compose import TRUST
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read_stored
 from megajax.config.read_limits import read_json
-from megajax.config.references import resolve
 from megajax.inference.config import GenerationConfig, InferenceConfig
 from megajax.tokenizers.chat_template import is_missing
 

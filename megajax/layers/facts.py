@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import PARTS, Part, SavePolicy

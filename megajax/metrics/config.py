@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

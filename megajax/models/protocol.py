@@ -89,7 +89,7 @@ class ModelConfig(Protocol):
         return 0
 
     def sampler(self) -> str | None:
-        """Sample output of a trained model: a name in `megajax.tasks.sample_outputs.SAMPLERS`; None: no sample.
+        """Sample output of a trained model: a name in `megajax.tasks.end_of_run_samples.SAMPLERS`; None: no sample.
 
         Or "module:function" of your own: (run, folder) -> a text to print; it may write pictures to the folder.
         """

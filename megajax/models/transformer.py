@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, replace
 from typing import Any, ClassVar, Literal, Self
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Side, SupportsContext

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar, Literal, Protocol
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 
 type Dtype = Literal["float32", "bfloat16"]
 type MomentDtype = Literal["float32", "bfloat16", "float16"]

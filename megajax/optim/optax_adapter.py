@@ -21,8 +21,8 @@ from jax import Array
 from jax.extend.core import Jaxpr, Literal
 
 from megajax.batch import Params
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.references import resolve
 from megajax.layers.param import ParamSpec
 from megajax.mesh.rules import Plan
 from megajax.optim.config import OptaxConfig

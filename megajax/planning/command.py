@@ -10,16 +10,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import megajax.config.schema as schema
 from megajax.command_line.parser import Command
-from megajax.config import load
+from megajax.config import field_types, load
+from megajax.config.class_references import resolve
 from megajax.config.compose import assemble, override, read_value
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
 from megajax.config.hints import did_you_mean
 from megajax.config.overrides import Mark, patch_of, plain_name, setting
-from megajax.config.references import resolve
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
@@ -89,7 +88,7 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     if not any(plain_name(word) in ("__search", "__search=true") for word in argv):
         return list(argv), {}
-    types = {**schema.hints(Choice), "data": int | None}
+    types = {**field_types.hints(Choice), "data": int | None}
     rest, fixed, problems, words = [], {}, [], list(argv)
     while words:
         word = words.pop(0)

@@ -20,11 +20,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megajax.config.class_references import resolve
 from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import did_you_mean
 from megajax.config.markup import parse
-from megajax.config.references import resolve
 from megajax.layers.checks import above_zero
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.config.references import Builds, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.folder import step_name, steps_in
+from megajax.checkpoint.step_folders import step_name, steps_in
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
 from megajax.config.read_limits import DOCUMENT, read_json

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.benchmarks import glue, race
-from megajax.data.benchmarks.config import GLUE, VALIDATION, BenchmarkConfig, GlueConfig, RaceConfig
+from megajax.data.language_benchmarks import glue, race
+from megajax.data.language_benchmarks.config import GLUE, VALIDATION, BenchmarkConfig, GlueConfig, RaceConfig
 from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.tasks.config import BenchmarkTaskConfig, GlueTaskConfig, RaceTaskConfig
 from megajax.tasks.statistics import f1, matthews, mean, pearson, spearman

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megajax.batch import Params
-from megajax.checkpoint.folder import locate, step_name, steps_in
 from megajax.checkpoint.integrity import MANIFEST
+from megajax.checkpoint.step_folders import locate, step_name, steps_in
 from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.config.references import Builds, resolve
 from megajax.training.run_config import RunConfig
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import require
-from megajax.config.references import resolve
 from megajax.tasks.config import HarnessConfig
 from megajax.tasks.loglikelihood import truncated_contexts
 from megajax.training.scoring import Figure, Figures, Scorer, Stopped

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.benchmarks.config import SquadConfig
-from megajax.data.benchmarks.squad import Question, Window, read_split
+from megajax.data.language_benchmarks.config import SquadConfig
+from megajax.data.language_benchmarks.squad import Question, Window, read_split
 from megajax.tasks.benchmarks import BenchmarkTask, as_lines
 from megajax.tasks.config import SquadTaskConfig
 from megajax.tasks.statistics import mean, scaled

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import OverBudget, parse_json, read_file, read_json
-from megajax.config.references import resolve
 
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.config.references import Builds
 
 
 class TokenizerBuilder(Protocol):

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import megajax.config.schema as schema
 from megajax.command_line.foreign_names import ROWS
 from megajax.command_line.help import field_texts
 from megajax.command_line.parser import front_door, parse
+from megajax.config import field_types
 from megajax.config.errors import UserError
 from megajax.config.python_file import config_classes
 from megajax.inference.server.config import ServingConfig
@@ -81,8 +81,8 @@ def reference() -> str:
     for cls in classes:
         text, _, example = (inspect.getdoc(cls) or "").partition("Example:")
         lines += ["", f"## {cls.__name__}", "", " ".join(text.split()), "", f"```python\n{example.strip('`\n ')}\n```"]
-        if fields := [field for field in schema.fields(cls) if field.init]:
-            texts, annotations = field_texts(cls), schema.hints(cls)
+        if fields := [field for field in field_types.fields(cls) if field.init]:
+            texts, annotations = field_texts(cls), field_types.hints(cls)
             lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
             lines += [_row(field, annotations[field.name], texts.get(field.name, "")) for field in fields]
         else:
@@ -111,24 +111,24 @@ def _row(field: dataclasses.Field, annotation: object, text: str) -> str:
 
 def _type(annotation: object) -> str:
     """The type as in --help, with links to config classes."""
-    text = schema.kind_text(annotation)
+    text = field_types.kind_text(annotation)
     list_members = tuple(
-        member for kind in schema.lists(annotation) for member in schema.configs(schema.entry(kind, 0))
+        member for kind in field_types.lists(annotation) for member in field_types.configs(field_types.entry(kind, 0))
     )
-    for cls in (*schema.configs(annotation), *list_members):
+    for cls in (*field_types.configs(annotation), *list_members):
         text = re.sub(rf"\b{cls.__name__}\b", f"[{cls.__name__}](#{cls.__name__.lower()})", text)
     return text
 
 
 def _default(field: dataclasses.Field) -> str:
-    value = schema.default(field)
+    value = field_types.default(field)
     if value is dataclasses.MISSING:
         return "must be given"
-    if schema.is_config(value):
+    if field_types.is_config(value):
         changed = [
             f"{part.name}={_python(getattr(value, part.name))}"
             for part in dataclasses.fields(value)
-            if getattr(value, part.name) != schema.default(part)
+            if getattr(value, part.name) != field_types.default(part)
         ]
         return f"`{type(value).__name__}({', '.join(changed)})`"
     return f"`{_python(value)}`"

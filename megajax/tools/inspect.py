@@ -7,9 +7,9 @@ from math import isfinite
 from typing import Any
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.config.references import resolve
 from megajax.display.text import aligned, byte_size, count, moment
 from megajax.tools.json_output import JSON, first_word, show
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     verify, name = flags["verify"], flags["array"]
     if name is not None and verify:
         raise UserError("--verify checks files, --array shows one array: give one of them")
-    folder, step = resolve("megajax.checkpoint.folder:locate")(run)
+    folder, step = resolve("megajax.checkpoint.step_folders:locate")(run)
     step = step if flags["step"] is None else flags["step"]
     # By name, so that the front door can report a package that is not installed.
     survey, choose, describe = (

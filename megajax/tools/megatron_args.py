@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megajax.command_line.parser import front_door
-from megajax.config import schema
+from megajax.config import field_types
+from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.hints import did_you_mean
 from megajax.config.overrides import join
 from megajax.config.read_limits import read_file
-from megajax.config.references import resolve
 from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
 from megajax.interop.megatron.shell.interpreter import read_script
@@ -322,7 +322,7 @@ class _Writer:
                 self.blocks[value] = name, ""
                 self.blocks[value] = name, self._config(value, setting, len(f"{STEP}{name} = "), STEP)
             return self.blocks[value][0]
-        if schema.is_config(value):
+        if field_types.is_config(value):
             return self._config(value, setting, column, indent)
         if isinstance(value, tuple):
             parts = {str(place): ("", item) for place, item in enumerate(value)}
@@ -342,7 +342,7 @@ class _Writer:
         for entry in fields(value):
             field_value, default, field_setting = (
                 getattr(value, entry.name),
-                schema.default(entry),
+                field_types.default(entry),
                 join(setting, entry.name),
             )
             is_written = any(f"{name}.".startswith(f"{field_setting}.") for name in self.always_written)

@@ -3,8 +3,8 @@
 import argparse
 
 from megajax.command_line.parser import front_door
+from megajax.config.class_references import resolve
 from megajax.config.file_paths import path_argument
-from megajax.config.references import resolve
 
 
 def main(argv: list[str]) -> int:

@@ -3,8 +3,8 @@
 import json
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.references import resolve
 from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [--json[=FILE]]

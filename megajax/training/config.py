@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.config.hints import nearest_divisors
-from megajax.config.references import Builds
 from megajax.data.configs import DataConfig
 
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)"

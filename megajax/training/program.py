@@ -17,7 +17,7 @@ from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
-from megajax.layers.quantization.layers import demand_device
+from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.layout import Layout

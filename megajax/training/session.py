@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from megajax.batch import Leaf, Params
 from megajax.config.compose import check
 from megajax.config.errors import UserError, demand_members
-from megajax.config.schema import members
+from megajax.config.field_types import members
 from megajax.data.configs import DataConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.balancing import Balancing

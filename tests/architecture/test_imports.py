@@ -68,7 +68,7 @@ COLLECTIVES = {
     ),
     "megajax.pipeline.executor": ({"psum", "ppermute"}, "between stages"),
     "megajax.training.gradients.grads": ({"psum"}, "scalar sums of a step over the replicas"),
-    "megajax.models.decoder.prediction": ({"psum"}, "two scalars of a row that is cut over `context`"),
+    "megajax.models.decoder.multi_token_prediction": ({"psum"}, "two scalars of a row that is cut over `context`"),
     "megajax.inference.sampling.choose": ({"all_gather"}, "the best tokens of each part of a cut vocabulary"),
     "megajax.models.reduction": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),
 }

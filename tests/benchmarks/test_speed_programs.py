@@ -22,8 +22,8 @@ from benchmarks.parts import PARTS
 from benchmarks.roofline import roof_of
 from benchmarks.training import peers
 from megajax.config import load
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.references import resolve
 from megajax.kernels.attention.attention import local_device
 
 ROOT = Path(__file__).parents[2]

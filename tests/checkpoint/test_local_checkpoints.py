@@ -13,7 +13,7 @@ from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
 from megajax.checkpoint.config import LocalConfig
-from megajax.checkpoint.local.folder import RunHistory
+from megajax.checkpoint.local.machine_folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.shard_files import SetWriter
 from megajax.checkpoint.reader import DamagedStep

@@ -10,9 +10,9 @@ import pytest
 from local_sets import sets, small
 from test_local_checkpoints import newest, opened, saved
 
-from megajax.checkpoint import folder
+from megajax.checkpoint import step_folders
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.folder import FILE, RunHistory, base_fault, folder_fault
+from megajax.checkpoint.local.machine_folder import FILE, RunHistory, base_fault, folder_fault
 from megajax.checkpoint.local.shard_files import LocalSet, SetIndex
 from megajax.config.errors import UserError
 from megajax.storage.atomic_folders import LOCK, SUFFIX, new_folder
@@ -151,8 +151,8 @@ def test_deleting_a_step_that_is_a_link_deletes_the_link(tmp_path: Path) -> None
     thesis = victim_in(tmp_path)
     for name in ("00000001", "00000002.0a.saving"):
         (tmp_path / name).symlink_to(thesis.parent)
-    folder.delete_step(tmp_path, 1)
-    folder.remove_unfinished(tmp_path)
+    step_folders.delete_step(tmp_path, 1)
+    step_folders.remove_unfinished(tmp_path)
     assert thesis.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["victim"]
 
 

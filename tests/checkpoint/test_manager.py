@@ -212,7 +212,7 @@ def test_the_folder_of_a_running_writer_is_left_alone(tmp_path, monkeypatch):
         "import sys; from megajax.checkpoint.config import CheckpointConfig\n"
         "manager = CheckpointConfig().build(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
     )
-    monkeypatch.setattr("megajax.checkpoint.folder.LOCK_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("megajax.checkpoint.step_folders.LOCK_TIMEOUT_SECONDS", 0.3)
     holder = subprocess.Popen(
         [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

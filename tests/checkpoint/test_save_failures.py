@@ -10,7 +10,7 @@ import weakref
 import jax.numpy as jnp
 import pytest
 
-from megajax.checkpoint import arrays, folder
+from megajax.checkpoint import arrays, step_folders
 from megajax.checkpoint.background_saves import CheckpointError, reason
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.manager import finish_at_exit
@@ -99,7 +99,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_a_warning(tmp_path, monkeypatch
 
 
 def test_a_process_that_cannot_write_is_an_error_at_the_start(tmp_path, monkeypatch):
-    folder.probe(tmp_path, 3)
+    step_folders.probe(tmp_path, 3)
     assert not list(tmp_path.iterdir())
 
     def fail(descriptor):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.checkpoint import folder, integrity
+from megajax.checkpoint import integrity, step_folders
 from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import DamagedStep
@@ -102,7 +102,7 @@ def main() -> None:
             raise AssertionError("a step that was set aside was restored")
         except UserError:
             pass
-    assert folder.steps_in(path) == [3]
+    assert step_folders.steps_in(path) == [3]
 
     # Folders that are not shared are noticed when the manager is made.
     try:
@@ -116,7 +116,7 @@ def main() -> None:
         def probe(path, process):
             raise UserError("Read-only file system")
 
-        folder.probe = probe
+        step_folders.probe = probe
     try:
         CheckpointConfig().build(path)
         raise AssertionError("a folder that process 1 can't write passed")

@@ -6,13 +6,12 @@ from functools import cache, partial
 
 import pytest
 
-import megajax.config.schema as schema
 from megajax import evaluate, launch
-from megajax.checkpoint.folder import locate
+from megajax.checkpoint.step_folders import locate
 from megajax.command_line.corrections import corrections, similar_name
 from megajax.command_line.foreign_names import ROWS, TABLE
 from megajax.command_line.parser import parse
-from megajax.config import ConfigError, UserError, load
+from megajax.config import ConfigError, UserError, field_types, load
 from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING
@@ -114,7 +113,7 @@ def test_a_name_has_one_row_and_is_no_setting_of_ours():
     assert len(names) == len(set(names)) == len(TABLE) > 300 and len(ROWS) > 60
     assert names == [plain_name(name) for name in names]
     # Names of settings whose values may be another trainer's, or that other verbs do not have.
-    assert set(names) & set(schema.names(RunConfig)) == {"model", "optimizer", "precision", "run_dir"}
+    assert set(names) & set(field_types.names(RunConfig)) == {"model", "optimizer", "precision", "run_dir"}
     assert not set(names) & {plain_name(flag.name) for flag in FLAGS}
 
 
@@ -179,7 +178,7 @@ def test_misspelt_names_of_other_trainers():
 
 
 def test_misspelt_settings_are_ours_first():
-    known = list(schema.names(RunConfig))
+    known = list(field_types.names(RunConfig))
     settings = [name for source in ("gpt2.py", "mixtral.py", "quickstart.py") for name in flatten(config_of(source))]
     # All letters of all settings, 11,537 names, take minutes and were tried once.
     for index, name in enumerate([*dict.fromkeys(settings)][::3]):

@@ -11,8 +11,8 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.config.compose import override
+from megajax.config.field_types import kind_text
 from megajax.config.hints import did_you_mean, nearest_divisors, nearest_names
-from megajax.config.schema import kind_text
 
 ALIASES = "[&a [x, x], " + ", ".join(f"&{n} [*{p}, *{p}, *{p}, *{p}, *{p}]" for p, n in pairwise("abcdefghij")) + "]"
 """A line whose aliases expand to ten million values."""

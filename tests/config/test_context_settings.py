@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from megajax.config import load
-from megajax.config.references import Builds
+from megajax.config.class_references import Builds
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.training.run_config import RunConfig

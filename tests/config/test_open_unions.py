@@ -12,7 +12,7 @@ from megajax.command_line.help import settings_help
 from megajax.config import ConfigError, Problem, load
 from megajax.config.compose import override
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
-from megajax.config.schema import example
+from megajax.config.field_types import example
 
 
 class ModelProtocol(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import megajax.config.schema as schema
 from megajax import convert, doctor, evaluate, generate, launch, plan, preprocess, report, serve, train
+from megajax.config import field_types
 from megajax.config.compose import assemble, check
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.file_paths import PathText, holds_path, url_problem
@@ -53,11 +53,13 @@ def test_every_field_that_is_a_path_says_so() -> None:
     classes = {*config_classes(RunConfig), *config_classes(GenerationConfig), *(cls for cls, _ in KINDS.values())}
     paths, others = set(), set()
     for cls in classes:
-        for name, annotation in schema.hints(cls).items():
-            parts = [annotation, *(schema.entry(kind, 0) for kind in schema.lists(annotation))]
+        for name, annotation in field_types.hints(cls).items():
+            parts = [annotation, *(field_types.entry(kind, 0) for kind in field_types.lists(annotation))]
             if any(holds_path(part) for part in parts):
                 paths.add(f"{cls.__name__}.{name}")
-            elif any(set(schema.TEXT_KINDS) & set(schema.kinds(part)) for part in parts) and NAMES.fullmatch(name):
+            elif any(set(field_types.TEXT_KINDS) & set(field_types.kinds(part)) for part in parts) and NAMES.fullmatch(
+                name
+            ):
                 others.add(f"{cls.__name__}.{name}")
     assert not others, "annotate them with PathText, or name them otherwise"
     assert {"RunConfig.run_dir", "LocalConfig.folder", "BlendConfig.paths", "HuggingFaceTokenizerConfig.path"} <= paths

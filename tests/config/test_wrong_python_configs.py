@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import megajax.command_line.parser as cli
-from megajax.config import ConfigError, UserError, load, schema
+from megajax.config import ConfigError, UserError, field_types, load
 from megajax.config.compose import assemble
 from megajax.layers.attention.config import AttentionConfig
 from megajax.optim.config import MuonConfig
@@ -159,10 +159,10 @@ def places(node, rebuild):
             return rebuild(replace(node, **{name: new}))
 
         yield f"{type(node).__name__}.{field.name}", set_field
-        if schema.is_config(value):
+        if field_types.is_config(value):
             yield from places(value, set_field)
         for index, item in enumerate(value if isinstance(value, tuple) else ()):
-            if schema.is_config(item):
+            if field_types.is_config(item):
 
                 def set_item(new, value=value, index=index, set_field=set_field):
                     return set_field((*value[:index], new, *value[index + 1 :]))

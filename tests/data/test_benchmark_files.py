@@ -8,8 +8,8 @@ import pytest
 
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
-from megajax.data.benchmarks import glue, race, squad
-from megajax.data.benchmarks.config import (
+from megajax.data.language_benchmarks import glue, race, squad
+from megajax.data.language_benchmarks.config import (
     GLUE,
     GlueConfig,
     MockGlueConfig,
@@ -18,7 +18,7 @@ from megajax.data.benchmarks.config import (
     RaceConfig,
     SquadConfig,
 )
-from megajax.data.benchmarks.features import SequenceBuilder, clean_text, truncate_pair
+from megajax.data.language_benchmarks.features import SequenceBuilder, clean_text, truncate_pair
 from megajax.data.rows.splits import Rows
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
 

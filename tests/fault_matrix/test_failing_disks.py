@@ -75,7 +75,7 @@ FAILING_ROW = """
 import errno
 from dataclasses import dataclass, field
 
-from megajax.config.references import Builds
+from megajax.config.class_references import Builds
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import MockConfig
 from small_jobs import run_config

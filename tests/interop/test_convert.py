@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from megajax import convert
 from megajax.checkpoint import arrays, boxes, integrity
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
-from megajax.checkpoint.folder import META
+from megajax.checkpoint.step_folders import META
 from megajax.checkpoint.weights.foreign import Entry, contiguous, converted, declared_by
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load

@@ -27,7 +27,7 @@ from megajax.mesh.processes.gpus import SET_BY_MEGAJAX, SEVERAL_GPUS
 from megajax.mesh.xla_options import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
-from megajax.tasks.sample_outputs import sample
+from megajax.tasks.end_of_run_samples import sample
 from megajax.training.check_compiler_options import default_options
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig

@@ -105,7 +105,7 @@ def test_files_that_a_config_class_builds_from_are_code(tmp_path):
     """They are loaded only after the processes have connected."""
     (tmp_path / "rule.py").write_text("def build(cfg): ...\n")
     (tmp_path / "mine.py").write_text(
-        "import dataclasses\nfrom typing import ClassVar\n\nfrom megajax.config.references import Builds\n"
+        "import dataclasses\nfrom typing import ClassVar\n\nfrom megajax.config.class_references import Builds\n"
         "from megajax.config.files import load\nfrom megajax.tokenizers.config import ByteTokenizerConfig\n\n\n"
         "@dataclasses.dataclass(frozen=True, kw_only=True)\nclass Tokens(Builds):\n"
         "    target: ClassVar[str] = 'rule.py:build'\n    size: int = 3\n\n\n"

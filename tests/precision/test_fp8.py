@@ -11,7 +11,7 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.layers.quantization.config import QuantizationConfig
-from megajax.layers.quantization.layers import demand_device
+from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layer_observations import accumulated
 from megajax.mesh.layout import Layout

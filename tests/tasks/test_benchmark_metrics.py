@@ -10,8 +10,8 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
 from megajax.config.errors import UserError
-from megajax.data.benchmarks.config import SquadConfig
-from megajax.data.benchmarks.squad import Paragraph, Question, Window, paragraph_windows
+from megajax.data.language_benchmarks.config import SquadConfig
+from megajax.data.language_benchmarks.squad import Paragraph, Question, Window, paragraph_windows
 from megajax.tasks.benchmarks import as_table
 from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
 from megajax.tasks.squad import Squad, best_answers, evaluation, most_context, normalized

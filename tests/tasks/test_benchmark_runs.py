@@ -15,7 +15,7 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.data.benchmarks.config import GlueConfig, MockGlueConfig
+from megajax.data.language_benchmarks.config import GlueConfig, MockGlueConfig
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Splits
 from megajax.interop.stored.model_differences import differences

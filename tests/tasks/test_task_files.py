@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.references import resolve
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig

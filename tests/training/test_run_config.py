@@ -7,7 +7,7 @@ from small_jobs import model, run_config
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.config.schema import names
+from megajax.config.field_types import names
 from megajax.layers.position.config import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig

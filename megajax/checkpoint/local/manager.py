@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 from megajax.checkpoint import arrays, background_saves
 from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, Save, SaveReport
 from megajax.checkpoint.config import LocalConfig
-from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.folder import LocalFolder, RunHistory
+from megajax.checkpoint.local.machine_folder import LocalFolder, RunHistory
 from megajax.checkpoint.local.remote_shards import Members
 from megajax.checkpoint.local.set_reader import Holder, SetReader
 from megajax.checkpoint.local.shard_files import (
@@ -45,6 +44,7 @@ from megajax.checkpoint.local.shard_files import (
     shards_of_processes,
 )
 from megajax.checkpoint.reader import DamagedStep, Meta, Tree, say
+from megajax.checkpoint.step_folders import step_name
 from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
 

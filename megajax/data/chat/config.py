@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.config.references import Builds
 from megajax.data.rows.config import LoaderConfig, at_least, paths_problems, split_problems
 from megajax.data.text.config import text_leaves
 

@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from megajax.command_line.corrections import corrections
+from megajax.config.class_references import Builds
 from megajax.config.compose import override
 from megajax.config.errors import UserError
+from megajax.config.field_types import default
 from megajax.config.file_paths import path_argument
 from megajax.config.hints import did_you_mean, download_hint
 from megajax.config.overrides import plain_name
-from megajax.config.references import Builds
-from megajax.config.schema import default
 from megajax.data.preprocessing.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from megajax.config.class_references import USER_FILE
 from megajax.config.errors import UserError
-from megajax.config.references import USER_FILE
 from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing.report import Counts, PreprocessResult
 from megajax.data.preprocessing.text_files import Chunk, TextFile, WholeFile, find_files, find_pairs

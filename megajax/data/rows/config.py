@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.batch import Schema
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.config.file_paths import PathText
-from megajax.config.references import Builds
 from megajax.data.rows.splits import NAMES, Rows, Splits, parse_paths, parse_split
 
 

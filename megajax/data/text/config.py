@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.config.references import Builds
 from megajax.data.rows.config import LoaderConfig, TokenFilesConfig, between, split_problems
 
 

@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from megajax.checkpoint import arrays, integrity
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of
-from megajax.checkpoint.folder import ARRAYS, META, step_name
+from megajax.checkpoint.step_folders import ARRAYS, META, step_name
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, converted
 from megajax.checkpoint.zarr_reader import DATABASE, OBSERVED, WEIGHTS, database
 from megajax.interop.stored.model import Advance, StateArray

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from megajax.checkpoint.background_saves import CheckpointError, SaveReport
-from megajax.checkpoint.local.folder import RunHistory
+from megajax.checkpoint.local.machine_folder import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say

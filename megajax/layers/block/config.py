@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.kernels.attention.capability import FUSED, Request
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.layers.checks import above_zero, below_one
 
 

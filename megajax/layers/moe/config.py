@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
+from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
-from megajax.config.references import Builds, resolve
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.layers.checks import above_zero, below_one

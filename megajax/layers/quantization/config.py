@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +16,7 @@ class QuantizationConfig(Builds):
     Example: `mj.QuantizationConfig(weights="int8")`
     """
 
-    target: ClassVar[str] = "megajax.layers.quantization.layers:quantize"
+    target: ClassVar[str] = "megajax.layers.quantization.replace_matrices:quantize"
     weights: Literal["int8", "fp8", "int4"] = "int8"
     """int8 and fp8 (e4m3) have a scale for each output of a matrix, int4 one for each output and group of inputs."""
     group: int = 128

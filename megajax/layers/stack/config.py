@@ -6,8 +6,8 @@ from itertools import accumulate
 from operator import eq
 from typing import ClassVar
 
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.layers.block.config import BlockConfig, shared_bias
 from megajax.layers.checks import LARGEST
 from megajax.layers.facts import Weight

@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import megajax.config.schema as schema
+from megajax.config import field_types
+from megajax.config.class_references import USER_FILE, beside
 from megajax.config.dump import default_leaves, flatten
-from megajax.config.references import USER_FILE, beside
 from megajax.mesh.processes.installation import jax_packages
 from megajax.mesh.xla_options import program_variables
 
@@ -156,7 +156,7 @@ def _settings(config: Any, flags: Mapping[str, Any]) -> Section:
 
 def _nodes(value: Any) -> Iterator[Any]:
     """The configs of a tree."""
-    if schema.is_config(value):
+    if field_types.is_config(value):
         yield value
         for entry in _values(value):
             yield from _nodes(entry)
@@ -170,7 +170,7 @@ def _nodes(value: Any) -> Iterator[Any]:
 
 def _values(node: Any) -> list[Any]:
     """The values of the settings of a config."""
-    return [getattr(node, name) for name in schema.hints(type(node))]
+    return [getattr(node, name) for name in field_types.hints(type(node))]
 
 
 def _digest(content: bytes) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.layers.checks import LARGEST, below_one
 from megajax.layers.facts import dense
 from megajax.models.bert.config import BertConfig

@@ -6,8 +6,8 @@ from math import inf, lcm
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.config.references import Builds
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import CacheLeaf, paged_requests, stack_leaves
@@ -30,7 +30,7 @@ class PredictionConfig(Builds):
     Example: `mj.PredictionConfig(depth=1)`
     """
 
-    target: ClassVar[str] = "megajax.models.decoder.prediction:Prediction"
+    target: ClassVar[str] = "megajax.models.decoder.multi_token_prediction:Prediction"
     depth: int = 1
     """Number of tokens predicted beyond the next one, each by its own block; the blocks run in sequence."""
     reweighted: Literal["rows", "microbatches"] = "rows"

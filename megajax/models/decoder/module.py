@@ -22,7 +22,7 @@ from megajax.layers.param import LayerSettings, Normal, param
 from megajax.layers.remat import checkpointed
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.config import DecoderConfig
-from megajax.models.decoder.prediction import mtp_targets, shifted
+from megajax.models.decoder.multi_token_prediction import mtp_targets, shifted
 from megajax.models.protocol import Section
 from megajax.models.reduction import LossReduction
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from megajax.batch import Leaf, Placeholder
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Side, Weight, norm_weights, prefixed
 from megajax.layers.norm.config import NormConfig

@@ -6,8 +6,8 @@ from math import inf, lcm
 from typing import Any, ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.config.references import Builds, resolve
 from megajax.kernels.attention.capability import Request
 from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights

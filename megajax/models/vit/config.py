@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from megajax.batch import Leaf
+from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.references import Builds
 from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import Matmul, Weight, dense, prefixed

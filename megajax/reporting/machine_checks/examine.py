@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.references import resolve
 from megajax.mesh.processes.identity import find_identity
 from megajax.reporting.machine_checks import device_checks, gpus, host
 from megajax.reporting.machine_checks.machine import Check, Finding, Machine, fail, run_checks

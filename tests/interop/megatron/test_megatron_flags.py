@@ -8,7 +8,7 @@ import pytest
 from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATION, config, convert_line, line, problem
 
 from megajax.checkpoint.config import LocalConfig
-from megajax.config import schema
+from megajax.config import field_types
 from megajax.config.dump import flatten
 from megajax.data.chat.config import ChatConfig
 from megajax.data.text.config import FillInMiddleConfig
@@ -26,9 +26,9 @@ ROWS = [*FLAGS.values(), *(row for rows in FLAGS_OF.values() for row in rows.val
 
 
 def test_settings_of_the_table_exist() -> None:
-    names = set(schema.names(RunConfig))
+    names = set(field_types.names(RunConfig))
     for model in (BertConfig, T5Config, LlavaConfig):
-        names |= {f"model.{name}" for name in schema.names(model)}
+        names |= {f"model.{name}" for name in field_types.names(model)}
     missing = {
         (row.name, setting)
         for row in ROWS

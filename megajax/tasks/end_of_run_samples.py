@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.references import resolve
 from megajax.display.charts import Matrix, save_png
 from megajax.display.text import visible
 from megajax.tokenizers.base import Tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.benchmarks.config import BenchmarkConfig
+from megajax.data.language_benchmarks.config import BenchmarkConfig
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.shuffled_items import ItemRows, RowOrder, splits_from_items
 from megajax.data.rows.splits import Rows, Splits

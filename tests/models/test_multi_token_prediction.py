@@ -12,7 +12,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.decoder.module import DecoderLM
-from megajax.models.decoder.prediction import shifted
+from megajax.models.decoder.multi_token_prediction import shifted
 from megajax.models.reduction import LossReduction
 
 LAYOUT = Layout(Plan.of(ParallelConfig()))

@@ -10,8 +10,8 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.benchmarks.config import SquadConfig
-from megajax.data.benchmarks.features import ExampleRow, Examples, SequenceBuilder, example_splits
+from megajax.data.language_benchmarks.config import SquadConfig
+from megajax.data.language_benchmarks.features import ExampleRow, Examples, SequenceBuilder, example_splits
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.shard_files import LocalSet
 from megajax.checkpoint.reader import say
+from megajax.checkpoint.step_folders import STEP
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
 from megajax.display.text import byte_size

@@ -13,7 +13,7 @@ from megajax.models.presets.bert import bert
 from megajax.models.presets.t5 import t5
 from megajax.models.presets.vit import vit
 from megajax.models.vit.config import SegmenterConfig
-from megajax.tasks.sample_outputs import (
+from megajax.tasks.end_of_run_samples import (
     PICTURE,
     SAMPLERS,
     confused_pairs,
@@ -240,7 +240,7 @@ def test_confusion_is_a_table_and_a_picture(tmp_path: Path, monkeypatch: pytest.
     def missing(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
 
-    monkeypatch.setattr("megajax.tasks.sample_outputs.save_png", missing)
+    monkeypatch.setattr("megajax.tasks.end_of_run_samples.save_png", missing)
     text = sample_confusion(images_run(valid=Rows([0, 1], [0, 0])), tmp_path)
     assert text is not None and text.startswith("validation: 50.00% of 2 right") and "not drawn" in text
     assert sample_confusion(images_run(), tmp_path) is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.benchmarks.config import GLUE
+from megajax.data.language_benchmarks.config import GLUE
 
 WORDS = ("a", "cat", "dog", "tree", "house", "river", "sees", "likes", "finds", "old", "red", "small", "near", "under")
 SIZES = {"train": 400, "dev": 80, "test": 40}

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
+from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.config.references import Builds, resolve
 from megajax.data.rows.config import LoaderConfig, at_least
 
 VALIDATION, TEST = "validation", "test"
@@ -86,7 +86,7 @@ class GlueConfig(BenchmarkConfig):
     Example: `mj.GlueConfig(task="mrpc", path="data/glue/MRPC")`
     """
 
-    target: ClassVar[str] = "megajax.data.benchmarks.glue:build_splits"
+    target: ClassVar[str] = "megajax.data.language_benchmarks.glue:build_splits"
 
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
     """Which one."""
@@ -105,7 +105,7 @@ class RaceConfig(BenchmarkConfig):
     Example: `mj.RaceConfig(path="data/RACE")`
     """
 
-    target: ClassVar[str] = "megajax.data.benchmarks.race:build_splits"
+    target: ClassVar[str] = "megajax.data.language_benchmarks.race:build_splits"
 
     longest_question: int = 128
     """Tokens of a question with an option; longer ones are cut, as in Megatron-LM."""
@@ -127,7 +127,7 @@ class SquadConfig(BenchmarkConfig):
     Example: `mj.SquadConfig(path="data/squad", version="1.1")`
     """
 
-    target: ClassVar[str] = "megajax.data.benchmarks.squad:build_splits"
+    target: ClassVar[str] = "megajax.data.language_benchmarks.squad:build_splits"
 
     version: Literal["1.1", "2.0"] = "2.0"
     """2.0 also has questions without an answer."""
@@ -159,7 +159,9 @@ class MockGlueConfig(GlueConfig):
 
     def folder(self) -> Path:
         """Where the files are, written unless they are there."""
-        return resolve("megajax.data.benchmarks.mock:write_glue")(BenchmarkConfig.folder(self) / self.task, self.task)
+        return resolve("megajax.data.language_benchmarks.mock:write_glue")(
+            BenchmarkConfig.folder(self) / self.task, self.task
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +176,7 @@ class MockRaceConfig(RaceConfig):
 
     def folder(self) -> Path:
         """Where the files are, written unless they are there."""
-        return resolve("megajax.data.benchmarks.mock:write_race")(BenchmarkConfig.folder(self) / "race")
+        return resolve("megajax.data.language_benchmarks.mock:write_race")(BenchmarkConfig.folder(self) / "race")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +191,6 @@ class MockSquadConfig(SquadConfig):
 
     def folder(self) -> Path:
         """Where the files are, written unless they are there."""
-        return resolve("megajax.data.benchmarks.mock:write_squad")(
+        return resolve("megajax.data.language_benchmarks.mock:write_squad")(
             BenchmarkConfig.folder(self) / f"squad{self.version}", self.version
         )

@@ -9,8 +9,8 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.benchmarks.config import RaceConfig
-from megajax.data.benchmarks.features import ExampleRow, Examples, SequenceBuilder, example_splits, read_lines
+from megajax.data.language_benchmarks.config import RaceConfig
+from megajax.data.language_benchmarks.features import ExampleRow, Examples, SequenceBuilder, example_splits, read_lines
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from megajax.config.class_references import reference
 from megajax.config.hints import either
-from megajax.config.references import reference
 
 MOST_OF_A_VALUE = 60  # maximum characters of a wrong value in messages
 TEXT_KINDS = (str, Path)  # annotations that accept any text
