@@ -170,10 +170,10 @@ from megajax.training.config import BatchConfig as BatchConfig
 from megajax.training.config import EvaluationConfig as EvaluationConfig
 from megajax.training.config import LinearRampConfig as LinearRampConfig
 from megajax.training.config import StepRampConfig as StepRampConfig
-from megajax.training.placement import visualize as visualize
 from megajax.training.presets import debug_config as debug_config
 from megajax.training.presets import library_debug_config as library_debug_config
 from megajax.training.presets import own_text as own_text
 from megajax.training.run_config import RunConfig as RunConfig
+from megajax.training.show_placement import visualize as visualize
 
 __version__: str

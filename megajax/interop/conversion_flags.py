@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megajax.config.errors import Problem, UserError
-from megajax.data.progress import ProgressLine
+from megajax.data.progress_line import ProgressLine
 from megajax.display.text import duration
 from megajax.interop.formats import FORMATS, Reading, format_of
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 
-from megajax.checkpoint.boundary import StepBoundary
+from megajax.checkpoint.retry_at_boundary import StepBoundary
 from megajax.faults.activity import LOGGING
 from megajax.job import banner
 from megajax.job.device_memory import compiled_memory, memory_in_use

@@ -3,12 +3,12 @@
 import sys
 import time
 
-from megajax.data.progress import QUIET_SECONDS, ProgressLine
+from megajax.data.progress_line import QUIET_SECONDS, ProgressLine
 from megajax.display.text import duration
 
 
 class Progress:
-    """A line on standard error, as of `megajax.data.progress`. visible: False prints nothing."""
+    """A line on standard error, as of `megajax.data.progress_line`. visible: False prints nothing."""
 
     def __init__(self, *, visible: bool = True):
         self._visible = visible

@@ -26,8 +26,8 @@ from megajax.models.protocol import ModelConfig
 from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig
 from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
+from megajax.training.check_row_balance import balance_problems
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.row_balance import balance_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,13 +15,13 @@ from megajax.data.chat.config import ChatConfig
 from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_files, sample_checksums
 from megajax.data.images.folders import ClassFolder, MaskFolder
 from megajax.data.masked.config import PairsConfig
-from megajax.data.pairs import PairedTokens, Pairs
 from megajax.data.rows.blend import BlendedDataset, BlendIndex
 from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.row_source import files_of
 from megajax.data.rows.shuffled_items import ItemRows, RowOrder
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, MockConfig
+from megajax.data.translation_pairs import PairedTokens, Pairs
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 

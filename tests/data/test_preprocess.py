@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from waiting import wait_until
 
 from megajax.config.errors import UserError
-from megajax.data import progress
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess, preprocess_text
 from megajax.data.preprocessing.report import Counts, Progress
@@ -303,13 +302,13 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_progress_of_files_that_are_indexed(monkeypatch, stream):
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress.sys, "stderr", stream)
-    progress_line = progress.Progress("images", "listing x")
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_line.sys, "stderr", stream)
+    shown = progress_line.Progress("images", "listing x")
     for second in range(30):
         now[0] = 100.0 + second
-        progress_line(second * 1000, second / 30)
-    progress_line.clear()
+        shown(second * 1000, second / 30)
+    shown.clear()
     live = stream.isatty()
     lines = stream.getvalue().replace("\r", "\n").split("\n")
     assert [line for line in lines if ": 2,000 images" in line] == [

@@ -21,7 +21,7 @@ from megajax.data.rows.splits import Rows
 from megajax.data.text import standard_library
 from megajax.data.text.config import StandardLibraryConfig
 from megajax.data.text.indexed_dataset import tokens_path
-from megajax.data.text.sentences import split_sentences
+from megajax.data.text.split_sentences import split_sentences
 from megajax.data.text.standard_library import choose, source_files
 from megajax.models.decoder.config import text_schema
 from megajax.models.presets.bert import bert

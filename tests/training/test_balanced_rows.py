@@ -28,8 +28,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.facts import count_flops
 from megajax.models.summary import summarize
+from megajax.training.check_row_balance import balance_problems
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.row_balance import balance_problems
 from megajax.training.row_work import row_work
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup

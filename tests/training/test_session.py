@@ -15,8 +15,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla_options import XlaConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.placement import drawing, visualize
 from megajax.training.session import Run, setup
+from megajax.training.show_placement import drawing, visualize
 
 CONFIG = run_config(
     model=model(dropout=0.0),

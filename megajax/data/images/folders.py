@@ -12,7 +12,7 @@ from megajax.config.errors import UserError
 from megajax.data.images.config import ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, read_bounded
 from megajax.data.images.labelled import Framing, MaskRows, class_rows, demand_classes, image_size
-from megajax.data.progress import Progress
+from megajax.data.progress_line import Progress
 from megajax.data.rows.shuffled_items import MakeRows, RowOrder, items_by_label, splits_from_items, splits_from_shares
 from megajax.data.rows.splits import Rows, Splits
 

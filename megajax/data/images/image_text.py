@@ -17,7 +17,7 @@ from megajax.data.images.config import CropConfig, ImageTextConfig, ImageTextRow
 from megajax.data.images.decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
 from megajax.data.images.labelled import image_size
 from megajax.data.images.transforms import affordable_tiles, crop_image, fit_image, random_crop, tile_image
-from megajax.data.progress import Progress
+from megajax.data.progress_line import Progress
 from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem, splits_from_paths
 from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build

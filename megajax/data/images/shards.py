@@ -23,7 +23,7 @@ from megajax.config.read_limits import parse_json
 from megajax.data.images.config import ImageShardsConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
 from megajax.data.images.labelled import ClassRows, class_rows, demand_classes
-from megajax.data.progress import Progress
+from megajax.data.progress_line import Progress
 from megajax.data.rows.shuffled_items import UnreadableItem, items_by_label, splits_from_paths
 from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build

@@ -94,7 +94,7 @@ class PairsConfig(TokenFilesConfig):
     Example: `mj.PairsConfig(paths=("data/translations",), split="98,1,1")`
     """
 
-    target: ClassVar[str] = "megajax.data.pairs:build_splits"
+    target: ClassVar[str] = "megajax.data.translation_pairs:build_splits"
 
     keys: tuple[str, str] = ("source", "target")
     """Keys of the texts of the encoder and the decoder: the token files are PREFIX_source_document and

@@ -10,7 +10,7 @@ from megajax.data.masked.config import LibraryTextConfig, LibraryWordPieceConfig
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, token_dtype
-from megajax.data.text.sentences import split_sentences
+from megajax.data.text.split_sentences import split_sentences
 from megajax.data.text.standard_library import library_root, load_or_create, select_files
 from megajax.storage.index_cache import atomic_write, content_key
 from megajax.tokenizers.base import Tokenizer

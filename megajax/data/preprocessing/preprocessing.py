@@ -40,7 +40,7 @@ from megajax.data.text.indexed_dataset import (
     token_dtype,
     tokens_path,
 )
-from megajax.data.text.sentences import split_sentences
+from megajax.data.text.split_sentences import split_sentences
 from megajax.storage.atomic_folders import delete_abandoned, hold
 from megajax.storage.reading import ReadError, is_transient
 from megajax.storage.write_errors import remedy, write_fault

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 
-from megajax.data.progress import ProgressLine
+from megajax.data.progress_line import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megajax.checkpoint.background_saves import CheckpointError, SaveReport
-from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.retry_at_boundary import DelayedAgreement, StepBoundary
 from megajax.config.errors import UserError
 from megajax.faults.activity import Activity
 from megajax.training.guarded.phase_timers import SAVE

@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config.markup import read_yaml
 from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group_files, sample_checksums
-from megajax.data.progress import Progress
+from megajax.data.progress_line import Progress
 from megajax.data.rows.row_source import files_of, index_files_of
 from megajax.data.rows.splits import Splits
 from megajax.job.start.equal_files import demand_equal_files

@@ -10,7 +10,7 @@ from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
 from megajax.layers.facts import HasExperts
 from megajax.mesh.config import MESH_AXES, ParallelConfig
-from megajax.training.row_balance import weighs_by_microbatch, written_blocks
+from megajax.training.check_row_balance import weighs_by_microbatch, written_blocks
 from megajax.training.run_config import RunConfig
 
 MAX_AXIS_SIZE = 512

@@ -7,8 +7,8 @@ from typing import Any
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.mesh.config import MESH_AXES
+from megajax.training.check_row_balance import settings_comparing_rows
 from megajax.training.elastic.layouts import MODEL_AXES, Candidate, candidates, fixed_micro_size, has_experts
-from megajax.training.row_balance import settings_comparing_rows
 from megajax.training.run_config import RunConfig
 
 SETTING = "parallel.elastic"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
+from megajax.checkpoint.retry_at_boundary import DelayedAgreement, StepBoundary
 from megajax.mesh.processes.peers import Peers
 
 PATIENCE = 60.0

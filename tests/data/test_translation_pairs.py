@@ -8,12 +8,12 @@ import pytest
 from megajax.batch import Leaf
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
-from megajax.data.pairs import shuffled_passes
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedWriter
+from megajax.data.translation_pairs import shuffled_passes
 
 PAD, BOS, EOS = 7, 4, 5
 PAIRS = [([10 + n] * (1 + n % 5), [30 + n, 31 + n] * (1 + n % 3)) for n in range(20)]
