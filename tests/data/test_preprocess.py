@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from waiting import wait_until
 
 from megajax.config.errors import UserError
+from megajax.data import progress_line
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess, preprocess_text
 from megajax.data.preprocessing.report import Counts, Progress
