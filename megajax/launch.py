@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.faults.output import keep_writing
+from megajax.faults.unfailing_output import keep_writing
 from megajax.launcher.gang import Gang
 from megajax.launcher.gang_watch import Limits
 from megajax.launcher.restarts import RestartConfig

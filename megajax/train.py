@@ -9,7 +9,7 @@ from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError
 from megajax.config.files import advised
 from megajax.faults.beats import ELASTIC, failures_reported
-from megajax.faults.output import keep_writing
+from megajax.faults.unfailing_output import keep_writing
 from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
 from megajax.training.elastic.replan import elastic_hint

@@ -29,7 +29,7 @@ from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla_options import memory_fraction
 from megajax.metrics.throughput import StepRate
-from megajax.metrics.trace import find_trace
+from megajax.metrics.trace_summary import find_trace
 from megajax.training.program import Program
 from megajax.training.resolved import Resolved, resolve
 from megajax.training.run_config import RunConfig

@@ -17,8 +17,8 @@ from megajax.checkpoint.integrity import MANIFEST, Damaged
 from megajax.checkpoint.step_folders import ARRAYS, META
 from megajax.checkpoint.zarr_reader import StoredArray, StoredArrays
 from megajax.config.errors import UserError
-from megajax.config.markup import read_yaml
 from megajax.config.read_limits import read_json
+from megajax.config.yaml_and_json import read_yaml
 
 WHOLE, DAMAGED = "whole", "damaged"
 ASIDE = {

@@ -421,4 +421,6 @@ class _Builder:
 
 
 def _read_yaml(text: str) -> Any:
-    return resolve("megajax.config.markup:read_yaml")(text)  # by name, so that the front doors start without yaml
+    return resolve("megajax.config.yaml_and_json:read_yaml")(
+        text
+    )  # by name, so that the front doors start without yaml

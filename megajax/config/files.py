@@ -70,7 +70,7 @@ def read_stored(path: Path, root: str | type = ROOT, *, trusted: bool) -> Source
     Raises UserError for a config that needs other code, or that can't be read by this version.
     """
     label = display_path(path)
-    settings = dict(resolve("megajax.config.markup:parse")(path, label))
+    settings = dict(resolve("megajax.config.yaml_and_json:parse")(path, label))
     if not trusted and (below := settings.pop("config", None)) is not None:
         problem = Problem("config", f"is based on {below}, and reading a run reads no other file", f"or add {TRUST}")
         raise ConfigError([problem], label)
@@ -101,7 +101,7 @@ def read(source: str, root: str | type = ROOT, above: tuple[Path, ...] = ()) -> 
     if function:
         raise UserError(f"{source}: only Python files have functions; write {label} without one")
     # Imported by name: Python configs need no yaml, so a missing package can be reported.
-    settings = dict(resolve("megajax.config.markup:parse")(path, label))
+    settings = dict(resolve("megajax.config.yaml_and_json:parse")(path, label))
     based_on = settings.pop("config", None)
     lower = read(str(based_on), root, (*above, path)) if based_on is not None else Source(label, None)
     return Source(label, lower.base, lower.over(settings), (*lower.layers, (label, settings)))

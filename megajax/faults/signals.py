@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from megajax.config.call_with_timeout import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
-from megajax.faults.output import stderr_descriptor, to_stderr
+from megajax.faults.unfailing_output import stderr_descriptor, to_stderr
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)

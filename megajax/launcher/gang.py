@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from megajax.config.errors import Problem, UserError
 from megajax.faults.beats import ATTEMPT, BEATS, ELASTIC
-from megajax.faults.output import CLOSED_STREAM_ERRORS, discard_output
+from megajax.faults.unfailing_output import CLOSED_STREAM_ERRORS, discard_output
 from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN, split_address
 
 DRAIN_SECONDS = 1.0

@@ -11,7 +11,7 @@ from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
-from megajax.metrics.trace import TraceSummary, find_trace, read_trace, summarize
+from megajax.metrics.trace_summary import TraceSummary, find_trace, read_trace, summarize
 
 
 class Profile:

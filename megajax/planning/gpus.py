@@ -24,7 +24,7 @@ from megajax.config.class_references import resolve
 from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import did_you_mean
-from megajax.config.markup import parse
+from megajax.config.yaml_and_json import parse
 from megajax.layers.checks import above_zero
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10

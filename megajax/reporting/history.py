@@ -17,8 +17,8 @@ import numpy as np
 
 from megajax.checkpoint.step_folders import step_name, steps_in
 from megajax.config.errors import UserError
-from megajax.config.markup import read_yaml
 from megajax.config.read_limits import DOCUMENT, read_json
+from megajax.config.yaml_and_json import read_yaml
 from megajax.metrics.plots import LayerColumns, LayerHistory
 from megajax.metrics.record import parse
 from megajax.metrics.runfolder import RunFolder

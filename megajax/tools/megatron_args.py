@@ -234,7 +234,7 @@ def as_training(argv: Sequence[Word]) -> Training | None:
 
 def _file_words(path: Path) -> Iterator[Word]:
     """{"--num-layers": 24, "--swiglu": true} as words. If the file has a key MODEL_ARGS, only the flags under it."""
-    content = resolve("megajax.config.markup:parse")(path, str(path))  # by name: yaml may not be installed
+    content = resolve("megajax.config.yaml_and_json:parse")(path, str(path))  # by name: yaml may not be installed
     flags = content.get("MODEL_ARGS", content)
     if not isinstance(flags, Mapping):
         raise UserError(f"{path}: expected flags and values, such as num-layers: 24")

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--top and --steps must be at least 1")
     # By name, so that the front door can report a package that is not installed.
     find_trace, read_trace, summarize = (
-        resolve(f"megajax.metrics.trace:{name}") for name in ("find_trace", "read_trace", "summarize")
+        resolve(f"megajax.metrics.trace_summary:{name}") for name in ("find_trace", "read_trace", "summarize")
     )
     file = find_trace(path)
     trace = read_trace(file)

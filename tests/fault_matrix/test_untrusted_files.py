@@ -15,7 +15,7 @@ from gangs import REPOSITORY
 from megajax.checkpoint.integrity import Damaged, read_manifest
 from megajax.checkpoint.local.shard_files import LocalSet
 from megajax.config.errors import UserError
-from megajax.config.markup import parse
+from megajax.config.yaml_and_json import parse
 from megajax.interop.huggingface.folder import read_config
 from megajax.interop.huggingface.safetensors import SafetensorsFolder
 from megajax.interop.origin import folder_stop_tokens
@@ -26,7 +26,7 @@ from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 READERS = {("np", "load"), ("numpy", "load"), ("torch", "load"), ("pandas", "read_pickle")}
-STRICT = "megajax/config/markup.py"
+STRICT = "megajax/config/yaml_and_json.py"
 """The place where YAML is read by a loader of our own, a subclass of the safe one."""
 
 

@@ -14,7 +14,7 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits, OverBudget
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.metrics.trace import (
+from megajax.metrics.trace_summary import (
     Event,
     Kernel,
     find_trace,
@@ -184,7 +184,7 @@ def test_processes_of_one_machine_trace_into_folders_of_their_own(tmp_path: Path
 
 
 def test_a_compressed_trace_is_unpacked_up_to_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("megajax.metrics.trace.LIMITS", Limits(bytes=2**20))
+    monkeypatch.setattr("megajax.metrics.trace_summary.LIMITS", Limits(bytes=2**20))
     path = tmp_path / "a.xplane.pb"
     path.write_bytes(gzip.compress(bytes(2**24)))
     with pytest.raises(OverBudget, match=r"a\.xplane\.pb: refused: .* bytes, at most 1,048,576"):

@@ -24,7 +24,7 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import ROOT, Source, assembled
 from megajax.config.hints import listed
-from megajax.config.markup import read_yaml
+from megajax.config.yaml_and_json import read_yaml
 from megajax.data.images.config import ImageTextConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop.formats import Reading

@@ -15,8 +15,8 @@ from megajax.config.errors import first_line
 from megajax.faults.activity import ActivePhase, Activity, stacks, write_stacks
 from megajax.faults.beats import Beat, beats_folder, exit_code
 from megajax.faults.exit_codes import HANG
-from megajax.faults.output import to_stderr
 from megajax.faults.peer_status import LostPeer, PeerStatus, Status, Verdict, lost_peer
+from megajax.faults.unfailing_output import to_stderr
 from megajax.faults.watchdog import Backstop, Hang, Watchdog, WatchdogConfig, waits_for_peers
 from megajax.mesh.processes.world import process_index
 from megajax.metrics.event_log import append_event

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator
 from megajax.config.call_with_timeout import DISK_SECONDS, OUTPUT_SECONDS, with_time_limit
 from megajax.faults.activity import BACKGROUND_SAVE, COMPILE, STEP
 from megajax.faults.config import ResilienceConfig
-from megajax.faults.output import to_stderr
 from megajax.faults.signals import Signals, StopRequest, StopWaiting, agree
+from megajax.faults.unfailing_output import to_stderr
 from megajax.job.faults.hang import Pulse
 from megajax.metrics.event_log import append_event
 from megajax.training.guarded.phase_timers import DATA_WAIT, EVALUATION

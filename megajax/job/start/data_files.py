@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megajax.config.markup import read_yaml
+from megajax.config.yaml_and_json import read_yaml
 from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group_files, sample_checksums
 from megajax.data.progress_line import Progress
 from megajax.data.rows.row_source import files_of, index_files_of

@@ -12,7 +12,7 @@ from run_folder import saved
 
 PRINTS = """
 import sys
-from megajax.faults.output import keep_writing
+from megajax.faults.unfailing_output import keep_writing
 keep_writing()
 sys.stdin.readline() if {wait} else None
 for number in range(2000):
