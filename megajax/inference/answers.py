@@ -77,10 +77,13 @@ class ActiveRequest:
             self._open.discard(output.choice)
         self.request.deliver(output)
 
-    def send_best(self, answers: abc.Sequence[Output], prompt_scores: tuple[TokenScore | None, ...]) -> None:
-        """Deliver the first n answers, each as one output."""
+    def send_best(
+        self, answers: abc.Sequence[Output], prompt_scores: tuple[TokenScore | None, ...], shared: int
+    ) -> None:
+        """Deliver the first n answers, each as one output; the first has the prompt's scores and shared tokens."""
         for number, answer in enumerate(answers[: self.request.sampling.n]):
-            self.send(answer._replace(choice=number, prompt_scores=() if number else prompt_scores))
+            of_prompt = ((), 0) if number else (prompt_scores, shared)
+            self.send(answer._replace(choice=number, prompt_scores=of_prompt[0], shared=of_prompt[1]))
 
     def take_prompt_scores(self) -> tuple[TokenScore | None, ...]:
         """The scores of the prompt, if requested, for the first output of answer 0."""
@@ -88,6 +91,11 @@ class ActiveRequest:
             return ()
         scores, self._prompt_scores = tuple(self._prompt_scores), []
         return scores
+
+    def take_shared(self, sequence: Sequence) -> int:
+        """Tokens of the prompt found in the cache, for the first output of answer 0."""
+        shared, sequence.shared = sequence.shared, 0
+        return 0 if sequence.order[1] else shared
 
 
 class Answers(ActiveRequest):
@@ -108,7 +116,7 @@ class Answers(ActiveRequest):
         if sequence.guide is not None:
             sequence.guide = sequence.guide.after(token)
         if sequence.generated == max(1, sampling.min_tokens):
-            text.watch(sampling.stop)
+            text.watch(sampling.stop, keep=sampling.include_stop)
         new = "" if token in sequence.end_tokens else text.add(token)
         ended = token in sequence.end_tokens or text.stopped or len(sequence.tokens) >= sequence.limit
         new += text.end() if ended else ""
@@ -125,7 +133,7 @@ class Answers(ActiveRequest):
         if output.finish is not None:
             self.free(sequence)
         scores = () if output.choice else self.take_prompt_scores()
-        self.collect(sequence, output._replace(prompt_scores=scores))
+        self.collect(sequence, output._replace(prompt_scores=scores, shared=self.take_shared(sequence)))
 
     def collect(self, sequence: Sequence, output: Output) -> None:
         """Handle an output of a sequence."""
@@ -145,7 +153,8 @@ class BestAnswers(Answers):
     def collect(self, sequence: Sequence, output: Output) -> None:
         self._answers[output.choice] = self._answers[output.choice].merge(output)
         if not self.sequences:
-            self.send_best(sorted(self._answers, key=self._order), self._answers[0].prompt_scores)
+            first = self._answers[0]
+            self.send_best(sorted(self._answers, key=self._order), first.prompt_scores, first.shared)
 
     def _order(self, answer: Output) -> tuple[bool, float]:
         """Descending mean log-probability; answers with a fault last."""
@@ -165,6 +174,7 @@ class BeamAnswers(ActiveRequest):
     ):
         """sequences: the first beam."""
         (first,), sampling = sequences, request.sampling
+        self._first = first
         self._texts, self._copies = [detokenizer.stream(request.prompt) for _ in range(sampling.n)], 0
         self._search = BeamSearch(
             beams=sampling.beams,
@@ -232,7 +242,7 @@ class BeamAnswers(ActiveRequest):
         sampling, new, tokens, finish = self.request.sampling, "", beam.tokens, "length"
         for number, token in enumerate(beam.tokens, start=1):
             if number == max(1, sampling.min_tokens):
-                text.watch(sampling.stop)
+                text.watch(sampling.stop, keep=sampling.include_stop)
             last = token in self._search.end_tokens
             new += "" if last else text.add(token)
             if last or text.stopped:
@@ -244,7 +254,8 @@ class BeamAnswers(ActiveRequest):
         self.free(*self.sequences)
         # With a vocabulary smaller than the number of beams, there may be fewer answers.
         lacking = self.request.sampling.n - len(answers)
-        self.send_best([*answers, *[Output(0, finish="error")] * lacking], self.take_prompt_scores())
+        failed = [Output(0, finish="error")] * lacking
+        self.send_best([*answers, *failed], self.take_prompt_scores(), self._first.shared)
 
 
 def seed_of(seed: int, choice: int) -> int:

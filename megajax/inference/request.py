@@ -44,6 +44,8 @@ class Output(NamedTuple):
     """None if more outputs follow."""
     prompt_scores: tuple[TokenScore | None, ...] = ()
     """Scores of the prompt, in the first output of choice 0, if requested; None for the first token."""
+    shared: int = 0
+    """Tokens of the prompt found in the cache, in the first output of choice 0."""
 
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
@@ -54,6 +56,7 @@ class Output(NamedTuple):
             self.scores + following.scores,
             following.finish,
             self.prompt_scores + following.prompt_scores,
+            self.shared + following.shared,
         )
 
 
@@ -120,6 +123,8 @@ class Sequence:
     """Index into the cache leaves per row; -1 if the sequence does not run."""
     published: int = 0
     """Number of blocks that other sequences may share."""
+    shared: int = 0
+    """Tokens of the prompt found in the cache when the sequence first ran."""
     digests: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of `tokens`, computed when needed."""
     preempted: int = 0

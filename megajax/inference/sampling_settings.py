@@ -108,7 +108,9 @@ class Sampling:
     seed: int | None = None
     """Random seed. None: a random one."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; it ends before the first one."""
+    """Strings that end the text; it ends before the first one, unless `include_stop`."""
+    include_stop: bool = False
+    """End the text after the stop string."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end the answer."""
     ignore_eos: bool = False
@@ -137,8 +139,9 @@ class Sampling:
         errors = {name: limit.error(getattr(self, name)) for name, limit in LIMITS.items()}
         errors |= {"stop": self._stop_error(), "stop_tokens": self._stop_tokens_error()}
         errors |= {"logit_bias": self._bias_error()}
-        if not isinstance(self.ignore_eos, bool):
-            errors["ignore_eos"] = f"must be true or false, got {abbreviated(self.ignore_eos)}"
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(value := getattr(self, name), bool):
+                errors[name] = f"must be true or false, got {abbreviated(value)}"
         return [Problem(name, error) for name, error in errors.items() if error] or self._contradictions()
 
     def _stop_error(self) -> str:

@@ -177,7 +177,10 @@ class Scheduler:
             if self.running and need + len(self.running) > self.pool.available:
                 self._release(sequence)
                 return
-            self.shared_tokens += min(sequence.computed, sequence.prompt)
+            shared = min(sequence.computed, sequence.prompt)
+            self.shared_tokens += shared
+            if not sequence.preempted:
+                sequence.shared = shared
             sequence.slot = self._slots.pop()
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=ORDER)

@@ -9,6 +9,8 @@ from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit
 
 MARK = "\ufdd2"
 """Inserted into names of special tokens within messages; Unicode reserves it for internal use."""
+CUT = "\ufdd3"
+"""Ends a message that the answer continues; reserved like MARK."""
 
 
 class Conversation:
@@ -31,14 +33,30 @@ class Conversation:
         self._names = re.compile(either) if names else None
         self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of messages with a `role` and a text `content`, then of the header of an answer.
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        header: bool = True,
+        continued: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of messages with a `role` and a text `content`.
+
+        header: append the header of an answer. continued: end after the text of the last message, which the answer
+        continues. variables: more variables of the template; names of special tokens within them are text too.
 
         Raises:
-            TemplateMisfit: the template rejects the messages.
+            TemplateMisfit: the template rejects the messages, or does not show the text of the last one.
         """
-        marked = [{key: self._mark_special_names(value) for key, value in message.items()} for message in messages]
-        text = self._template.render(marked, prompt=True)
+        marked = [self._mark_special_names(dict(message)) for message in messages]
+        if continued:
+            marked[-1]["content"] += CUT
+        text = self._template.render(marked, prompt=header, **self._mark_special_names(dict(variables or {})))
+        if continued:
+            text, cut, _ = text.rpartition(CUT)
+            if not cut:
+                raise TemplateMisfit("the chat template does not show the text of the last message: it cannot go on")
         if self._names is None or MARK not in text:
             return self._tokenizer.encode(text).tolist()
         tokens, position = [], 0
@@ -58,10 +76,14 @@ class Conversation:
         return tuple(dict.fromkeys(end for end in (between.partition("\n")[0].strip(), between) if end.strip()))
 
     def _mark_special_names(self, value: Any) -> Any:
-        """The text with MARK only within names of special tokens."""
+        """The value with MARK only within names of special tokens, in all of its texts."""
+        if isinstance(value, dict):
+            return {self._mark_special_names(key): self._mark_special_names(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._mark_special_names(part) for part in value]
         if not isinstance(value, str):
             return value
-        value = value.replace(MARK, "")
+        value = value.replace(MARK, "").replace(CUT, "")
         return value if self._first_letters is None else self._first_letters.sub(rf"\1{MARK}", value)
 
     def _text(self, text: str) -> list[int]:

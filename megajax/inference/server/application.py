@@ -20,23 +20,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megajax.config.errors import UserError
-from megajax.inference.server.body import (
-    DETOKENIZE,
-    TOKENIZE,
-    RequestError,
-    Values,
-    invalid,
-    read_object,
-    shutting_down,
-)
+from megajax.inference.server.body import RequestError, invalid, read_object, shutting_down
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
-from megajax.inference.server.megatron import megatron_job
+from megajax.inference.server.fields import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    TOKENIZE,
+    Fields,
+    UnknownFields,
+    Values,
+)
+from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import Job, OpenAIForm, chat_job, completion_job
 
-type Reader = Callable[[Mapping[str, Any], ServedModel, ServerConfig], Awaitable[Job]]
+type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 
 PUBLIC_ROUTES = ("/health",)
 """Routes that require neither a key nor a known host name."""
@@ -78,15 +79,16 @@ class Routes:
         config: ServerConfig,
         metrics: ServerMetrics,
         readiness: Readiness,
+        unknown: UnknownFields,
         *,
         log_prompts: bool,
     ):
-        self._log_prompts = log_prompts
+        self._unknown, self._log_prompts = unknown, log_prompts
         self._model, self._config, self._metrics, self._readiness = model, config, metrics, readiness
         self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
     def table(self) -> list[Route]:
-        completions, chat = self._generate(completion_job), self._generate(chat_job)
+        completions, chat = self._generate(COMPLETIONS, completion_job), self._generate(CHAT, chat_job)
         return [
             Route("/", self.page),
             Route("/health", self.health),
@@ -95,9 +97,9 @@ class Routes:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/completions", self._generate(_megatron_completions), methods=["POST"]),
+            Route("/completions", self._generate(COMPLETIONS, _megatron_completions), methods=["POST"]),
             Route("/chat/completions", chat, methods=["POST"]),
-            Route("/api", self._generate(megatron_job), methods=["PUT"]),
+            Route("/api", self._generate(FIELDS, megatron_job), methods=["PUT"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -131,13 +133,13 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt, or of messages followed by the header of an answer."""
-        values = Values(await read_object(request, self._config), TOKENIZE)
+        values = await self._values(request, TOKENIZE)
         model = self._model
         model.demand_name(values)
         if ("prompt" in values) == ("messages" in values):
             raise invalid("prompt", "give one of prompt and messages")
         if "messages" in values:
-            tokens = await model.converse(values["messages"])
+            tokens = await model.converse(values)
         else:
             special, prefix = values.get("special_tokens", False), values.get("add_special_tokens", True)
             tokens = await model.encode(values["prompt"], special_tokens=special, prefix=prefix)
@@ -145,21 +147,24 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
-        values = Values(await read_object(request, self._config), DETOKENIZE)
+        values = await self._values(request, DETOKENIZE)
         self._model.demand_name(values)
         return JSONResponse({"prompt": self._model.decode(values.demand("tokens"))})
 
-    def _generate(self, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
+    async def _values(self, request: Request, fields: Fields) -> Values:
+        return Values(await read_object(request, self._config), fields, self._unknown)
+
+    def _generate(self, fields: Fields, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            body = await read_object(request, self._config)
+            values = await self._values(request, fields)
             if self._readiness.draining or self._readiness.failed():
                 raise shutting_down()
-            job = await read_job(body, self._model, self._config)
+            job = await read_job(values, self._model, self._config)
             log = request.state.log
             log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))
-            logged = self._log_prompts and not body.get("no_log", False)
+            logged = self._log_prompts and not values.get("no_log", False)
             if logged:
-                log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
+                log.update(prompt=values.get("prompt") or values.get("messages") or values.get("prompts"))
             call = Call(self._model.worker, self._metrics, job.names)
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
@@ -237,9 +242,10 @@ def page_headers(page: str) -> dict[str, str]:
     return {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-async def _megatron_completions(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
+async def _megatron_completions(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of Megatron-LM's /completions, which always has log-probabilities."""
-    return await completion_job({"logprobs": 0, **body}, model, config)
+    values.setdefault("logprobs", 0)
+    return await completion_job(values, model, config)
 
 
 async def _disconnected(request: Request) -> None:
@@ -332,7 +338,8 @@ def build_application(
 ) -> Gate:
     """The ASGI application of a model. Raises UserError for an invalid file of keys."""
     metrics = ServerMetrics()
-    routes = Routes(model, config, metrics, readiness, log_prompts=access.log_prompts).table()
+    unknown = UnknownFields(strict=config.strict, log=log)
+    routes = Routes(model, config, metrics, readiness, unknown, log_prompts=access.log_prompts).table()
     handlers: dict[Any, Any] = dict.fromkeys((RequestError, UserError, HTTPException, Exception), _answer_error)
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

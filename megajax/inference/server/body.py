@@ -1,22 +1,17 @@
-"""Bodies of requests: read within limits, parsed as strict JSON, and their fields checked; and the errors for clients.
+"""Bodies of requests, read within limits and parsed as strict JSON; and the errors for clients.
 
-Limits of numbers are in `sampling_settings.LIMITS`; other fields are checked here. An error is a status and
-{"error": {"type", "message", "param", "code"}}.
+An error is a status and {"error": {"type", "message", "param", "code"}}. `fields.py` has the fields of bodies.
 """
 
 import asyncio
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from megajax.config.hints import did_you_mean
 from megajax.inference.request import Refused
-from megajax.inference.sampling_settings import LIMITS, Sampling, abbreviated
 from megajax.inference.server.config import ServerConfig
 
 DEPTH = 32
@@ -171,176 +166,3 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-class Field(NamedTuple):
-    """A field that a request may have."""
-
-    kind: str
-    """Description of the type, for messages and documentation."""
-    read: Callable[[Any], Any]
-    """JSON value -> Python value. Raises ValueError for a value of another type."""
-    setting: str | None = None
-    """Setting of `Sampling`, which checks the limits."""
-    null: bool = False
-    """Whether null means that the field is missing."""
-
-
-class Unsupported(NamedTuple):
-    """A field of other servers, rejected with a reason."""
-
-    reason: str
-
-
-type Fields = Mapping[str, Field | Unsupported]
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-def _instance(kind: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError
-        return value
-
-    return read
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise ValueError
-    return tuple(strings)
-
-
-def _tokens(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _bias(value: Any) -> dict[int, float]:
-    """Token -> bias; the keys of JSON objects are strings."""
-    if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,10}", name) for name in value):
-        raise ValueError
-    return {int(name): bias for name, bias in value.items()}
-
-
-def _stream_options(value: Any) -> bool:
-    """Whether the last event has the usage."""
-    if not isinstance(value, dict) or not value.keys() <= {"include_usage"}:
-        raise ValueError
-    return _instance(bool)(value.get("include_usage", False))
-
-
-def number(setting: str) -> Field:
-    """A number with limits in LIMITS."""
-    limit = LIMITS[setting]
-    kind = "an integer" if limit.kind is int else "a number"
-    return Field(kind, _identity, setting, limit.optional)
-
-
-FLAG = Field("true or false", _instance(bool))
-STRING = Field("a string", _instance(str))
-
-SAMPLING: Fields = {
-    **{
-        name: number(name)
-        for name in (
-            *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-            *("presence_penalty", "frequency_penalty", "seed", "n", "best_of", "beams", "length_penalty"),
-        )
-    },
-    "logit_bias": Field("an object of token ids and numbers", _bias, "logit_bias", null=True),
-    "stop": Field("a string or a list of strings", _stop, "stop", null=True),
-    "stop_token_ids": Field("a list of token ids", _tokens, "stop_tokens", null=True),
-    "ignore_eos": FLAG._replace(setting="ignore_eos"),
-}
-"""Fields of both OpenAI routes, with the usual names for settings that OpenAI lacks."""
-
-COMMON: Fields = {
-    **SAMPLING,
-    "model": STRING,
-    "stream": FLAG._replace(null=True),
-    "stream_options": Field("an object with include_usage", _stream_options, null=True),
-    "response_format": Field("an object with a type", _instance(dict), null=True),
-    "user": STRING._replace(null=True),
-}
-
-COMPLETIONS: Fields = {
-    **COMMON,
-    "prompt": Field("a string, a list of strings, a list of token ids, or a list of such lists", _identity),
-    "echo": FLAG._replace(null=True),
-    "logprobs": number("logprobs"),
-    "special_tokens": FLAG,
-    "add_special_tokens": FLAG,
-    "suffix": Unsupported("text is not inserted before a suffix: leave it out"),
-}
-"""Fields of /v1/completions."""
-
-NO_TOOLS = Unsupported("tools are not supported: describe them in a message, and ask for response_format json_schema")
-CHAT: Fields = {
-    **COMMON,
-    "messages": Field("a list of messages", _identity),
-    "max_completion_tokens": number("max_tokens"),
-    "logprobs": FLAG._replace(null=True),
-    "top_logprobs": number("logprobs"),
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"), NO_TOOLS),
-    "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
-}
-"""Fields of /v1/chat/completions."""
-
-TOKENIZE: Fields = {
-    "model": STRING,
-    "prompt": STRING,
-    "messages": Field("a list of messages", _identity),
-    "special_tokens": FLAG,
-    "add_special_tokens": FLAG,
-}
-"""Fields of /tokenize, which takes either prompt or messages."""
-DETOKENIZE: Fields = {"model": STRING, "tokens": Field("a list of token ids", _tokens)}
-"""Fields of /detokenize."""
-
-
-class Values(dict[str, Any]):
-    """The fields of a body as Python values."""
-
-    def __init__(self, body: Mapping[str, Any], fields: Fields):
-        """Checks names and types. Raises RequestError."""
-        super().__init__()
-        self._fields = {name: field for name, field in fields.items() if isinstance(field, Field)}
-        for name, value in body.items():
-            field = fields.get(name)
-            if field is None:
-                suggestion = did_you_mean(name[:60], list(self._fields))
-                raise invalid(name[:60], f"unknown field {name[:60]!r}" + f": {suggestion}" * bool(suggestion))
-            if isinstance(field, Unsupported):
-                raise invalid(name, f"{name}: {field.reason}")
-            if value is None and field.null:
-                continue
-            try:
-                self[name] = field.read(value)
-            except ValueError:
-                raise invalid(name, f"{name} must be {field.kind}, got {abbreviated(value)}") from None
-
-    def demand(self, name: str) -> Any:
-        """The value of a required field. Raises RequestError if it is missing."""
-        if name not in self:
-            raise invalid(name, f"{name} must be given")
-        return self[name]
-
-    def sampling(self, base: Sampling) -> Sampling:
-        """The settings of `base`, replaced by those of the fields. Raises RequestError for values beyond the limits."""
-        settings = {setting: value for name, value in self.items() if (setting := self._fields[name].setting)}
-        sampling, names = replace(base, **settings), self.names()
-        for problem in sampling.problems():
-            param = names.get(problem.setting, problem.setting)
-            raise invalid(param, f"{param} {problem.message}")
-        return sampling
-
-    def names(self) -> dict[str, str]:
-        """Setting of `Sampling` -> its field; of two fields, the one in the request."""
-        order = sorted(self._fields, key=lambda name: name in self)
-        return {setting: name for name in order if (setting := self._fields[name].setting)}

@@ -17,6 +17,8 @@ class ServerConfig:
 
     name: str | None = None
     """Name of the model in requests and answers. None: the name of its folder."""
+    strict: bool = False
+    """Refuse requests with unknown fields. False: ignore such fields, with a warning in the log for each name."""
     queue: int = 128
     """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128

@@ -1,54 +1,45 @@
 """Megatron-LM's route PUT /api: fields, defaults and answers; errors have their proper status."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megajax.inference.request import Output
 from megajax.inference.sampling_settings import TOKEN, Limit, Sampling
-from megajax.inference.server.body import FLAG, STRING, Field, Fields, Unsupported, Values, invalid, number
+from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.fields import FLAG, STRING, Field, Fields, Unsupported, Values, bounds, items, number
 from megajax.inference.server.models import ServedModel, split_prompts
 from megajax.inference.server.openai import Job, TokenTexts, finite
 
 
-def _within(limit: Limit) -> Callable[[Any], Any]:
+def _limited(kind: str, limit: Limit, setting: str | None = None) -> Field:
     def read(value: Any) -> Any:
         if limit.error(value):
             raise ValueError
         return value
 
-    return read
-
-
-def _only(only_value: Any) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if isinstance(value, bool) != isinstance(only_value, bool) or value != only_value:
-            raise ValueError
-        return value
-
-    return read
+    return Field(kind, bounds(limit), read, setting)
 
 
 FIELDS: Fields = {
-    "prompts": Field("a list of strings", lambda value: value),
+    "prompts": Field("a list of strings", items("string")),
     "model": STRING,
     "tokens_to_generate": number("max_tokens"),
     "logprobs": FLAG,
-    "temperature": Field("a number above 0 and at most 100", _within(Limit(float, 0, 100, above=True)), "temperature"),
-    "top_k": Field("an integer between 0 and 1000", _within(Limit(int, 0, 1000)), "top_k"),
-    "top_p": Field("a number between 0 and 1", _within(Limit(float, 0, 1))),
-    "top_p_decay": Field("0: top_p does not decay here", _only(0)),
-    "top_p_bound": Field("0: top_p does not decay here", _only(0)),
+    "temperature": _limited("a number above 0 and at most 100", Limit(float, 0, 100, above=True), "temperature"),
+    "top_k": _limited("an integer between 0 and 1000", Limit(int, 0, 1000), "top_k"),
+    "top_p": _limited("a number between 0 and 1", Limit(float, 0, 1)),
+    **dict.fromkeys(("top_p_decay", "top_p_bound"), Unsupported("must be 0: top_p does not decay here", (0,))),
     "add_BOS": FLAG,
     "stop_on_eol": FLAG,
     "stop_on_double_eol": FLAG,
-    "prevent_newline_after_colon": Field("false: tokens are not forbidden after others here", _only(False)),
-    "random_seed": number("seed")._replace(null=False),
+    "prevent_newline_after_colon": Unsupported("must be false: tokens are not forbidden after others here", (False,)),
+    "random_seed": number("seed"),
     "no_log": FLAG,
     "beam_width": number("beams"),
-    "stop_token": Field("a token id", _within(TOKEN)),
+    "stop_token": _limited("a token id", TOKEN),
     "length_penalty": number("length_penalty"),
     "max_len": Unsupported("replaced by tokens_to_generate"),
     "sentences": Unsupported("replaced by prompts"),
@@ -86,9 +77,8 @@ class MegatronForm:
         return finite(math.fsum(score.logprob for score in answer.scores) / length)
 
 
-async def megatron_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
+async def megatron_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of PUT /api. Raises RequestError."""
-    values = Values(body, FIELDS)
     model.demand_name(values)
     settings, scored = _settings(values), values.get("logprobs", False)
     texts = values.demand("prompts")

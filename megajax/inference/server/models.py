@@ -4,19 +4,20 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.body import RequestError, invalid
+from megajax.inference.server.fields import Values
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
 
 PROMPT_TYPES = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
-ROLES = ("system", "developer", "user", "assistant")
 LONG = 4096
 """Texts with at least this many characters are tokenized on another thread, so that other requests do not wait."""
 
@@ -63,15 +64,22 @@ class ServedModel:
         tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist())
         return [*self.tokenizer.prefix, *tokens] if prefix else tokens
 
-    async def converse(self, messages: Any) -> list[int]:
-        """Tokens of a client's messages, followed by the header of an answer. Raises RequestError."""
+    async def converse(self, values: Values) -> list[int]:
+        """Tokens of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`. Raises RequestError."""
         conversation = self.conversation
         if conversation is None:
             raise invalid("messages", f"{self.name} has no chat template: use /v1/completions")
-        checked = check_messages(messages)
-        text = "".join(str(message["content"]) for message in checked)
+        messages = [_message(message) for message in values.demand("messages")]
+        continued = values.get("continue_final_message", False)
+        header = values.get("add_generation_prompt", not continued)
+        if continued and header:
+            raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt=false")
+        variables = {name: values[name] for name in ("reasoning_effort",) if name in values}
+        variables |= values.get("chat_template_kwargs", {})
+        encode = partial(conversation.encode, messages, header=header, continued=continued, variables=variables)
+        text = "".join(message["content"] for message in messages)
         try:
-            return await _tokens(text, lambda: conversation.encode(checked), "messages")
+            return await _tokens(text, encode, "messages")
         except (TemplateMisfit, OverBudget) as error:
             raise invalid("messages", str(error)) from None
 
@@ -96,41 +104,12 @@ async def _tokens(text: str, encode: Callable[[], list[int]], param: str = "prom
         raise invalid(param, str(error)) from None
 
 
-def check_messages(messages: Any) -> list[dict[str, str]]:
-    """Messages with a role and a text. Raises RequestError that names the location."""
-    if not isinstance(messages, list) or not messages:
-        raise invalid("messages", f"messages must be a list with a message or more, got {abbreviated(messages)}")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-
-
-def _message(message: Any, location: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise invalid(location, f"{location} must be an object with role and content, got {abbreviated(message)}")
-    if unknown := message.keys() - {"role", "content", "name"}:
-        name = min(unknown)[:60]
-        raise invalid(f"{location}.{name}", f"unknown field {name!r} in {location}: it has role, content and name")
-    role, content, name = message.get("role"), message.get("content"), message.get("name")
-    if role not in ROLES:
-        raise invalid(f"{location}.role", f"{location}.role must be one of {', '.join(ROLES)}, got {abbreviated(role)}")
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{location}.content[{place}]") for place, part in enumerate(content))
-    if not isinstance(content, str):
-        raise invalid(f"{location}.content", f"{location}.content must be a string, got {abbreviated(content)}")
-    if name is not None and not isinstance(name, str):
-        raise invalid(f"{location}.name", f"{location}.name must be a string, got {abbreviated(name)}")
+def _message(message: Values) -> dict[str, str]:
+    """A message for templates. Raises RequestError without a role or a text."""
+    checked = {"role": message.demand("role"), "content": message.demand("content")}
     # Templates use `system`; OpenAI has renamed it to `developer`.
-    checked = {"role": "system" if role == "developer" else role, "content": content}
-    return checked if name is None else {**checked, "name": name}
-
-
-def _part(part: Any, location: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
-        raise invalid(
-            location, f"{location} must be an object with type text and the text: other types are not supported"
-        )
-    if not isinstance(part["text"], str):
-        raise invalid(location, f"{location}.text must be a string, got {abbreviated(part['text'])}")
-    return part["text"]
+    checked |= {"role": "system"} if checked["role"] == "developer" else {}
+    return checked | ({"name": message["name"]} if "name" in message else {})
 
 
 async def read_prompts(values: Mapping[str, Any], model: ServedModel, most: int) -> list[list[int]]:

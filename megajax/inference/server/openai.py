@@ -2,15 +2,16 @@
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from megajax.inference.request import Output, TokenScore
-from megajax.inference.sampling_settings import Sampling, abbreviated
-from megajax.inference.server.body import CHAT, COMPLETIONS, Values, invalid
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.fields import Values
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.tokenizers.base import Tokenizer
 
@@ -53,11 +54,12 @@ def finite(logprob: float) -> float:
 
 
 def completion_scores(
-    texts: TokenTexts, tokens: Sequence[int], scores: Sequence[TokenScore | None], offset: int
+    texts: TokenTexts, tokens: Sequence[int], scores: Sequence[TokenScore | None], offset: int, count: int
 ) -> dict[str, Any]:
     """`logprobs` of /v1/completions. None is the score of the first token of a text, which has no prediction.
 
-    Each entry of top_logprobs includes the token itself; of tokens with the same text, it has the most likely one.
+    count: number of most likely tokens. Each entry of top_logprobs includes the token itself; of tokens with the same
+    text, it has the most likely one.
     """
     tops: list[dict[str, float] | None] = []
     for score in scores:
@@ -65,7 +67,7 @@ def completion_scores(
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for token, logprob in (*score.top, (score.token, score.logprob)):
+        for token, logprob in (*score.top[:count], (score.token, score.logprob)):
             text = texts.text(token)
             top[text] = max(finite(logprob), top.get(text, MIN_LOGPROB))
         tops.append(top)
@@ -89,6 +91,27 @@ def chat_scores(texts: TokenTexts, scores: Sequence[TokenScore]) -> dict[str, An
         for score in scores
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_scores(
+    texts: TokenTexts, scores: Sequence[TokenScore | None], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """`prompt_logprobs`, which is vLLM's: for each token of a prompt, its entry and those of the `count` most likely
+    ones, by id; None for the first token."""
+
+    def entry(token: int, logprob: float, rank: int | None) -> tuple[str, dict[str, Any]]:
+        return str(token), {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text(token)}
+
+    return [
+        score
+        and dict(
+            [
+                entry(score.token, score.logprob, score.rank),
+                *(entry(*pair, rank) for rank, pair in enumerate(score.top[:count], start=1)),
+            ]
+        )
+        for score in scores
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,19 +146,27 @@ class OpenAIForm:
             prompts,
             settings,
         )
-        self._with_usage, self._echo = values.get("stream_options", False), values.get("echo", False)
-        self._prompt_tokens, self._generated = sum(map(len, prompts)), 0
+        options = values.get("stream_options", {})
+        self._with_usage = options.get("include_usage", False)
+        self._usage_in_all = self._with_usage and options.get("continuous_usage_stats", False)
+        self._echo, self._with_tokens = values.get("echo", False), values.get("return_token_ids", False)
+        self._prompt_top = values.get("prompt_logprobs")
+        self._prompt_tokens, self._generated, self._shared = sum(map(len, prompts)), 0, 0
         self._head = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model.name}
         self._lengths: dict[int, int] = {}
-        self._prompt_scores: dict[int, tuple[Any, ...]] = {}
+        self._prompt_scores: dict[int, Sequence[TokenScore | None]] = {}
 
     def choice(self, output: Output, *, event: bool) -> dict[str, Any]:
         """An entry of `choices`."""
         raise NotImplementedError
 
     def response(self, answers: Sequence[Output]) -> dict[str, Any]:
+        # The first answer to a prompt has the scores of the prompt for all answers.
+        n = self._settings.n
+        self._prompt_scores = {answer.choice // n: answer.prompt_scores for answer in answers[::n]}
+        for answer in answers:
+            self._count(answer)
         choices = [self.choice(answer, event=False) for answer in answers]
-        self._generated = sum(len(answer.tokens) for answer in answers)
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -144,20 +175,38 @@ class OpenAIForm:
 
     def event(self, output: Output) -> dict[str, Any]:
         """The event of a output of an answer."""
-        self._generated += len(output.tokens)
+        self._count(output)
         return self._event([self.choice(output, event=True)])
 
     def closing(self) -> list[dict[str, Any]]:
         """Events after the last token."""
         return [{**self._event([]), "usage": self._usage()}] if self._with_usage else []
 
-    def _usage(self) -> dict[str, int]:
+    def _count(self, output: Output) -> None:
+        self._generated += len(output.tokens)
+        self._shared += output.shared
+
+    def _usage(self) -> dict[str, Any]:
         total = self._prompt_tokens + self._generated
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._generated, "total_tokens": total}
+        details = {"prompt_tokens_details": {"cached_tokens": self._shared}}
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._generated, "total_tokens": total}
+        return counts | details
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "object": self.chunk, "choices": choices}
-        return {**event, "usage": None} if self._with_usage else event
+        return {**event, "usage": self._usage() if self._usage_in_all else None} if self._with_usage else event
+
+    def _of_prompt(self, number: int) -> dict[str, Any]:
+        """Tokens and scores of a prompt, if requested."""
+        found: dict[str, Any] = {"prompt_token_ids": list(self._prompts[number])} if self._with_tokens else {}
+        if self._prompt_top is not None:
+            scores = self._prompt_scores.get(number, ())
+            found["prompt_logprobs"] = prompt_scores(self._texts, scores, self._prompt_top)
+        return found
+
+    def _of_answer(self, output: Output) -> dict[str, Any]:
+        """Tokens of an answer, if requested."""
+        return {"token_ids": list(output.tokens)} if self._with_tokens else {}
 
 
 class CompletionForm(OpenAIForm):
@@ -166,14 +215,9 @@ class CompletionForm(OpenAIForm):
     kind = chunk = "text_completion"
     prefix = "cmpl-"
 
-    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
-        # The first answer to a prompt has the scores of the prompt for all answers.
-        n = self._settings.n
-        self._prompt_scores = {answer.choice // n: answer.prompt_scores for answer in answers[::n]}
-        return super().response(answers)
-
     def choice(self, output: Output, *, event: bool) -> dict[str, Any]:
-        number, echoes = output.choice // self._settings.n, self._echo and output.choice not in self._lengths
+        number, first = output.choice // self._settings.n, output.choice not in self._lengths
+        echoes = self._echo and first
         start = self._lengths.setdefault(output.choice, 0)
         text = self._tokenizer.decode(self._prompts[number]) + output.text if echoes else output.text
         self._lengths[output.choice] = start + len(text)
@@ -182,8 +226,9 @@ class CompletionForm(OpenAIForm):
             prompt = self._prompts[number] if echoes else ()
             prompt_scores = self._prompt_scores.get(number, output.prompt_scores) if echoes else ()
             tokens, scores = [*prompt, *output.tokens], [*prompt_scores, *output.scores]
-            logprobs = completion_scores(self._texts, tokens, scores, start)
-        return {"index": output.choice, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+            logprobs = completion_scores(self._texts, tokens, scores, start, self._settings.logprobs)
+        choice = {"index": output.choice, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+        return choice | (self._of_prompt(number) if first else {}) | self._of_answer(output)
 
 
 class ChatForm(OpenAIForm):
@@ -198,24 +243,28 @@ class ChatForm(OpenAIForm):
             content = {"delta": {"content": output.text} if output.text else {}}
         else:
             content = {"message": {"role": "assistant", "content": output.text, "refusal": None}}
-        return {"index": output.choice, **content, "logprobs": logprobs, "finish_reason": output.finish}
+        choice = {"index": output.choice, **content, "logprobs": logprobs, "finish_reason": output.finish}
+        return choice | self._of_answer(output)
+
+    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
+        return {**super().response(answers), **self._of_prompt(0)}
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [
+        first, *others = (
             self._event([{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
             for number in range(self._settings.n)
-        ]
+        )
+        return [{**first, **self._of_prompt(0)}, *others]
 
 
-async def completion_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
+async def completion_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/completions. Raises RequestError."""
-    values = Values(body, COMPLETIONS)
     model.demand_name(values)
     values.demand("prompt")
-    settings = values.sampling(replace(Sampling(), guide=_guide(values)))
+    settings = values.sampling(Sampling())
     if values.get("echo", False) and settings.logprobs is not None:
-        settings = replace(settings, prompt_logprobs=settings.logprobs)
+        settings = replace(settings, prompt_logprobs=max(settings.logprobs, settings.prompt_logprobs or 0))
         if values.get("stream", False) and settings.n > 1:
             raise invalid("n", "n must be 1 in a stream with echo and logprobs")
     _check_stream(values, settings)
@@ -223,23 +272,19 @@ async def completion_job(body: Mapping[str, Any], model: ServedModel, config: Se
     return _job(values, settings, config, CompletionForm(model, prompts, settings, values), prompts, "prompt")
 
 
-async def chat_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
+async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/chat/completions. Raises RequestError."""
-    values = Values(body, CHAT)
     model.demand_name(values)
-    messages, old, new = values.demand("messages"), values.get("max_tokens"), values.get("max_completion_tokens")
-    if "max_tokens" in values and "max_completion_tokens" in values and old != new:
-        message = f"max_completion_tokens is {abbreviated(new)}, max_tokens is {abbreviated(old)}"
-        raise invalid("max_completion_tokens", f"{message}: both are the same setting, give one of them")
+    values.demand("messages")
     scored, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
     if top is not None and not scored:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     if scored:
         values["top_logprobs"] = top or 0
     # By default, an answer may fill the row.
-    settings = values.sampling(replace(Sampling(), max_tokens=model.length, guide=_guide(values)))
+    settings = values.sampling(Sampling(max_tokens=model.length))
     _check_stream(values, settings)
-    prompts = [await model.converse(messages)]
+    prompts = [await model.converse(values)]
     return _job(values, settings, config, ChatForm(model, prompts, settings, values), prompts, "messages")
 
 
@@ -247,7 +292,7 @@ def _job(
     values: Values, settings: Sampling, config: ServerConfig, form: OpenAIForm, prompts: list[list[int]], param: str
 ) -> Job:
     """A job with a limited number of answers. param: field of the prompts. Raises RequestError."""
-    names = {**values.names(), "guide": "response_format", "prompt": param}
+    names = {**values.names(), "prompt": param}
     if (answers := len(prompts) * settings.choices()) > config.prompts:
         param = "best_of" if settings.choices() > settings.n else "n" if settings.n > 1 else param
         message = f"{len(prompts)} prompts with {settings.choices()} answers each make {answers:,} answers"
@@ -260,29 +305,8 @@ def _check_stream(values: Values, settings: Sampling) -> None:
     stream = values.get("stream", False)
     if "stream_options" in values and not stream:
         raise invalid("stream_options", "stream_options needs stream=true")
+    if "prompt_logprobs" in values and stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs cannot be streamed: set stream=false")
     if stream and settings.choices() > settings.n:
         message = f"best_of={settings.choices()} is above n={settings.n}"
         raise invalid("best_of", f"{message}: the best answers are known only at the end, so they cannot be streamed")
-
-
-def _guide(values: Values) -> Any:
-    """The JSON schema of `response_format`; None for any text. Raises RequestError."""
-    response_format = values.get("response_format")
-    if response_format is None:
-        return None
-    name, kinds = "response_format", "text, json_object or json_schema"
-    kind, unknown_keys = response_format.get("type"), response_format.keys() - {"type", "json_schema"}
-    if (
-        kind not in ("text", "json_object", "json_schema")
-        or unknown_keys
-        or ("json_schema" in response_format) != (kind == "json_schema")
-    ):
-        raise invalid(name, f"{name} must have a type, {kinds}, the last with a json_schema, and nothing else")
-    if kind != "json_schema":
-        return {"type": "object"} if kind == "json_object" else None
-    described = response_format["json_schema"]
-    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
-        raise invalid(f"{name}.json_schema", f"{name}.json_schema must be an object with an object `schema`")
-    if unknown := described.keys() - {"name", "description", "schema", "strict"}:
-        raise invalid(f"{name}.json_schema", f"{name}.json_schema: unknown field {min(unknown)[:60]!r}")
-    return described["schema"]

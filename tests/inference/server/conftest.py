@@ -10,8 +10,9 @@ from megajax.inference.server.config import ServerConfig
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    """With small limits."""
+    """With small limits, and without unknown fields."""
     config = ServerConfig(
+        strict=True,
         queue=32,
         prompts=8,
         body_bytes=64 * 1024,

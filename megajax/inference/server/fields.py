@@ -1,0 +1,439 @@
+"""The fields of requests, in one table for each route, and their values.
+
+Bodies are checked by these tables, and /openapi.json is written from them. Limits of numbers are in
+`sampling_settings.LIMITS`. null means everywhere that a field is not given.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megajax.config.hints import did_you_mean
+from megajax.config.read_limits import parse_json
+from megajax.inference.sampling_settings import LIMITS, Limit, Sampling, abbreviated
+from megajax.inference.server.body import RequestError, invalid
+
+REPORTS = 1000
+"""Maximum number of unknown fields that are reported; clients choose their names."""
+ROLES = ("system", "developer", "user", "assistant")
+RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt")
+"""Variables of templates that a request cannot set."""
+JSON_OBJECT = {"type": "object"}
+"""The guide of any JSON object."""
+
+
+class Field(NamedTuple):
+    """A field that a request may have."""
+
+    kind: str
+    """Description of the type, for messages."""
+    schema: Mapping[str, Any]
+    """JSON Schema of the type, for /openapi.json."""
+    read: Callable[[Any], Any] = lambda value: value
+    """Value as JSON -> Python value. Raises ValueError for a value of another type."""
+    setting: str | None = None
+    """Setting of `Sampling`, which checks the limits."""
+    fields: "Fields | None" = None
+    """Fields of an object, or of each object of a list; `read` gets `Values`."""
+
+
+class Unsupported(NamedTuple):
+    """A field of other servers, rejected with a reason."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+    """Accepted values, which ask for nothing."""
+
+
+type Fields = Mapping[str, Field | Unsupported]
+
+
+class UnknownFields:
+    """Reports each unknown field once in the life of a server, or refuses it."""
+
+    def __init__(self, *, strict: bool, log: Callable[[str], None]):
+        """strict: refuse unknown fields. log: called with a line for each name."""
+        self._strict, self._log = strict, log
+        self._reported: set[str] = set()
+
+    def report(self, location: str, suggestion: str) -> None:
+        """Raises RequestError if unknown fields are refused. location: the field, with those around it."""
+        described = f"unknown field {location!r}" + f": {suggestion}" * bool(suggestion)
+        if self._strict:
+            raise invalid(location, described)
+        name = re.sub(r"\[\d+\]", "[]", location)
+        if name not in self._reported and len(self._reported) < REPORTS:
+            self._reported.add(name)
+            ignored = described.replace(repr(location), repr(name), 1)
+            self._log(f"warning: {ignored} (ignored, here and in later requests; server.strict=true refuses it)")
+
+
+class Values(dict[str, Any]):
+    """The fields of an object as Python values. Those whose value is null are missing."""
+
+    def __init__(self, body: Mapping[str, Any], fields: Fields, unknown: UnknownFields, where: str = ""):
+        """Checks names and types. where: location of the object, with a dot at its end. Raises RequestError."""
+        super().__init__()
+        self._fields = {name: field for name, field in fields.items() if isinstance(field, Field)}
+        self._where, self._unknown = where, unknown
+        for name, value in body.items():
+            field, location = fields.get(name), f"{where}{name[:60]}"
+            if field is None:
+                unknown.report(location, did_you_mean(name[:60], list(self._fields)))
+            elif isinstance(field, Unsupported):
+                if value is not None and value not in field.neutral:
+                    raise invalid(location, f"{location}: {field.reason}")
+            elif value is not None:
+                self[name] = self._read(field, value, location)
+
+    def _read(self, field: Field, value: Any, location: str) -> Any:
+        try:
+            return field.read(value if field.fields is None else self._objects(field.fields, value, location))
+        except ValueError:
+            raise invalid(location, f"{location} must be {field.kind}, got {abbreviated(value)}") from None
+
+    def _objects(self, fields: Fields, value: Any, location: str) -> Any:
+        """An object, or a list of objects, as Values; other values as they are."""
+        if isinstance(value, dict):
+            return Values(value, fields, self._unknown, f"{location}.")
+        if not isinstance(value, list):
+            return value
+        for place, part in enumerate(value):
+            if not isinstance(part, dict):
+                raise invalid(f"{location}[{place}]", f"{location}[{place}] must be an object, got {abbreviated(part)}")
+        return [Values(part, fields, self._unknown, f"{location}[{place}].") for place, part in enumerate(value)]
+
+    def demand(self, name: str) -> Any:
+        """The value of a required field. Raises RequestError if it is missing."""
+        if name not in self:
+            raise self.invalid(name, "must be given")
+        return self[name]
+
+    def invalid(self, name: str, message: str) -> RequestError:
+        """The error of a field."""
+        return invalid(f"{self._where}{name}", f"{self._where}{name} {message}")
+
+    def sampling(self, base: Sampling) -> Sampling:
+        """The settings of `base`, replaced by those of the fields.
+
+        Raises RequestError for values beyond the limits, and for two fields of one setting with different values.
+        """
+        given: dict[str, str] = {}
+        for name, field in self._fields.items():
+            if field.setting is None or self.get(name) is None:
+                continue
+            other = given.setdefault(field.setting, name)
+            if self[name] != self[other]:
+                values = f"is {abbreviated(self[name])}, {other} is {abbreviated(self[other])}"
+                raise self.invalid(name, f"{values}: both are the same setting, give one of them")
+        sampling, names = replace(base, **{setting: self[name] for setting, name in given.items()}), self.names()
+        for problem in sampling.problems():
+            param = names.get(problem.setting, problem.setting)
+            raise invalid(param, f"{param} {problem.message}")
+        return sampling
+
+    def names(self) -> dict[str, str]:
+        """Setting of `Sampling` -> its field; of two fields, the one in the request."""
+        order = sorted(self._fields, key=lambda name: name in self)
+        return {setting: name for name in order if (setting := self._fields[name].setting)}
+
+
+def instance(kind: type) -> Callable[[Any], Any]:
+    """A reader of values of a type."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return read
+
+
+def one_of(*choices: Any) -> Callable[[Any], Any]:
+    """A reader of some values only."""
+
+    def read(value: Any) -> Any:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise ValueError
+        return value
+
+    return read
+
+
+def choice(*choices: str) -> Field:
+    """A string among several."""
+    return Field(f"one of {', '.join(choices)}", {"enum": list(choices)}, one_of(*choices))
+
+
+def number(setting: str) -> Field:
+    """A number with limits in LIMITS."""
+    limit = LIMITS[setting]
+    return Field("an integer" if limit.kind is int else "a number", bounds(limit), setting=setting)
+
+
+def bounds(limit: Limit) -> dict[str, Any]:
+    """The schema of the numbers within limits."""
+    kind = "integer" if limit.kind is int else "number"
+    return {"type": kind, "exclusiveMinimum" if limit.above else "minimum": limit.least, "maximum": limit.most}
+
+
+def items(kind: str) -> dict[str, Any]:
+    """The schema of a list."""
+    return {"type": "array", "items": {"type": kind}}
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(string, str) for string in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    return _strings([value] if isinstance(value, str) else value)
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Token -> bias; the keys of JSON objects are strings."""
+    if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,10}", name) for name in value):
+        raise ValueError
+    return {int(name): bias for name, bias in value.items()}
+
+
+def _all_at_minus_one(value: Any) -> Any:
+    return 0 if type(value) is int and value == -1 else value
+
+
+def _schema(value: Any) -> Any:
+    """A JSON schema, or its text."""
+    return instance(dict)(parse_json(value) if isinstance(value, str) else value)
+
+
+def _choices(value: Any) -> str:
+    """The regular expression of one of several texts."""
+    texts = _strings(value)
+    if not texts:
+        raise ValueError
+    return "|".join(re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text) for text in texts)
+
+
+def _whole_object(value: bool) -> Any:
+    return JSON_OBJECT if instance(bool)(value) else None
+
+
+def _response_format(value: Any) -> Any:
+    """The guide of a format; None for any text."""
+    kind, described = instance(Values)(value).demand("type"), value.get("json_schema")
+    if (described is None) != (kind != "json_schema"):
+        raise ValueError
+    return described.demand("schema") if kind == "json_schema" else JSON_OBJECT if kind == "json_object" else None
+
+
+def _one_guide(value: Any) -> Any:
+    guides = [guide for guide in instance(Values)(value).values() if guide is not None]
+    if len(guides) != 1:
+        raise ValueError
+    return guides[0]
+
+
+def _text(value: Any) -> str:
+    """A text, or the joined texts of parts."""
+    if isinstance(value, list):
+        return "".join(part.demand(part["type"]) for part in value if part.demand("type"))
+    return instance(str)(value)
+
+
+def _some(value: Any) -> Any:
+    if not instance(list)(value):
+        raise ValueError
+    return value
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    if set(RENDERING_NAMES) & instance(dict)(value).keys():
+        raise ValueError
+    return value
+
+
+FLAG = Field("true or false", {"type": "boolean"}, instance(bool))
+STRING = Field("a string", {"type": "string"}, instance(str))
+OBJECT = Field("an object", {"type": "object"}, instance(dict))
+TOKENS = Field("a list of token ids", items("integer"), _tokens)
+GUIDE_SCHEMA = Field("a JSON schema", {"type": ["object", "string"]}, _schema)
+GUIDE_CHOICE = Field("a list of strings, at least one", items("string"), _choices)
+GUIDE_REGEX = Field("a regular expression", {"type": "string"}, instance(str))
+NO_GRAMMAR = Unsupported("grammars are not supported: give json, choice or regex")
+
+STRUCTURED_OUTPUTS: Fields = {
+    "json": GUIDE_SCHEMA,
+    "choice": GUIDE_CHOICE,
+    "regex": GUIDE_REGEX,
+    "json_object": Field("true or false", {"type": "boolean"}, _whole_object),
+    "grammar": NO_GRAMMAR,
+    "structural_tag": NO_GRAMMAR,
+}
+JSON_SCHEMA: Fields = {"name": STRING, "description": STRING, "strict": FLAG, "schema": OBJECT}
+RESPONSE_FORMAT: Fields = {
+    "type": choice("text", "json_object", "json_schema"),
+    "json_schema": Field("an object with a schema", {"type": "object"}, fields=JSON_SCHEMA),
+}
+STREAM_OPTIONS: Fields = {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
+
+SAMPLING: Fields = {
+    **{
+        name: number(name)
+        for name in (
+            *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+            *("presence_penalty", "frequency_penalty", "seed", "n", "best_of", "beams", "length_penalty"),
+            "prompt_logprobs",
+        )
+    },
+    "top_k": number("top_k")._replace(read=_all_at_minus_one),
+    "logit_bias": Field("an object of token ids and numbers", {"type": "object"}, _bias, "logit_bias"),
+    "stop": Field("a string or a list of strings", {"type": ["string", "array"]}, _stop, "stop"),
+    "stop_token_ids": TOKENS._replace(setting="stop_tokens"),
+    "ignore_eos": FLAG._replace(setting="ignore_eos"),
+    "include_stop_str_in_output": FLAG._replace(setting="include_stop"),
+    "response_format": Field(
+        "an object with a type (text, json_object or json_schema) and, for json_schema alone, a json_schema",
+        {"type": "object"},
+        _response_format,
+        "guide",
+        RESPONSE_FORMAT,
+    ),
+    "structured_outputs": Field(
+        "an object with one of json, choice, regex and json_object",
+        {"type": "object"},
+        _one_guide,
+        "guide",
+        STRUCTURED_OUTPUTS,
+    ),
+    "guided_json": GUIDE_SCHEMA._replace(setting="guide"),
+    "guided_choice": GUIDE_CHOICE._replace(setting="guide"),
+    "guided_regex": GUIDE_REGEX._replace(setting="guide"),
+}
+"""Fields of both OpenAI routes, with the usual names for settings that OpenAI lacks."""
+
+NO_EFFECT: Fields = {
+    **dict.fromkeys(("user", "safety_identifier", "service_tier", "request_id"), STRING),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), STRING),
+    **dict.fromkeys(("store", "skip_special_tokens", "spaces_between_special_tokens"), FLAG),
+    "metadata": OBJECT,
+    "priority": Field("an integer", {"type": "integer"}, instance(int)),
+}
+"""Fields that are accepted without effect."""
+
+UNSUPPORTED: Fields = {
+    "guided_grammar": NO_GRAMMAR,
+    "use_beam_search": Unsupported("set beams to the width of the search", (False,)),
+    "bad_words": Unsupported("use logit_bias, which takes token ids", ([],)),
+    "allowed_token_ids": Unsupported("use guided_choice or guided_regex"),
+    "logits_processors": Unsupported("no code of clients runs here", ([],)),
+    "truncate_prompt_tokens": Unsupported("shorten the prompt before it is sent"),
+}
+"""Fields of other servers on both routes that would change the answer."""
+
+COMMON: Fields = {
+    **SAMPLING,
+    **NO_EFFECT,
+    **UNSUPPORTED,
+    "model": STRING,
+    "stream": FLAG,
+    "stream_options": Field(
+        "an object with include_usage", {"type": "object"}, instance(Values), fields=STREAM_OPTIONS
+    ),
+    "return_token_ids": FLAG,
+}
+
+COMPLETIONS: Fields = {
+    **COMMON,
+    "prompt": Field(
+        "a string, a list of strings, a list of token ids, or a list of such lists", {"type": ["string", "array"]}
+    ),
+    "echo": FLAG,
+    "logprobs": number("logprobs"),
+    "special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+    "suffix": Unsupported("text is not inserted before a suffix: leave it out", ("",)),
+}
+"""Fields of /v1/completions."""
+
+PART: Fields = {
+    "type": Field(
+        "text: other content than text is not supported", {"enum": ["text", "refusal"]}, one_of("text", "refusal")
+    ),
+    "text": STRING,
+    "refusal": STRING,
+}
+MESSAGE: Fields = {
+    "role": choice(*ROLES),
+    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART),
+    "name": STRING,
+    "refusal": STRING,
+    "audio": Unsupported("only text is supported"),
+    "tool_calls": Unsupported("tools are not supported", ([],)),
+    "function_call": Unsupported("tools are not supported"),
+}
+MESSAGES = Field("a list with a message or more", {"type": "array", "minItems": 1}, _some, fields=MESSAGE)
+RENDERING: Fields = {
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
+    "chat_template_kwargs": Field(
+        f"an object without {', '.join(RENDERING_NAMES)}, which the server sets", {"type": "object"}, _variables
+    ),
+    "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
+    "documents": Unsupported("write documents into a message, or into chat_template_kwargs", ([],)),
+}
+"""How messages become a prompt."""
+
+NO_TOOLS = Unsupported(
+    "tools are not supported: describe them in a message, and ask for response_format json_schema",
+    ([], "none", "auto"),
+)
+CHAT_NO_EFFECT: Fields = {
+    "parallel_tool_calls": FLAG,
+    "verbosity": STRING,
+    "modalities": Field('["text"]', items("string"), one_of(["text"])),
+    "prediction": OBJECT,
+}
+"""Fields of /v1/chat/completions that are accepted without effect."""
+
+CHAT: Fields = {
+    **COMMON,
+    **RENDERING,
+    **CHAT_NO_EFFECT,
+    "messages": MESSAGES,
+    "max_completion_tokens": number("max_tokens"),
+    "logprobs": FLAG,
+    "top_logprobs": number("logprobs"),
+    "reasoning_effort": STRING,
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), NO_TOOLS),
+    "audio": Unsupported("only text is supported"),
+    "web_search_options": Unsupported("the server reads nothing from elsewhere"),
+    "echo": Unsupported("use /v1/completions", (False,)),
+    "add_special_tokens": Unsupported("the chat template writes the special tokens", (False,)),
+}
+"""Fields of /v1/chat/completions."""
+
+TOKENIZE: Fields = {
+    **RENDERING,
+    "model": STRING,
+    "prompt": STRING,
+    "messages": MESSAGES,
+    "special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+}
+"""Fields of /tokenize, which takes either prompt or messages."""
+DETOKENIZE: Fields = {"model": STRING, "tokens": TOKENS}
+"""Fields of /detokenize."""
+
+
+def effectless(fields: Fields) -> Iterator[str]:
+    """Names of the fields of a table that are accepted without effect."""
+    return (name for name, field in fields.items() if field in (NO_EFFECT.get(name), CHAT_NO_EFFECT.get(name)))

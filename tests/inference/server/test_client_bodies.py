@@ -1,0 +1,269 @@
+"""Bodies that clients of other servers send are answered, and their fields have their effect."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import Running, start, stop
+
+from megajax.inference.request import Sequence
+from megajax.inference.sampling.guide import Guides
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.fields import GUIDE_CHOICE
+
+CHATS: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.fixture(scope="module")
+def lenient() -> Iterator[Running]:
+    """A server with the default settings."""
+    running = start(ServerConfig())
+    yield running
+    stop(running)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "the openai client": {
+        "messages": CHATS,
+        "model": "tiny",
+        "max_tokens": 4,
+        "frequency_penalty": None,
+        "logit_bias": {"97": -100, "98": 100},
+        "store": False,
+        "metadata": {"job": "a"},
+        "service_tier": "auto",
+        "user": "me",
+        "parallel_tool_calls": True,
+        "tool_choice": "none",
+        "tools": [],
+        "modalities": ["text"],
+        "verbosity": "low",
+        "reasoning_effort": "medium",
+        "prompt_cache_key": "a",
+        "safety_identifier": "b",
+        "response_format": {"type": "text"},
+    },
+    "ChatOpenAI of LangChain": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "assistant", "content": "hello", "tool_calls": None, "refusal": None, "function_call": None},
+            {"role": "user", "content": "go on", "name": None},
+        ],
+        "model": "tiny",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.7,
+        "max_completion_tokens": 4,
+        "n": 1,
+        "top_p": None,
+        "seed": None,
+        "stop": None,
+        "logprobs": None,
+        "top_logprobs": None,
+        "presence_penalty": None,
+        "reasoning_effort": None,
+        "disable_streaming": False,
+    },
+    "the Agents SDK of OpenAI": {
+        "model": "tiny",
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "hello", "annotations": [], "audio": None},
+            {"role": "user", "content": "more"},
+        ],
+        "tools": [],
+        "temperature": None,
+        "top_p": None,
+        "frequency_penalty": None,
+        "presence_penalty": None,
+        "max_tokens": 4,
+        "tool_choice": "auto",
+        "response_format": None,
+        "parallel_tool_calls": False,
+        "stream": False,
+        "stream_options": None,
+        "store": None,
+        "reasoning_effort": None,
+        "verbosity": None,
+        "top_logprobs": None,
+        "prompt_cache_retention": None,
+        "metadata": None,
+        "extra_headers": None,
+    },
+    "vLLM": {
+        "messages": CHATS,
+        "max_tokens": 4,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "add_special_tokens": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "use_beam_search": False,
+        "best_of": None,
+        "guided_json": None,
+        "structured_outputs": None,
+        "truncate_prompt_tokens": None,
+        "priority": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_of_clients(lenient: Running, name: str) -> None:
+    answer = lenient.ask("/v1/chat/completions", BODIES[name])
+    assert answer.status_code == 200, answer.text
+    if BODIES[name].get("stream"):
+        events = [json.loads(event[6:]) for event in answer.text.strip().split("\n\n")[:-1]]
+        assert events[-1]["usage"]["completion_tokens"] == 4
+    else:
+        assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_a_completion_with_every_field_of_openai(lenient: Running) -> None:
+    fields = ("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty")
+    more = ("seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user")
+    body = {"model": "tiny", "prompt": "ab", **dict.fromkeys((*fields, *more))}
+    assert lenient.ask("/v1/completions", body).json()["choices"][0]["text"] == "ab" * 8
+
+
+def test_unknown_fields_are_reported_once(lenient: Running) -> None:
+    for number in range(3):
+        messages = [{"role": "user", "content": "a", "mood": number}] * 2
+        body = {"messages": messages, "max_tokens": 1, "temprature": 1, "a\nb": 1, "response_format": {"type": "text"}}
+        assert lenient.ask("/v1/chat/completions", body).status_code == 200
+    warnings = [line for line in lenient.log if line.startswith("warning")]
+    assert sum("'temprature': did you mean temperature?" in line for line in warnings) == 1
+    assert sum("'messages[].mood'" in line for line in warnings) == 1
+    assert sum("'a\\nb'" in line for line in warnings) == 1
+    assert all("server.strict" in line and "\n" not in line for line in warnings)
+
+
+def sampling_of(lenient: Running, body: dict[str, Any]) -> Sequence:
+    """The first row of a chat."""
+    answer = lenient.ask("/v1/chat/completions", {"messages": CHATS, "max_tokens": 1} | body)
+    assert answer.status_code == 200, answer.text
+    return lenient.device.seen[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "guide"),
+    [
+        ({"guided_json": SCHEMA}, SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
+        ({"guided_regex": "[ab]+"}, "[ab]+"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "a"),
+        ({"guided_choice": ["a", "b+c"]}, "a|b\\+c"),
+        ({"structured_outputs": {"choice": ["a.b"]}}, "a\\.b"),
+    ],
+)
+def test_guides_of_vllm(lenient: Running, body: dict[str, Any], guide: Any) -> None:
+    assert sampling_of(lenient, body).sampling.guide == guide
+
+
+def test_settings_of_vllm(lenient: Running) -> None:
+    sampling = sampling_of(
+        lenient,
+        {"min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 1, "stop_token_ids": [5], "ignore_eos": True,
+         "top_k": -1, "logit_bias": {"7": -100}},
+    ).sampling  # fmt: skip
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens, sampling.top_k) == (0.1, 1.2, 1, 0)
+    assert (sampling.stop_tokens, sampling.ignore_eos, dict(sampling.logit_bias)) == ((5,), True, {7: -100})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_string_in_the_text(lenient: Running, stream: bool) -> None:
+    body = {"prompt": "abcd", "max_tokens": 9, "stop": ["bc"], "include_stop_str_in_output": True, "stream": stream}
+    text = lenient.ask("/v1/completions", body).text
+    bodies = [json.loads(event[6:]) for event in text.strip().split("\n\n")[:-1]] if stream else [json.loads(text)]
+    assert "".join(body["choices"][0]["text"] for body in bodies) == "abc"
+    assert bodies[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_tokens(lenient: Running, stream: bool) -> None:
+    body = {"prompt": ["ab", "c"], "max_tokens": 2, "return_token_ids": True, "stream": stream}
+    text = lenient.ask("/v1/completions", body).text
+    bodies = [json.loads(event[6:]) for event in text.strip().split("\n\n")[:-1]] if stream else [json.loads(text)]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    assert [choice["prompt_token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])
+            if "prompt_token_ids" in choice] == [[97, 98], [99]]  # fmt: skip
+    assert [token for choice in choices if choice["index"] == 0 for token in choice["token_ids"]] == [97, 98]
+    chat = lenient.ask("/v1/chat/completions", {"messages": CHATS, "max_tokens": 2, "return_token_ids": True}).json()
+    assert bytes(chat["prompt_token_ids"]) == b"user: hi\nassistant: " and chat["choices"][0]["token_ids"] == [117, 115]
+
+
+def test_scores_of_the_prompt(lenient: Running) -> None:
+    body = {"prompt": "ab", "max_tokens": 1, "prompt_logprobs": 2}
+    (choice,) = lenient.ask("/v1/completions", body).json()["choices"]
+    first, second = choice["prompt_logprobs"]
+    assert first is None and choice["logprobs"] is None
+    assert second == {
+        "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+        "99": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+    }
+    chat = {"messages": CHATS, "max_tokens": 1, "prompt_logprobs": 0}
+    scores = lenient.ask("/v1/chat/completions", chat).json()["prompt_logprobs"]
+    assert len(scores) == len("user: hi\nassistant: ") and all(len(score) == 1 for score in scores[1:])
+
+
+def test_usage_counts_tokens_in_the_cache(lenient: Running) -> None:
+    body = {"prompt": "0123456789" * 10, "max_tokens": 3}
+    usages = [lenient.ask("/v1/completions", body).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 96]
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    events = lenient.ask("/v1/completions", body | {"stream": True, "stream_options": options}).text.split("\n\n")
+    counts = [json.loads(event[6:])["usage"]["completion_tokens"] for event in events[:-2]]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 3
+    assert json.loads(events[0][6:])["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+def test_the_last_message_is_continued(lenient: Running) -> None:
+    messages = [*CHATS, {"role": "assistant", "content": "Well, "}]
+    ask = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    tokens = lenient.ask("/tokenize", ask).json()["tokens"]
+    assert bytes(tokens) == b"user: hi\nassistant: Well, "
+    assert lenient.ask("/tokenize", {"messages": messages, "continue_final_message": True}).json()["tokens"] == tokens
+    without = lenient.ask("/tokenize", {"messages": CHATS, "add_generation_prompt": False}).json()["tokens"]
+    assert bytes(without) == b"user: hi\n"
+
+
+def test_variables_of_the_template() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}|{{ reasoning_effort }}|{{ mode.a[0] }}|{{ bos_token }}"
+    )
+    running = start(ServerConfig(), template=template)
+    try:
+        body = {"messages": CHATS, "reasoning_effort": "low", "max_tokens": 1, "return_token_ids": True}
+        body |= {"chat_template_kwargs": {"mode": {"a": ["x"]}}}
+        tokens = running.ask("/v1/chat/completions", body).json()["prompt_token_ids"]
+    finally:
+        stop(running)
+    assert bytes(tokens) == b"hi|low|x|"
+
+
+def test_the_guide_of_choices_allows_exactly_these() -> None:
+    texts = ["yes", "no", "a.b", "1+1 = 2", "é|\\n\n", "<x>/[y]{2}^$", "#&-~ \"'", "yes!"]
+    end, pieces = 256, [bytes((value,)) for value in range(256)]
+    start_state = Guides(lambda: [*pieces, None], [end])(GUIDE_CHOICE.read(texts))
+    for text in texts:
+        state = start_state
+        for token in text.encode():
+            state = state.after(token)
+        assert state.complete
+    for text in ("yesno", "y", "axb", "11 = 2"):
+        state = start_state
+        with pytest.raises(ValueError, match="follow"):
+            for token in (*text.encode(), ord("#")):
+                state = state.after(token)
