@@ -26,9 +26,6 @@ DATA_SECONDS = 5.0
 BARRIER_SECONDS = 5.0
 """How long processes wait for each other at the end."""
 
-ABANDON_SECONDS = 0.5
-"""After a longer wait for rows, the threads that read them may never end: the interpreter must not wait for them."""
-
 CLOSE_SECONDS = 5.0
 """How long the prefetch may take to stop after an abandoned wait."""
 
@@ -40,7 +37,8 @@ class Stopping:
 
     Attributes:
         last_step: the last step of this attempt, without a request to stop.
-        abandoned: whether a wait for rows was abandoned: the thread that reads them may never end.
+        abandoned: whether a wait for rows was abandoned. The thread that reads them may never end, however short the
+            wait was, and the interpreter must not wait for it.
         signalled: whether a signal stopped the run, the same on all processes; known after `agree_on_signal`.
     """
 
@@ -89,12 +87,11 @@ class Stopping:
     @contextlib.contextmanager
     def waiting(self, step: int) -> Generator[None]:
         """The block waits for the rows of a step. Raises StopWaiting if all processes can stop before that step."""
-        started = time.monotonic()
         try:
             with self._signals.interruptible(step, at_once=self._peers.single_process):
                 yield
         except StopWaiting:
-            self.abandoned = time.monotonic() - started > ABANDON_SECONDS
+            self.abandoned = True
             # Another process may have begun the step, which donates the state before it.
             if not self._peers.barrier(f"stop before step {step}", self._cfg.stop_grace):
                 self._end(f"no rows for step {step}, and other processes have begun that step", saved=False)
