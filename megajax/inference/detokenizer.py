@@ -94,13 +94,13 @@ class TextStream:
     """
 
     def __init__(self, decoding: Decoding):
-        self._decoding, self._stops, self._kept, self._held_back = decoding, (), False, ""
+        self._decoding, self._stops, self._keep, self._held_back = decoding, (), False, ""
         self.stopped = False
         """Whether a stop string was complete; no text follows."""
 
     def watch(self, stops: Sequence[str], *, keep: bool = False) -> None:
         """Set the stop strings. They match only text that was not returned yet. keep: end the text after the match."""
-        self._stops, self._kept = stops, keep
+        self._stops, self._keep = stops, keep
 
     def add(self, token: int) -> str:
         """Add a token -> text that can neither change nor become part of a stop string."""
@@ -122,7 +122,7 @@ class TextStream:
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             self.stopped = True
-            return text[: min(matches)[0 if self._kept else 1]]
+            return text[: min(matches)[0 if self._keep else 1]]
         return text
 
 

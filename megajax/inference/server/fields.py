@@ -119,15 +119,18 @@ class Values(dict[str, Any]):
 
         Raises RequestError for values beyond the limits, and for two fields of one setting with different values.
         """
-        given: dict[str, str] = {}
+        names_by_setting: dict[str, str] = {}
         for name, field in self._fields.items():
             if field.setting is None or self.get(name) is None:
                 continue
-            other = given.setdefault(field.setting, name)
+            other = names_by_setting.setdefault(field.setting, name)
             if self[name] != self[other]:
                 values = f"is {abbreviated(self[name])}, {other} is {abbreviated(self[other])}"
                 raise self.invalid(name, f"{values}: both are the same setting, give one of them")
-        sampling, names = replace(base, **{setting: self[name] for setting, name in given.items()}), self.names()
+        sampling, names = (
+            replace(base, **{setting: self[name] for setting, name in names_by_setting.items()}),
+            self.names(),
+        )
         for problem in sampling.problems():
             param = names.get(problem.setting, problem.setting)
             raise invalid(param, f"{param} {problem.message}")

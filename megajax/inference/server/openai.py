@@ -198,11 +198,11 @@ class OpenAIForm:
 
     def _of_prompt(self, number: int) -> dict[str, Any]:
         """Tokens and scores of a prompt, if requested."""
-        found: dict[str, Any] = {"prompt_token_ids": list(self._prompts[number])} if self._with_tokens else {}
+        entries: dict[str, Any] = {"prompt_token_ids": list(self._prompts[number])} if self._with_tokens else {}
         if self._prompt_top is not None:
             scores = self._prompt_scores.get(number, ())
-            found["prompt_logprobs"] = prompt_scores(self._texts, scores, self._prompt_top)
-        return found
+            entries["prompt_logprobs"] = prompt_scores(self._texts, scores, self._prompt_top)
+        return entries
 
     def _of_answer(self, output: Output) -> dict[str, Any]:
         """Tokens of an answer, if requested."""
