@@ -11,7 +11,7 @@ from megajax.config.errors import UserError
 from megajax.config.files import Source
 from megajax.config.optional_packages import require
 from megajax.inference.server.config import Access, ServingConfig
-from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.interop.origin import MODEL_FLAGS, folder_sampling, generation_config, origin_of
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla_options import set_process
 
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
         origin = origin_of(flags)
+        sampling = folder_sampling(origin.hf if config.server.generation_config else None)
         loaded = resolve("megajax.interop.loading:load")(config, origin)
         engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue)
         folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> int:
             loaded.conversation,
             name=config.server.name or folder.resolve().name,
             where=loaded.where,
+            sampling=sampling,
             warm_up=config.inference.warm_up,
         )
 

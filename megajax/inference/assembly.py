@@ -61,7 +61,8 @@ def make_engine(
         dtype=dtype,
         kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype),
     )
-    guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens)
+    whitespace = config.json_whitespace
+    guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens, whitespace=whitespace)
     return Engine(
         ModelDevice(programs, vocabulary), tokenizer=tokenizer, end_tokens=end_tokens, queue=queue, guide=guides
     )

@@ -48,6 +48,8 @@ class InferenceConfig:
     with few requests then take as long as full ones."""
     warm_up: bool = True
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
+    json_whitespace: bool = False
+    """Allow spaces and line ends in answers that match a JSON schema. False: none, which takes the fewest tokens."""
     template: PathText | None = None
     """Chat template: Jinja2 text, a file with a template, or a name such as chatml (see data.template). None: the
     template of the run's data or of the tokenizer's files."""

@@ -13,6 +13,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read_stored
 from megajax.config.read_limits import read_json
 from megajax.inference.config import GenerationConfig, InferenceConfig
+from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.chat_template import is_missing
 
 TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name classes, files and programs that are not of "
@@ -30,6 +31,8 @@ MODEL_FLAGS = (
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 """Files beside a tokenizer that may contain a chat template; the first one with a template is used."""
 GENERATION_CONFIG = "generation_config.json"
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of generation_config.json that a server takes as its defaults."""
 TOKENIZER = "tokenizer"
 """Folder of a run with copies of the files of its tokenizer."""
 
@@ -176,11 +179,30 @@ def folder_template(folder: Path | None) -> str | None:
     return None
 
 
+def folder_sampling(folder: Path | None) -> Sampling:
+    """Settings of `SAMPLING_DEFAULTS` that generation_config.json in a model's folder recommends; the others as usual.
+
+    Raises UserError for a value beyond the limits.
+    """
+    settings = _generation_settings(folder)
+    recommended = {name: settings[name] for name in SAMPLING_DEFAULTS if settings.get(name) is not None}
+    sampling = Sampling(**recommended)
+    for problem in sampling.problems():
+        where = f"{folder}/{GENERATION_CONFIG}: {problem.setting} {problem.message}"
+        raise UserError(f"{where}: correct the file, or set server.generation_config=false")
+    return sampling
+
+
 def folder_stop_tokens(folder: Path | None) -> frozenset[int]:
     """Ids that end an answer, from generation_config.json in a tokenizer's folder: chat models have several."""
+    ids = _generation_settings(folder).get("eos_token_id")
+    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)
+
+
+def _generation_settings(folder: Path | None) -> Mapping[str, Any]:
+    """The settings of generation_config.json; none without a file that can be read."""
     try:
         settings = read_json(folder / GENERATION_CONFIG, unique=False) if folder is not None else {}
     except (OSError, ValueError):
-        return frozenset()
-    ids = settings.get("eos_token_id") if isinstance(settings, dict) else None
-    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -18,7 +18,7 @@ END = 256
 WORDS = ("true", "null", '{"', '"}', '":', '", "', "},", "[]", "]}", "12", "0.", "e+", "-1", " \n", "name", "ab", "é",
          "\\u00", "€x", '\\"')  # fmt: skip
 PIECES = [*(bytes((value,)) for value in range(END)), b"", *(word.encode() for word in WORDS), b"12", None]
-GUIDES = Guides(lambda: PIECES, [END])
+GUIDES = Guides(lambda: PIECES, [END], whitespace=True)
 
 SCHEMAS: dict[str, Any] = {
     "types": {"type": ["string", "integer", "null"]},
@@ -85,15 +85,27 @@ def walk(state: Guided, generator: np.random.Generator, most: int = 400) -> byte
     return None
 
 
-def matches(guide: Any, text: str) -> bool:
+def matches(guide: Any, text: str, guides: Guides = GUIDES) -> bool:
     """Whether a text matches a guide, byte by byte."""
-    state = GUIDES(guide)
+    state = guides(guide)
     for token in text.encode():
         try:
             state = state.after(token)
         except ValueError:
             return False
     return state.complete
+
+
+def test_documents_are_compact_unless_whitespace_is_allowed() -> None:
+    guide = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": {"x": 1}}}}, "required": ["a"]}
+    for document, compact in (
+        ('{"a":[{"x":1},{"x":1}]}', True),
+        ('{"a": [{"x":1}]}', False),
+        ('{"a":[{"x":1}, {"x":1}]}', False),
+        ('{ "a":[]}', False),
+    ):
+        assert matches(guide, document)
+        assert matches(guide, document, Guides(lambda: PIECES, [END])) is compact
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

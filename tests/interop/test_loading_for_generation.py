@@ -18,10 +18,11 @@ from megajax.convert import main as convert
 from megajax.data.chat.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
+from megajax.inference.sampling_settings import Sampling
 from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.loading import Loaded, load, start_engine
-from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, origin_of
+from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, generation_config, origin_of
 from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
@@ -150,6 +151,13 @@ def test_chat_settings_of_a_folder(folder: Path, tmp_path: Path) -> None:
         folder_stop_tokens(tmp_path / "chat") == {3, 5}
         and folder_stop_tokens(None) == folder_stop_tokens(tmp_path) == frozenset()
     )
+    assert folder_sampling(None) == folder_sampling(tmp_path / "chat") == Sampling()
+    settings = '{"temperature": 0.6, "top_k": 20, "top_p": null, "do_sample": true, "max_length": 5}'
+    (tmp_path / "chat/generation_config.json").write_text(settings)
+    assert folder_sampling(tmp_path / "chat") == Sampling(temperature=0.6, top_k=20)
+    (tmp_path / "chat/generation_config.json").write_text('{"top_p": 2}')
+    with pytest.raises(UserError, match=r"generation_config\.json: top_p must be .* got 2.*server\.generation_config"):
+        folder_sampling(tmp_path / "chat")
     config_text = (folder / "run/config.yaml").read_text()
     assert "template" not in config_text
     chat = ChatConfig(paths=("a",), template="chatml")

@@ -19,8 +19,8 @@ from megajax.tokenizers.base import Tokenizer
 
 GUIDES = 32
 """Number of recently used guides whose first state is cached."""
-WHITESPACE = "[ \n]{0,24}"
-"""Between the parts of a JSON document. Without a limit, a model may write whitespace until max_tokens."""
+COMPACT, SPACED = "", "[ \n]{0,24}"
+"""Whitespace between the parts of a JSON document. Without a limit, a model may write whitespace until max_tokens."""
 IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -68,9 +68,15 @@ class Guided:
 class Guides:
     """Makes the first states of guided texts: `Engine(guide=Guides(...))`."""
 
-    def __init__(self, pieces: Callable[[], Sequence[bytes | None]], end_tokens: Collection[int]):
-        """pieces: returns the bytes of all tokens, see `token_pieces`. end_tokens: tokens that end a text."""
+    def __init__(
+        self, pieces: Callable[[], Sequence[bytes | None]], end_tokens: Collection[int], *, whitespace: bool = False
+    ):
+        """pieces: returns the bytes of all tokens, see `token_pieces`. end_tokens: tokens that end a text.
+
+        whitespace: allow whitespace between the parts of a JSON document.
+        """
         self._pieces, self._end_tokens = pieces, frozenset(end_tokens)
+        self._options = {"whitespace_pattern": SPACED if whitespace else COMPACT}
         self._first = lru_cache(GUIDES)(self._new)
 
     @cached_property
@@ -112,8 +118,7 @@ class Guides:
             for problem in _misspelled(value):
                 raise UserError(f"JSON schema: {problem}")
             schema = value if isinstance(value, dict) else {"allOf": [value]}
-            options = {"whitespace_pattern": WHITESPACE}
-            start = f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+            start = f"start: %json {json.dumps(schema | {'x-guidance': self._options})}"
         # Without forcing, a mask allows every tokenization of determined text, not only the usual one.
         grammar = f'%llguidance {{"no_forcing": true}}\n{start}'
         limits = _library().LLParserLimits(verbose_errors=False)

@@ -19,6 +19,9 @@ class ServerConfig:
     """Name of the model in requests and answers. None: the name of its folder."""
     strict: bool = False
     """Refuse requests with unknown fields. False: ignore such fields, with a warning in the log for each name."""
+    generation_config: bool = True
+    """With --hf, take the defaults of temperature, top_p, top_k, min_p and repetition_penalty from the folder's
+    generation_config.json. False: OpenAI's defaults."""
     queue: int = 128
     """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128

@@ -127,10 +127,8 @@ class Values(dict[str, Any]):
             if self[name] != self[other]:
                 values = f"is {abbreviated(self[name])}, {other} is {abbreviated(self[other])}"
                 raise self.invalid(name, f"{values}: both are the same setting, give one of them")
-        sampling, names = (
-            replace(base, **{setting: self[name] for setting, name in names_by_setting.items()}),
-            self.names(),
-        )
+        sampling = replace(base, **{setting: self[name] for setting, name in names_by_setting.items()})
+        names = self.names()
         for problem in sampling.problems():
             param = names.get(problem.setting, problem.setting)
             raise invalid(param, f"{param} {problem.message}")

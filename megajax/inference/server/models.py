@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
-from megajax.inference.sampling_settings import abbreviated
+from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import RequestError, invalid
 from megajax.inference.server.fields import Values
 from megajax.inference.worker import Worker
@@ -33,6 +33,8 @@ class ServedModel:
     """None without a chat template."""
     length: int
     """Maximum number of tokens of a prompt and its answer."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Settings of OpenAI's routes that a request does not name."""
     created: int = field(default_factory=lambda: int(time.time()))
     plain: Tokenizer = field(init=False)
     """Encodes text from clients: names of special tokens are plain text."""

@@ -262,7 +262,7 @@ async def completion_job(values: Values, model: ServedModel, config: ServerConfi
     """The job of a body of /v1/completions. Raises RequestError."""
     model.demand_name(values)
     values.demand("prompt")
-    settings = values.sampling(Sampling())
+    settings = values.sampling(_defaults(values, model))
     if values.get("echo", False) and settings.logprobs is not None:
         settings = replace(settings, prompt_logprobs=max(settings.logprobs, settings.prompt_logprobs or 0))
         if values.get("stream", False) and settings.n > 1:
@@ -282,10 +282,15 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
     if scored:
         values["top_logprobs"] = top or 0
     # By default, an answer may fill the row.
-    settings = values.sampling(Sampling(max_tokens=model.length))
+    settings = values.sampling(replace(_defaults(values, model), max_tokens=model.length))
     _check_stream(values, settings)
     prompts = [await model.converse(values)]
     return _job(values, settings, config, ChatForm(model, prompts, settings, values), prompts, "messages")
+
+
+def _defaults(values: Values, model: ServedModel) -> Sampling:
+    """Settings without those of a request. A beam search takes the probabilities of the model itself."""
+    return Sampling() if values.get("beams") not in (None, 1) else model.sampling
 
 
 def _job(

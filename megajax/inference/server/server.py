@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from http import HTTPStatus
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from megajax.display.text import count
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import Gate, build_application
 from megajax.inference.server.body import RequestError
 from megajax.inference.server.config import Access, ServerConfig
@@ -58,33 +60,47 @@ class Serving:
         *,
         name: str,
         where: str,
+        sampling: Sampling,
         warm_up: bool,
     ) -> int:
         """Run until the server ends -> exit code.
 
-        device: device of the engine. name: name of the model in requests; where: path of the weights; warm_up: whether
-        to compile all steps before the first request.
+        device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
+        settings that requests do not name; warm_up: whether to compile all steps before the first request.
         """
         compiled = list(_compiled(device.programs)) if warm_up else []
         worker = Worker(engine, patience=self._config.stall_seconds)
         model = ServedModel(
-            name=name, worker=worker, tokenizer=tokenizer, conversation=conversation, length=engine.length
+            name=name,
+            worker=worker,
+            tokenizer=tokenizer,
+            conversation=conversation,
+            length=engine.length,
+            sampling=sampling,
         )
         readiness = Readiness(name, worker)
         app = build_application(model, self._config, self._access, readiness, _log)
         server = Server(app, self._config, readiness, _log)
-        _log(plain("megajax serve", [*_banner(device.programs, model, where, compiled), self._section()]))
+        _log(plain("megajax serve", [*_banner(device.programs, model, where, compiled), self._section(sampling)]))
         worker.start()
         server.run([self._socket])
         worker.close()
         return server.exit_code
 
-    def _section(self) -> Section:
+    def _section(self, sampling: Sampling) -> Section:
         keys = len(self._access.keys())
         needed = f"one of {keys} keys, on all routes except /health" if keys else "no key required"
         logged = "with prompts and answers" if self._access.log_prompts else "without prompts"
         rows = [("address", address(self._socket)), ("access", needed), ("log", f"a line for each request, {logged}")]
-        return ("server", [*rows, ("queue", f"{self._config.queue} requests")])
+        rows += [("queue", f"{self._config.queue} requests"), ("sampling", described(sampling))]
+        return ("server", rows)
+
+
+def described(sampling: Sampling) -> str:
+    """The settings of a model's generation_config.json, for the banner."""
+    usual = asdict(Sampling())
+    values = [f"{name} {value:g}" for name, value in asdict(sampling).items() if value != usual[name]]
+    return f"{', '.join(values)} by generation_config.json" if values else "OpenAI's defaults"
 
 
 def _compiled(programs: Programs) -> Iterator[str]:

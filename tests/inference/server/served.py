@@ -11,6 +11,7 @@ from echo_device import EchoDevice
 from waiting import wait_until
 
 from megajax.inference.engine import Engine
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
@@ -63,6 +64,7 @@ def start(
     device: EchoDevice | None = None,
     template: str | None = "plain",
     access: Access | None = None,
+    sampling: Sampling | None = None,
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
     engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=lambda schema: None)
@@ -70,7 +72,12 @@ def start(
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
     model = ServedModel(
-        name="tiny", worker=worker, tokenizer=tokenizer, conversation=conversation, length=engine.length
+        name="tiny",
+        worker=worker,
+        tokenizer=tokenizer,
+        conversation=conversation,
+        length=engine.length,
+        sampling=sampling or Sampling(),
     )
     readiness, log = Readiness("tiny", worker), list[str]()
     server = Server(

@@ -9,8 +9,10 @@ from served import Running, start, stop
 
 from megajax.inference.request import Sequence
 from megajax.inference.sampling.guide import Guides
+from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.fields import GUIDE_CHOICE
+from megajax.inference.server.server import described
 
 CHATS: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -251,6 +253,26 @@ def test_variables_of_the_template() -> None:
     finally:
         stop(running)
     assert bytes(tokens) == b"hi|low|x|"
+
+
+def test_requests_win_over_the_defaults_of_a_model() -> None:
+    defaults = Sampling(temperature=0.6, top_k=20)
+    running = start(ServerConfig(), sampling=defaults)
+    try:
+        for body, (temperature, top_k, beams) in (
+            ({}, (0.6, 20, 1)),
+            ({"temperature": 0, "top_k": None}, (0, 20, 1)),
+            ({"top_k": -1}, (0.6, 0, 1)),
+            ({"beams": 2}, (1, 0, 2)),
+        ):
+            assert running.complete(prompt="a", max_tokens=1, **body).status_code == 200
+            sampling = running.device.seen[0].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.beams) == (temperature, top_k, beams)
+            assert sampling_of(running, {"temperature": 0.5}).sampling.top_k == 20
+    finally:
+        stop(running)
+    assert described(defaults) == "temperature 0.6, top_k 20 by generation_config.json"
+    assert described(Sampling()) == "OpenAI's defaults"
 
 
 def test_the_guide_of_choices_allows_exactly_these() -> None:
