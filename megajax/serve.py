@@ -27,7 +27,7 @@ FLAGS = (
     *MODEL_FLAGS,
     Flag("host", str, "127.0.0.1", help="address to listen on; other than loopback addresses need --api-key-file"),
     Flag("port", int, 5000, help="0: any free port"),
-    Flag("api-key-file", Path | None, help="file with one key per line, required by all routes except /health"),
+    Flag("api-key-file", Path | None, help="file with one key per line, required by all routes but /health and /ping"),
     Flag("insecure", help="listen on any address without keys"),
     Flag("log-prompts", help="log prompts and answers too; by default neither is logged"),
 )

@@ -77,13 +77,12 @@ class ActiveRequest:
             self._open.discard(output.choice)
         self.request.deliver(output)
 
-    def send_best(
-        self, answers: abc.Sequence[Output], prompt_scores: tuple[TokenScore | None, ...], shared: int
-    ) -> None:
-        """Deliver the first n answers, each as one output; the first has the prompt's scores and shared tokens."""
+    def send_best(self, answers: abc.Sequence[Output], first: Output) -> None:
+        """Deliver the first n answers, each as one output. first: what is known of the prompt, for answer 0."""
         for number, answer in enumerate(answers[: self.request.sampling.n]):
-            of_prompt = ((), 0) if number else (prompt_scores, shared)
-            self.send(answer._replace(choice=number, prompt_scores=of_prompt[0], shared=of_prompt[1]))
+            scores, shared = ((), 0) if number else (first.prompt_scores, first.shared)
+            admitted = first.admitted if answer.admitted is None else answer.admitted
+            self.send(answer._replace(choice=number, prompt_scores=scores, shared=shared, admitted=admitted))
 
     def take_prompt_scores(self) -> tuple[TokenScore | None, ...]:
         """The scores of the prompt, if requested, for the first output of answer 0."""
@@ -92,10 +91,10 @@ class ActiveRequest:
         scores, self._prompt_scores = tuple(self._prompt_scores), []
         return scores
 
-    def take_shared(self, sequence: Sequence) -> int:
-        """Tokens of the prompt found in the cache, for the first output of answer 0."""
-        shared, sequence.shared = sequence.shared, 0
-        return 0 if sequence.order[1] else shared
+    def take_start(self, sequence: Sequence) -> tuple[int, float | None]:
+        """`Output.shared` and `Output.admitted` of the first output of a sequence."""
+        shared, admitted, sequence.shared, sequence.admitted = sequence.shared, sequence.admitted, 0, None
+        return 0 if sequence.order[1] else shared, admitted
 
 
 class Answers(ActiveRequest):
@@ -133,7 +132,8 @@ class Answers(ActiveRequest):
         if output.finish is not None:
             self.free(sequence)
         scores = () if output.choice else self.take_prompt_scores()
-        self.collect(sequence, output._replace(prompt_scores=scores, shared=self.take_shared(sequence)))
+        shared, admitted = self.take_start(sequence)
+        self.collect(sequence, output._replace(prompt_scores=scores, shared=shared, admitted=admitted))
 
     def collect(self, sequence: Sequence, output: Output) -> None:
         """Handle an output of a sequence."""
@@ -153,8 +153,7 @@ class BestAnswers(Answers):
     def collect(self, sequence: Sequence, output: Output) -> None:
         self._answers[output.choice] = self._answers[output.choice].merge(output)
         if not self.sequences:
-            first = self._answers[0]
-            self.send_best(sorted(self._answers, key=self._order), first.prompt_scores, first.shared)
+            self.send_best(sorted(self._answers, key=self._order), self._answers[0])
 
     def _order(self, answer: Output) -> tuple[bool, float]:
         """Descending mean log-probability; answers with a fault last."""
@@ -255,7 +254,9 @@ class BeamAnswers(ActiveRequest):
         # With a vocabulary smaller than the number of beams, there may be fewer answers.
         lacking = self.request.sampling.n - len(answers)
         failed = [Output(0, finish="error")] * lacking
-        self.send_best([*answers, *failed], self.take_prompt_scores(), self._first.shared)
+        shared, admitted = self.take_start(self._first)
+        first = Output(0, prompt_scores=self.take_prompt_scores(), shared=shared, admitted=admitted)
+        self.send_best([*answers, *failed], first)
 
 
 def seed_of(seed: int, choice: int) -> int:

@@ -61,6 +61,10 @@ class Statistics:
     last_step_seconds: float
     """Host and device time of the last step."""
 
+    def used_share(self) -> float:
+        """Share of the cache's blocks in use, 0 to 1."""
+        return self.blocks_used / self.blocks
+
 
 class Engine:
     """Runs requests and delivers outputs. Not thread-safe, except `check`."""

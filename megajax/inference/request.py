@@ -46,6 +46,8 @@ class Output(NamedTuple):
     """Scores of the prompt, in the first output of choice 0, if requested; None for the first token."""
     shared: int = 0
     """Tokens of the prompt found in the cache, in the first output of choice 0."""
+    admitted: float | None = None
+    """`time.monotonic()` when the answer left the queue, in its first output; else None."""
 
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
@@ -57,6 +59,7 @@ class Output(NamedTuple):
             following.finish,
             self.prompt_scores + following.prompt_scores,
             self.shared + following.shared,
+            following.admitted if self.admitted is None else self.admitted,
         )
 
 
@@ -125,6 +128,8 @@ class Sequence:
     """Number of blocks that other sequences may share."""
     shared: int = 0
     """Tokens of the prompt found in the cache when the sequence first ran."""
+    admitted: float | None = None
+    """`time.monotonic()` when the sequence first ran, until it is delivered."""
     digests: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of `tokens`, computed when needed."""
     preempted: int = 0

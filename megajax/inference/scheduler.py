@@ -10,6 +10,7 @@ All of it is plain Python.
 """
 
 import os
+import time
 from array import array
 from bisect import insort
 from collections import OrderedDict, abc, deque
@@ -180,7 +181,7 @@ class Scheduler:
             shared = min(sequence.computed, sequence.prompt)
             self.shared_tokens += shared
             if not sequence.preempted:
-                sequence.shared = shared
+                sequence.shared, sequence.admitted = shared, time.monotonic()
             sequence.slot = self._slots.pop()
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=ORDER)

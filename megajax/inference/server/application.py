@@ -19,8 +19,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megajax import __version__
 from megajax.config.errors import UserError
-from megajax.inference.server.body import RequestError, invalid, read_object, shutting_down
+from megajax.inference.server.body import RequestError, invalid, large_head, read_object, shutting_down
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
 from megajax.inference.server.fields import (
@@ -36,10 +37,11 @@ from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import Job, OpenAIForm, chat_job, completion_job
+from megajax.inference.server.openapi import Endpoint, document
 
 type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 
-PUBLIC_ROUTES = ("/health",)
+PUBLIC_ROUTES = ("/health", "/ping")
 """Routes that require neither a key nor a known host name."""
 CLIENT_GONE = 499
 """Status in the log if a client closed the connection before the answer."""
@@ -87,21 +89,26 @@ class Routes:
         self._model, self._config, self._metrics, self._readiness = model, config, metrics, readiness
         self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
-    def table(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
+        """All routes, as they are served and as /openapi.json describes them."""
         completions, chat = self._generate(COMPLETIONS, completion_job), self._generate(CHAT, chat_job)
+        scored, megatron = self._generate(COMPLETIONS, _megatron_completions), self._generate(FIELDS, megatron_job)
         return [
-            Route("/", self.page),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/completions", self._generate(COMPLETIONS, _megatron_completions), methods=["POST"]),
-            Route("/chat/completions", chat, methods=["POST"]),
-            Route("/api", self._generate(FIELDS, megatron_job), methods=["PUT"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Endpoint("/", "GET", "The page for trying prompts.", self.page),
+            Endpoint("/health", "GET", "Status 200 while the server answers requests, else 503.", self.health),
+            Endpoint("/ping", "GET", "The same as /health.", self.health),
+            Endpoint("/version", "GET", "The version of MegaJAX.", self.version),
+            Endpoint("/openapi.json", "GET", "This document.", self.openapi),
+            Endpoint("/metrics", "GET", "Metrics in Prometheus's text format.", self.metrics),
+            Endpoint("/v1/models", "GET", "The list of models.", self.models),
+            Endpoint("/v1/models/{name:path}", "GET", "The model's entry.", self.model),
+            Endpoint("/v1/completions", "POST", "Continues texts.", completions, COMPLETIONS),
+            Endpoint("/v1/chat/completions", "POST", "Answers messages.", chat, CHAT),
+            Endpoint("/completions", "POST", "Continues texts, with log-probabilities.", scored, COMPLETIONS),
+            Endpoint("/chat/completions", "POST", "Answers messages.", chat, CHAT),
+            Endpoint("/api", "PUT", "Continues texts, as Megatron-LM's server.", megatron, FIELDS),
+            Endpoint("/tokenize", "POST", "Tokens of a prompt or of messages.", self.tokenize, TOKENIZE),
+            Endpoint("/detokenize", "POST", "Text of tokens.", self.detokenize, DETOKENIZE),
         ]
 
     async def page(self, request: Request) -> Response:
@@ -114,6 +121,16 @@ class Routes:
         del request
         status = self._readiness.status()
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def version(self, request: Request) -> Response:
+        """The version of MegaJAX."""
+        del request
+        return JSONResponse({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        """The routes in OpenAPI 3.1."""
+        del request
+        return JSONResponse(document(self.endpoints(), __version__, strict=self._config.strict))
 
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus's text format."""
@@ -149,7 +166,7 @@ class Routes:
         """Text of tokens."""
         values = await self._values(request, DETOKENIZE)
         self._model.demand_name(values)
-        return JSONResponse({"prompt": self._model.decode(values.demand("tokens"))})
+        return JSONResponse({"prompt": self._model.decode(values["tokens"])})
 
     async def _values(self, request: Request, fields: Fields) -> Values:
         return Values(await read_object(request, self._config), fields, self._unknown)
@@ -263,8 +280,9 @@ class Gate:
     Args:
         app: the routes.
         keys: requests must have one of them; empty: no key is required.
-        hosts: without keys, the allowed names in the Host header. IP addresses are always allowed.
+        hosts: the allowed names in the Host header; None: all. IP addresses are always allowed.
         paths: paths of the routes, for the counts.
+        head_bytes: maximum size of the first line and the headers.
         log: called with a line for each request.
     """
 
@@ -272,14 +290,15 @@ class Gate:
         self,
         app: ASGIApp,
         *,
+        head_bytes: int,
         keys: Sequence[bytes],
-        hosts: Collection[str],
+        hosts: Collection[str] | None,
         paths: Collection[str],
         metrics: ServerMetrics,
         readiness: Readiness,
         log: Callable[[str], None],
     ):
-        self._app, self._keys, self._hosts, self._paths = app, keys, hosts, paths
+        self._app, self._keys, self._hosts, self._paths, self._head_bytes = app, keys, hosts, paths, head_bytes
         self._metrics, self._readiness, self._log = metrics, readiness, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,6 +314,7 @@ class Gate:
 
         self._readiness.active += writes
         try:
+            self._demand_size(scope)
             self._demand_access(scope)
             await self._app(scope, receive, record)
         except ClientDisconnect:
@@ -310,18 +330,23 @@ class Gate:
             self._metrics.requests.add(1, route=path, code=str(status))
             self._log(line(scope, status, time.monotonic() - began, notes))
 
+    def _demand_size(self, scope: Scope) -> None:
+        """Raises RequestError for a head of too many bytes; the protocol limits those that are incomplete."""
+        parts = [scope["method"].encode(), scope["raw_path"], scope["query_string"]]
+        size = sum(map(len, parts)) + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self._head_bytes:
+            raise large_head(self._head_bytes)
+
     def _demand_access(self, scope: Scope) -> None:
-        """Raises RequestError without a key or, on a server without keys, for an unknown host name: after DNS
-        rebinding, a browser sends requests of a web page to this address, with the page's host name, without a key."""
+        """Raises RequestError without a key or for an unknown host name: after DNS rebinding, a browser sends requests
+        of a web page to this address, with the page's host name, without a key."""
         if scope["path"] in PUBLIC_ROUTES:
             return
         headers = dict(scope["headers"])
+        host = host_of(headers.get(b"host", b"").decode("latin-1"))
+        if self._hosts is not None and host not in self._hosts and not is_ip_address(host):
+            raise RequestError(403, f"the Host header names {host[:60]!r}: add the name to server.hosts to allow it")
         if not self._keys:
-            host = host_of(headers.get(b"host", b"").decode("latin-1"))
-            if host not in self._hosts and not is_ip_address(host):
-                raise RequestError(
-                    403, f"the Host header names {host[:60]!r}: add the name to server.hosts to allow it"
-                )
             return
         key_sent = _key(headers.get(b"authorization", b""))
         # Compare all keys, so that the time does not reveal which key is similar.
@@ -337,15 +362,26 @@ def build_application(
     log: Callable[[str], None],
 ) -> Gate:
     """The ASGI application of a model. Raises UserError for an invalid file of keys."""
-    metrics = ServerMetrics()
+    metrics = ServerMetrics(model.name)
     unknown = UnknownFields(strict=config.strict, log=log)
-    routes = Routes(model, config, metrics, readiness, unknown, log_prompts=access.log_prompts).table()
+    endpoints = Routes(model, config, metrics, readiness, unknown, log_prompts=access.log_prompts).endpoints()
+    routes = [Route(endpoint.path, endpoint.answer, methods=[endpoint.method]) for endpoint in endpoints]
     handlers: dict[Any, Any] = dict.fromkeys((RequestError, UserError, HTTPException, Exception), _answer_error)
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     paths = {route.path for route in routes}
-    hosts = {"localhost", access.host.lower(), *config.hosts}
-    return Gate(app, keys=access.keys(), hosts=hosts, paths=paths, metrics=metrics, readiness=readiness, log=log)
+    keys = access.keys()
+    hosts = {"localhost", access.host.lower(), *config.hosts} if config.hosts or not keys else None
+    return Gate(
+        app,
+        head_bytes=config.header_bytes,
+        keys=keys,
+        hosts=hosts,
+        paths=paths,
+        metrics=metrics,
+        readiness=readiness,
+        log=log,
+    )
 
 
 def error_response(error: RequestError) -> JSONResponse:

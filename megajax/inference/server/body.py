@@ -73,6 +73,11 @@ def failed() -> RequestError:
     return RequestError(500, "the engine failed on this request; see the server's log")
 
 
+def large_head(most: int) -> RequestError:
+    """The first line and the headers have more bytes than `server.header_bytes`."""
+    return RequestError(431, f"the first line and the headers must have at most {most:,} bytes (server.header_bytes)")
+
+
 def shutting_down() -> RequestError:
     """A request that arrives, or is unfinished, while the server shuts down."""
     return RequestError(503, "the server is shutting down")

@@ -28,6 +28,7 @@ class Call:
         self._running: set[str] = set()
         self._unfinished = 0
         self._began = time.monotonic()
+        self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self.generated = 0
         """Tokens of all answers."""
@@ -83,18 +84,25 @@ class Call:
             self.cancel()
 
     def _count(self, output: Output) -> None:
-        now = time.monotonic()
+        now, metrics = time.monotonic(), self._metrics
         self.generated += len(output.tokens)
+        if output.admitted is not None:
+            metrics.queue_seconds.observe(output.admitted - self._began)
         if output.tokens:
             before = self._last.get(output.choice)
             if before is None:
-                self._metrics.first_token_seconds.observe(now - self._began)
+                self._first[output.choice] = now
+                metrics.first_token_seconds.observe(now - self._began)
+                if output.admitted is not None:
+                    metrics.prefill_seconds.observe(now - output.admitted)
             else:
-                self._metrics.token_seconds.observe((now - before) / len(output.tokens))
+                metrics.token_seconds.observe((now - before) / len(output.tokens))
             self._last[output.choice] = now
         if output.finish is not None:
             self._unfinished -= 1
-            self._metrics.answers.add(1, finish=output.finish)
+            metrics.end(output.finish)
+            if output.choice in self._first:
+                metrics.decode_seconds.observe(now - self._first[output.choice])
         if output.finish == "error":
             raise failed()
         if output.finish == "cancelled":

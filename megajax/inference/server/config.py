@@ -41,8 +41,9 @@ class ServerConfig:
     stall_seconds: float = 60.0
     """Time without a step, while requests run, after which /health answers 503."""
     hosts: tuple[str, ...] = ()
-    """Host names by which clients reach a server without keys, beside localhost, IP addresses and --host. Other names
-    in the Host header get status 403, so that no web page can reach the server by DNS rebinding."""
+    """Host names by which clients reach the server, beside localhost, IP addresses and --host. Other names in the Host
+    header get status 403, so that no web page can reach the server by DNS rebinding. A server with keys allows all
+    names if none is given here."""
     drain_seconds: float = 60.0
     """Time limit for running requests after SIGTERM; the remaining ones end with status 503."""
 
@@ -81,7 +82,7 @@ class Access:
     port: int = 5000
     """Port; 0: any free port."""
     api_key_file: Path | None = None
-    """File with a key in each line. All routes except /health require one of them."""
+    """File with a key in each line. All routes except /health and /ping require one of them."""
     insecure: bool = False
     """Listen on any address without keys."""
     log_prompts: bool = False

@@ -5,7 +5,7 @@ Bodies are checked by these tables, and /openapi.json is written from them. Limi
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ class Field(NamedTuple):
     """Setting of `Sampling`, which checks the limits."""
     fields: "Fields | None" = None
     """Fields of an object, or of each object of a list; `read` gets `Values`."""
+    required: bool = False
 
 
 class Unsupported(NamedTuple):
@@ -73,7 +74,10 @@ class Values(dict[str, Any]):
     """The fields of an object as Python values. Those whose value is null are missing."""
 
     def __init__(self, body: Mapping[str, Any], fields: Fields, unknown: UnknownFields, where: str = ""):
-        """Checks names and types. where: location of the object, with a dot at its end. Raises RequestError."""
+        """Checks names and types, and that required fields are there.
+
+        where: location of the object, with a dot at its end. Raises RequestError.
+        """
         super().__init__()
         self._fields = {name: field for name, field in fields.items() if isinstance(field, Field)}
         self._where, self._unknown = where, unknown
@@ -86,6 +90,9 @@ class Values(dict[str, Any]):
                     raise invalid(location, f"{location}: {field.reason}")
             elif value is not None:
                 self[name] = self._read(field, value, location)
+        for name, field in self._fields.items():
+            if field.required and name not in self:
+                raise self.invalid(name, "must be given")
 
     def _read(self, field: Field, value: Any, location: str) -> Any:
         try:
@@ -103,12 +110,6 @@ class Values(dict[str, Any]):
             if not isinstance(part, dict):
                 raise invalid(f"{location}[{place}]", f"{location}[{place}] must be an object, got {abbreviated(part)}")
         return [Values(part, fields, self._unknown, f"{location}[{place}].") for place, part in enumerate(value)]
-
-    def demand(self, name: str) -> Any:
-        """The value of a required field. Raises RequestError if it is missing."""
-        if name not in self:
-            raise self.invalid(name, "must be given")
-        return self[name]
 
     def invalid(self, name: str, message: str) -> RequestError:
         """The error of a field."""
@@ -230,10 +231,10 @@ def _whole_object(value: bool) -> Any:
 
 def _response_format(value: Any) -> Any:
     """The guide of a format; None for any text."""
-    kind, described = instance(Values)(value).demand("type"), value.get("json_schema")
+    kind, described = instance(Values)(value)["type"], value.get("json_schema")
     if (described is None) != (kind != "json_schema"):
         raise ValueError
-    return described.demand("schema") if kind == "json_schema" else JSON_OBJECT if kind == "json_object" else None
+    return described["schema"] if kind == "json_schema" else JSON_OBJECT if kind == "json_object" else None
 
 
 def _one_guide(value: Any) -> Any:
@@ -246,7 +247,7 @@ def _one_guide(value: Any) -> Any:
 def _text(value: Any) -> str:
     """A text, or the joined texts of parts."""
     if isinstance(value, list):
-        return "".join(part.demand(part["type"]) for part in value if part.demand("type"))
+        return "".join(part.get(part["type"], "") for part in value)
     return instance(str)(value)
 
 
@@ -279,9 +280,9 @@ STRUCTURED_OUTPUTS: Fields = {
     "grammar": NO_GRAMMAR,
     "structural_tag": NO_GRAMMAR,
 }
-JSON_SCHEMA: Fields = {"name": STRING, "description": STRING, "strict": FLAG, "schema": OBJECT}
+JSON_SCHEMA: Fields = {"name": STRING, "description": STRING, "strict": FLAG, "schema": OBJECT._replace(required=True)}
 RESPONSE_FORMAT: Fields = {
-    "type": choice("text", "json_object", "json_schema"),
+    "type": choice("text", "json_object", "json_schema")._replace(required=True),
     "json_schema": Field("an object with a schema", {"type": "object"}, fields=JSON_SCHEMA),
 }
 STREAM_OPTIONS: Fields = {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
@@ -355,7 +356,9 @@ COMMON: Fields = {
 COMPLETIONS: Fields = {
     **COMMON,
     "prompt": Field(
-        "a string, a list of strings, a list of token ids, or a list of such lists", {"type": ["string", "array"]}
+        "a string, a list of strings, a list of token ids, or a list of such lists",
+        {"type": ["string", "array"]},
+        required=True,
     ),
     "echo": FLAG,
     "logprobs": number("logprobs"),
@@ -367,14 +370,17 @@ COMPLETIONS: Fields = {
 
 PART: Fields = {
     "type": Field(
-        "text: other content than text is not supported", {"enum": ["text", "refusal"]}, one_of("text", "refusal")
+        "text: other content than text is not supported",
+        {"enum": ["text", "refusal"]},
+        one_of("text", "refusal"),
+        required=True,
     ),
     "text": STRING,
     "refusal": STRING,
 }
 MESSAGE: Fields = {
-    "role": choice(*ROLES),
-    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART),
+    "role": choice(*ROLES)._replace(required=True),
+    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART, required=True),
     "name": STRING,
     "refusal": STRING,
     "audio": Unsupported("only text is supported"),
@@ -409,7 +415,7 @@ CHAT: Fields = {
     **COMMON,
     **RENDERING,
     **CHAT_NO_EFFECT,
-    "messages": MESSAGES,
+    "messages": MESSAGES._replace(required=True),
     "max_completion_tokens": number("max_tokens"),
     "logprobs": FLAG,
     "top_logprobs": number("logprobs"),
@@ -431,10 +437,5 @@ TOKENIZE: Fields = {
     "add_special_tokens": FLAG,
 }
 """Fields of /tokenize, which takes either prompt or messages."""
-DETOKENIZE: Fields = {"model": STRING, "tokens": TOKENS}
+DETOKENIZE: Fields = {"model": STRING, "tokens": TOKENS._replace(required=True)}
 """Fields of /detokenize."""
-
-
-def effectless(fields: Fields) -> Iterator[str]:
-    """Names of the fields of a table that are accepted without effect."""
-    return (name for name, field in fields.items() if field in (NO_EFFECT.get(name), CHAT_NO_EFFECT.get(name)))

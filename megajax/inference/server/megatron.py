@@ -24,7 +24,7 @@ def _limited(kind: str, limit: Limit, setting: str | None = None) -> Field:
 
 
 FIELDS: Fields = {
-    "prompts": Field("a list of strings", items("string")),
+    "prompts": Field("a list of strings", items("string"), required=True),
     "model": STRING,
     "tokens_to_generate": number("max_tokens"),
     "logprobs": FLAG,
@@ -81,7 +81,7 @@ async def megatron_job(values: Values, model: ServedModel, config: ServerConfig)
     """The job of a body of PUT /api. Raises RequestError."""
     model.demand_name(values)
     settings, scored = _settings(values), values.get("logprobs", False)
-    texts = values.demand("prompts")
+    texts = values["prompts"]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise invalid("prompts", "prompts must be a list of strings")
     if settings.beams > 1 and len(texts) > 1:

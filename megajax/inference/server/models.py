@@ -71,7 +71,7 @@ class ServedModel:
         conversation = self.conversation
         if conversation is None:
             raise invalid("messages", f"{self.name} has no chat template: use /v1/completions")
-        messages = [_message(message) for message in values.demand("messages")]
+        messages = [_message(message) for message in values["messages"]]
         continued = values.get("continue_final_message", False)
         header = values.get("add_generation_prompt", not continued)
         if continued and header:
@@ -107,11 +107,10 @@ async def _tokens(text: str, encode: Callable[[], list[int]], param: str = "prom
 
 
 def _message(message: Values) -> dict[str, str]:
-    """A message for templates. Raises RequestError without a role or a text."""
-    checked = {"role": message.demand("role"), "content": message.demand("content")}
+    """A message for templates."""
     # Templates use `system`; OpenAI has renamed it to `developer`.
-    checked |= {"role": "system"} if checked["role"] == "developer" else {}
-    return checked | ({"name": message["name"]} if "name" in message else {})
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {"role": role, **{name: message[name] for name in ("content", "name") if name in message}}
 
 
 async def read_prompts(values: Mapping[str, Any], model: ServedModel, most: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from math import prod
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,7 +23,7 @@ from megajax.inference.engine import Engine
 from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import Gate, build_application
-from megajax.inference.server.body import RequestError
+from megajax.inference.server.body import RequestError, large_head
 from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.models import ServedModel
@@ -89,7 +90,7 @@ class Serving:
 
     def _section(self, sampling: Sampling) -> Section:
         keys = len(self._access.keys())
-        needed = f"one of {keys} keys, on all routes except /health" if keys else "no key required"
+        needed = f"one of {keys} keys, on all routes but /health and /ping" if keys else "no key required"
         logged = "with prompts and answers" if self._access.log_prompts else "without prompts"
         rows = [("address", address(self._socket)), ("access", needed), ("log", f"a line for each request, {logged}")]
         rows += [("queue", f"{self._config.queue} requests"), ("sampling", described(sampling))]
@@ -262,7 +263,9 @@ class BoundedProtocol(H11Protocol):
             self._writing.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        self._end(RequestError(400, msg))
+        most = self.limits.header_bytes
+        large = self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > most
+        self._end(large_head(most) if large else RequestError(400, msg))
 
     def _watch(self) -> None:
         """Start the time limit for the next request's headers, unless it runs or a request is being answered."""

@@ -154,7 +154,7 @@ def test_metrics(served: Running) -> None:
     served.ask("/no/such\nroute".replace("\n", "%0a"), method="GET")
     lines = served.ask("/metrics", method="GET").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert all(re.fullmatch(r'megajax_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [-+.\de]+(inf)?', line) for line in
+    assert all(re.fullmatch(r'(megajax_|vllm:)\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [-+.\de]+(inf)?', line) for line in
                lines if not line.startswith("#"))  # fmt: skip
     assert float(values['megajax_requests_total{route="/v1/completions",code="200"}']) >= 1
     assert float(values['megajax_requests_total{route="other",code="404"}']) >= 1
@@ -162,6 +162,27 @@ def test_metrics(served: Running) -> None:
     counts = [int(value) for name, value in values.items() if name.startswith("megajax_request_seconds_bucket")]
     assert counts == sorted(counts) and counts[-1] == int(values["megajax_request_seconds_count"]) > 0
     assert int(values["megajax_time_per_token_seconds_count"]) >= 2
+
+
+def test_the_metrics_of_vllm(served: Running) -> None:
+    served.complete(prompt="abc" * 20, max_tokens=3)
+    lines = served.ask("/metrics", method="GET").text.splitlines()
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    label = '{model_name="tiny"}'
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f"# TYPE vllm:{name} gauge" in lines and values[f"vllm:{name}{label}"] == 0
+    for name in ("prompt_tokens_total", "generation_tokens_total"):
+        assert f"# TYPE vllm:{name} counter" in lines and values[f"vllm:{name}{label}"] > 3
+    assert values['vllm:request_success_total{model_name="tiny",finished_reason="length"}'] >= 1
+    seconds = {}
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time",
+                 "request_decode_time", "inter_token_latency"):  # fmt: skip
+        assert f"# TYPE vllm:{name}_seconds histogram" in lines
+        assert values[f"vllm:{name}_seconds_count{label}"] >= 1
+        assert f'vllm:{name}_seconds_bucket{{model_name="tiny",le="+Inf"}}' in values
+        seconds[name] = values[f"vllm:{name}_seconds_sum{label}"]
+    parts = seconds["request_queue_time"] + seconds["request_prefill_time"]
+    assert parts == pytest.approx(seconds["time_to_first_token"], rel=0.05)
 
 
 def test_the_page_requests_nothing_else(served: Running) -> None:

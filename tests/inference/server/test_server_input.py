@@ -213,8 +213,14 @@ def test_slow_requests(served: Running) -> None:
 
 
 def test_too_large_headers_and_other_protocols(served: Running) -> None:
-    for data in (b"GET / HTTP/1.1\r\nX: " + b"y" * 5000, b"\x16\x03\x01\x02\x00\x01\r\n\r\n"):
-        assert raw(served, data).startswith(b"HTTP/1.1 400")
+    start = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
+    for head in (start + b"y" * 5000, start + b"y" * 4090 + b"\r\n\r\n", start + b"y" * 50_000 + b"\r\n\r\n"):
+        assert raw(served, head).startswith(b"HTTP/1.1 431")
+    answer = served.ask("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x": "y" * 4096})
+    assert answer.status_code == 431 and "4,096 bytes" in error_of(answer)["message"]
+    assert served.ask("/health?" + "x" * 4096, method="GET").status_code == 431
+    assert raw(served, start + b"y" * 3500 + b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert raw(served, b"\x16\x03\x01\x02\x00\x01\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 def test_more_connections_than_allowed(served: Running) -> None:

@@ -194,10 +194,11 @@ def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:
         (ServerConfig(hosts=("gpu-1.example",)), Access(), "gpu-1.example", {}),
         (ServerConfig(), Access(host="GPU-2", insecure=True), "gpu-2:5000", {}),
         (ServerConfig(), Access(api_key_file=keys), "any.example", authorization),
+        (ServerConfig(hosts=("gpu-1.example",)), Access(api_key_file=keys), "gpu-1.example", authorization),
     ):
         running = start(config, access=access)
         assert running.ask("/v1/models", method="GET", headers={"host": allowed} | headers).status_code == 200
-        status = 401 if access.api_key_file else 403
+        status = 401 if access.api_key_file and not config.hosts else 403
         assert running.ask("/v1/models", method="GET", headers={"host": "evil.example"}).status_code == status
         stop(running)
     for name in ("Upper.example", "name:80", "http://name", "[::1]"):
