@@ -11,7 +11,6 @@ from http import HTTPStatus
 from math import prod
 from typing import Any
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -264,8 +263,7 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         most = self.limits.header_bytes
-        large = self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > most
-        self._end(large_head(most) if large else RequestError(400, msg))
+        self._end(large_head(most) if len(self.conn.trailing_data[0]) > most else RequestError(400, msg))
 
     def _watch(self) -> None:
         """Start the time limit for the next request's headers, unless it runs or a request is being answered."""
