@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from megajax.inference.programs import CacheSize, LoadedModel, Programs, StepOutput
+from megajax.inference.programs import CacheSize, LoadedModel, Programs
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import Observation, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
@@ -24,13 +24,13 @@ CHUNK = 8
 class Logits(NamedTuple):
     """Gives the logits themselves."""
 
-    def like(self, rows: int, chunk: int) -> tuple[()]:
-        del rows, chunk
+    def like(self, rows: int) -> tuple[()]:
+        del rows
         return ()
 
-    def __call__(self, layout: Layout, out: StepOutput, inputs: tuple[()]) -> jax.Array:
-        del layout, inputs
-        return out.logits
+    def __call__(self, layout: Layout, logits: jax.Array, tokens: jax.Array, inputs: tuple[()]) -> jax.Array:
+        del layout, tokens, inputs
+        return logits
 
 
 @dataclass(eq=False)
@@ -45,6 +45,9 @@ class Row:
 class Step:
     decode: list[tuple[Row, int]] = field(default_factory=list)
     prompts: list[tuple[Row, int, int]] = field(default_factory=list)
+
+    def parts(self) -> list[tuple[Row, int]]:
+        return [*((row, at + 1) for row, at in self.decode), *((row, at + count) for row, at, count in self.prompts)]
 
 
 def layout_of(**sizes: int) -> tuple[Layout, jax.sharding.Mesh]:
@@ -71,6 +74,7 @@ def programs_of(
     choosers: abc.Sequence[Any],
     *,
     rows: int = 3,
+    tile: int = 0,
     chunks: abc.Sequence[int] = (CHUNK,),
     blocks: int,
     block: int = 4,
@@ -78,8 +82,10 @@ def programs_of(
     dtype: str = "float32",
     kernel: Any = "tiled",
 ) -> Programs:
-    """Steps of this many rows and as many slots. chunks: tokens of a prompt, 0 for steps without one."""
-    buckets, size = [Bucket(rows, chunk) for chunk in chunks], CacheSize(blocks=blocks, block=block, slots=rows)
+    """Steps of this many rows and as many slots. chunks: tokens of prompts, 0 for steps without one; tile: 0 for one
+    prompt a step."""
+    buckets = [Bucket(rows, chunk // (tile or chunk), tile or chunk) if chunk else Bucket(rows) for chunk in chunks]
+    size = CacheSize(blocks=blocks, block=block, slots=rows)
     return Programs(model, size, buckets=buckets, choosers=choosers, length=length, dtype=dtype, kernel=kernel)
 
 
@@ -88,10 +94,8 @@ def step_logits(programs: Programs, work: abc.Sequence[Step]) -> list[tuple[Row,
     result = programs.run(work, Logits(), lambda _: ())
     logits, found = np.asarray(result.chosen), list[tuple[Row, int, np.ndarray]]()
     for replica, step in enumerate(work):
-        for number, (row, at) in enumerate(step.decode):
-            found.append((row, at, logits[result.row(replica, number)]))
-        for row, at, count in step.prompts:
-            found.append((row, at + count - 1, logits[result.row(replica, 0, prompt=True)]))
+        for number, (row, computed) in enumerate(step.parts()):
+            found.append((row, computed - 1, logits[result.row(replica, number)]))
     return found
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from megajax.inference.assembly import TILE
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loading import load_weights
@@ -124,7 +125,7 @@ def engine_of(model: LoadedModel) -> Engine:
     steps = Programs(
         model,
         CacheSize(blocks=BATCH * LENGTH // BLOCK, block=BLOCK, slots=BATCH),
-        buckets=[Bucket(BATCH, chunk) for chunk in (0, CHUNK)],
+        buckets=[Bucket(BATCH), Bucket(BATCH, CHUNK // TILE, TILE)],
         choosers=choosers(SIZES["vocab_size"])[:1],
         length=LENGTH,
         dtype="float32",

@@ -29,6 +29,8 @@ from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 
+TILE = 32
+"""Tokens of a tile of a prompt: the most that a prompt is padded by, and the queries that read the same keys."""
 CPU_SHARE = 0.25
 """Maximum share of the host's free memory for the cache, if devices do not report their memory."""
 LARGEST_POOL = 2**30
@@ -51,11 +53,14 @@ def make_engine(
     requests. Raises UserError if there is no memory for the cache.
     """
     dtype = config.cache_dtype or config.compute
-    vocabulary = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size)
+    vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
+    # A recurrence runs over a whole prompt, and an encoder reads the text of one.
+    tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
+    tile = min(TILE, chunk) if tiled else chunk
     programs = Programs(
         model,
         cache_size(config, length, model, dtype),
-        buckets=buckets_up_to(max(2, config.rows), min(config.chunk, length), invariant=config.batch_invariant),
+        buckets=buckets_up_to(max(2, config.rows), chunk, tile, invariant=config.batch_invariant),
         choosers=choosers(vocabulary, invariant=config.batch_invariant),
         length=length,
         dtype=dtype,

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 
-from megajax.inference.programs import Programs, StepResult
+from megajax.inference.programs import Programs
 from megajax.inference.request import Sampled, Sequence, Step, TokenScore
-from megajax.inference.sampling.chooser import TOP, PromptScores, RowChooser, StepChosen, place, program_of
+from megajax.inference.sampling.choose import Chosen
+from megajax.inference.sampling.chooser import TOP, PromptScorer, PromptScores, RowChooser, place, program_of
+from megajax.inference.step_arrays import Bucket, first_tokens
 
 
 class ModelDevice:
@@ -22,7 +24,8 @@ class ModelDevice:
         self.choosers: abc.Sequence[RowChooser] = [
             chooser for chooser in programs.choosers if isinstance(chooser, RowChooser)
         ]
-        self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
+        self.scorer = PromptScorer(vocabulary)
+        self.rows, self.chunk, self.tile, self.length = programs.rows, programs.chunk, programs.tile, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
 
@@ -32,26 +35,32 @@ class ModelDevice:
         needed = max(map(program_of, rows))
         chooser = next(chooser for chooser in self.choosers if chooser.program >= needed)
         result = self.programs.run(work, chooser, lambda bucket: chooser.inputs(work, bucket))
-        chosen: StepChosen = jax.device_get(result.chosen)
-        return [_sampled(step, replica, result, chosen) if step else [] for replica, step in enumerate(work)]
+        scores: PromptScores | None = None
+        if any(row.unscored for step in work if step is not None for row, _, _ in step.prompts):
+            scores = self.programs.score(result, self.scorer, self.scorer.targets(work, result.bucket))
+        chosen: Chosen
+        chosen, scores = jax.device_get((result.chosen, scores))
+        results = []
+        for replica, step in enumerate(work):
+            parts = [] if step is None else step.parts()
+            results.append([_row(row, chosen, result.row(replica, number)) for number, (row, _) in enumerate(parts)])
+            if step is not None and scores is not None:
+                _add_prompt_scores(results[replica], step, replica, result.bucket, scores)
+        return results
 
 
-def _sampled(step: Step, replica: int, result: StepResult, chosen: StepChosen) -> list[Sampled]:
-    samples = [_row(row, chosen, result.row(replica, number)) for number, (row, _) in enumerate(step.decode)]
-    for row, start, count in step.prompts:
-        sample = _row(row, chosen, result.row(replica, 0, prompt=True))
-        if row.unscored and chosen.prompt is not None:
-            following = row.tokens[start + 1 : min(start + count + 1, row.prompt)]
-            places = [place(number, replica, result.bucket.chunk) for number in range(len(following))]
-            top = row.sampling.prompt_logprobs or 0
-            scores = [_score(token, at, top, chosen.prompt) for token, at in zip(following, places, strict=True)]
-            sample = sample._replace(prompt=tuple(scores))
-        samples.append(sample)
-    return samples
+def _add_prompt_scores(samples: list[Sampled], step: Step, replica: int, bucket: Bucket, scores: PromptScores) -> None:
+    for number, ((row, start, count), first) in enumerate(
+        zip(step.prompts, first_tokens(step, bucket.tile), strict=True), len(step.decode)
+    ):
+        if row.unscored:
+            following, top = row.tokens[start + 1 : min(start + count + 1, row.prompt)], row.sampling.prompt_logprobs
+            places = [place(first + after, replica, bucket.chunk) for after in range(len(following))]
+            found = (_score(token, at, top or 0, scores) for token, at in zip(following, places, strict=True))
+            samples[number] = samples[number]._replace(prompt=tuple(found))
 
 
-def _row(row: Sequence, chosen: StepChosen, place: int) -> Sampled:
-    rows = chosen.rows
+def _row(row: Sequence, rows: Chosen, place: int) -> Sampled:
     sample = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
     if row.top is None or rows.scores is None:
         return sample

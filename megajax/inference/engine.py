@@ -91,7 +91,7 @@ class Engine:
         self.length = min(device.length, device.blocks * device.block)
         """Maximum number of tokens of a row, prompt and answer."""
         self.schedulers = [
-            Scheduler(Pool(device.blocks, device.block), device.rows, device.chunk, device.prefix_sharing)
+            Scheduler(Pool(device.blocks, device.block), device.rows, device.chunk, device.tile, device.prefix_sharing)
             for _ in range(device.replicas)
         ]
         default = end_tokens_of(tokenizer) if tokenizer else frozenset()

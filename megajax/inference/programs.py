@@ -1,7 +1,8 @@
-"""The compiled steps of an engine: the model on tokens of many rows, with its cache, and the choice of next tokens.
+"""The compiled programs of an engine: steps of the model with its cache, and the choice of next tokens.
 
-There is a program for each bucket of shapes and each chooser of tokens. All of them can be compiled before the first
-request.
+There is a model program for each bucket of shapes, and a small program for each chooser of tokens and number of rows,
+which reads the logits of a step: a few compilations of the whole model serve all settings of requests. All of them can
+be compiled before the first request.
 
 The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mixers declare
 (`megajax.layers.cache_spec`) is one array for all layers that have it: of tokens [layers, blocks, block, ...], of rows
@@ -11,11 +12,12 @@ The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mix
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -89,33 +91,41 @@ class LoadedModel:
 
 
 class StepOutput(NamedTuple):
-    """Output of the model in a step, for the choice of tokens. Unused outputs are not computed."""
+    """Output of the model in a step; arrays of all replicas, concatenated."""
 
     logits: Array
-    """float32 [sampled rows, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
+    """float32 [rows, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
     tokens: Array
-    """int32 [sampled rows, L]: the tokens of each row from the cache; undefined past the row's end."""
-    prompt: Array
-    """[chunk, 1, D]: output of the stack for the prompt's tokens; empty in steps without a prompt."""
-    logits_of: Callable[[Array], Array]
-    """Outputs of the stack [T, 1, D] -> logits float32 [T, V]."""
+    """int32 [rows, L]: the tokens of each row from the cache; undefined past the row's end."""
+    prompts: Array
+    """[chunk, 1, D]: output of the stack for the prompts' tokens; empty in steps without a prompt."""
 
 
 class Chooser(Protocol):
     """A way to choose the next tokens; hashable."""
 
-    def like(self, rows: int, chunk: int) -> Any:
-        """A pytree of its input arrays, as jax.ShapeDtypeStruct.
+    def like(self, rows: int) -> Any:
+        """A pytree of its input arrays [rows, ...], as jax.ShapeDtypeStruct; rows: of all replicas."""
+        ...
 
-        Shapes are [rows, ...], or [chunk, ...] for the prompt's tokens, over all replicas.
+    def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: Any) -> Any:
+        """Arrays as in `StepOutput`, and those inputs -> a pytree of arrays."""
+        ...
+
+
+class Scorer(Protocol):
+    """A way to score the tokens of prompts; hashable."""
+
+    def __call__(self, layout: Layout, logits_of: Callable[[Array], Array], states: Array, targets: Array) -> Any:
+        """States of `StepOutput.prompts` and int32 [chunk] targets -> a pytree of arrays.
+
+        logits_of: states [T, 1, D] -> logits float32 [T, V].
         """
         ...
 
-    def __call__(self, layout: Layout, out: StepOutput, inputs: Any) -> Any:
-        """The output of a step and those arrays -> a pytree of arrays."""
-        ...
 
-
+STATES = ("batch", None, None)
+"""Logical axes of the outputs of a stack [T, 1, D]."""
 TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
 """Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed."""
 
@@ -125,24 +135,40 @@ class StepResult(NamedTuple):
 
     bucket: Bucket
     chosen: Any
-    """Output of the chooser, arrays on the device: `bucket.sampled` rows of each replica, concatenated."""
+    """Output of the chooser, arrays on the device: `bucket.rows` rows of each replica, concatenated."""
+    prompts: Array
+    """As in `StepOutput`."""
 
-    def row(self, replica: int, place: int, *, prompt: bool = False) -> int:
-        """The index in `chosen` of a decoding row, by its index in `Step.decode`, or of the prompt."""
-        return replica * self.bucket.sampled + (self.bucket.rows if prompt else place)
+    def row(self, replica: int, number: int) -> int:
+        """The index in `chosen` of a row, by its index in `Step.parts`."""
+        return replica * self.bucket.rows + number
 
 
-def buckets_up_to(rows: int, chunk: int, *, invariant: bool = False) -> tuple[Bucket, ...]:
-    """Powers of 2 up to `rows`, each with and without a prompt of `chunk` tokens.
+FEWER = 4
+"""Each bucket has this many times the rows, or the prompt tokens, of the next smaller one."""
 
-    invariant: only the largest bucket with a prompt, so that every token is computed in the same shapes.
+
+def buckets_up_to(rows: int, chunk: int, tile: int, *, invariant: bool = False) -> tuple[Bucket, ...]:
+    """Buckets of up to `rows` rows, without prompts and with up to `chunk` prompt tokens in tiles of `tile`.
+
+    Prompts go with the fewest rows or with all. invariant: only the largest bucket, so that every token is computed in
+    the same shapes.
     """
-    counts = [rows]
+    tiles = -(-chunk // tile)
+    if invariant:
+        return (Bucket(rows, tiles, tile),)
     # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
-    while counts[-1] > 2 and not invariant:
-        counts.append(max(2, 1 << (counts[-1] - 1).bit_length() - 1))
-    chunks = (chunk,) if invariant else (0, chunk)
-    return tuple(sorted(Bucket(count, prompt_tokens) for count in counts for prompt_tokens in chunks))
+    row_counts = _fewer(rows, least=2)
+    with_prompts = [Bucket(n, t, tile) for n in dict.fromkeys((row_counts[0], rows)) for t in _fewer(tiles, least=1)]
+    return (*(Bucket(count) for count in row_counts), *with_prompts)
+
+
+def _fewer(count: int, *, least: int) -> list[int]:
+    """`count` and fewer, ascending."""
+    counts = [count]
+    while counts[0] // FEWER >= least:
+        counts.insert(0, counts[0] // FEWER)
+    return counts
 
 
 class Programs:
@@ -168,8 +194,8 @@ class Programs:
         self.width = -(-length // size.block)
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
-        self.compiled: dict[tuple[Bucket, Chooser] | int, Callable[..., Any]] = {}
-        """Steps, and encoder programs by length."""
+        self.compiled: dict[Any, jax.stages.Compiled] = {}
+        """Steps by bucket; choosers with their number of rows; scorers with a number of tokens; encoders by length."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -179,7 +205,7 @@ class Programs:
 
     @property
     def rows(self) -> int:
-        """Maximum number of decoding rows of a replica in a step."""
+        """Maximum number of rows of a replica in a step."""
         return max(bucket.rows for bucket in self.buckets)
 
     @property
@@ -192,60 +218,110 @@ class Programs:
         """Whether rows may share blocks; false if layers keep a state per row."""
         return all(leaf.per == "token" for leaf in self.leaves)
 
-    def compile(self) -> Iterator[tuple[Bucket, Chooser]]:
-        """Compile all programs; yields each step after its compilation."""
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile of a prompt."""
+        return max(bucket.tile for bucket in self.buckets)
+
+    @property
+    def count(self) -> int:
+        """Programs that `compile` compiles."""
+        rows = {bucket.rows for bucket in self.buckets}
+        return len(self.text_lengths) + len(self.buckets) + len(rows) * len(self.choosers)
+
+    def compile(self) -> Iterator[str]:
+        """Compile all programs but scorers, which few requests need; yields the name of each after its compilation."""
         for length in self.text_lengths:
-            self._program(length)
+            self._encoder(length)
+            yield f"texts of {length} tokens"
         for bucket in self.buckets:
+            self._step(bucket)
+            yield str(bucket)
+        for bucket in {bucket.rows: bucket for bucket in self.buckets}.values():
             for chooser in self.choosers:
-                self._program((bucket, chooser))
-                yield bucket, chooser
+                self._choice(bucket, chooser)
+                yield f"{chooser}, {bucket.rows} rows"
         # Created now, so that the first request does not wait for it or run out of memory.
         jax.block_until_ready(self.cache)
 
-    def _program(self, key: tuple[Bucket, Chooser] | int) -> Callable[..., Any]:
-        """A step, or the encoder program of a length; compiled when first needed."""
+    def _compiled(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """A program; compiled when first needed."""
         if key not in self.compiled:
-            lowered = self.lowered_encoder(key) if isinstance(key, int) else self.lowered(*key)
-            self.compiled[key] = lowered.compile(compiler_options=dict(self.loaded.options))
+            loaded = self.loaded
+            with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
+                self.compiled[key] = lower().compile(compiler_options=dict(loaded.options))
         return self.compiled[key]
 
-    def lowered(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Lowered:
-        """The lowered step of a bucket."""
+    def _step(self, bucket: Bucket) -> jax.stages.Compiled:
+        return self._compiled(bucket, lambda: self.lowered(bucket))
+
+    def lowered(self, bucket: Bucket) -> jax.stages.Lowered:
+        """The lowered step of a bucket: (weights, cache, StepArrays) -> (StepOutput, cache)."""
         loaded = self.loaded
 
-        def step(weights: Params, cache: Cache, arrays: StepArrays, inputs: Any) -> tuple[Any, Cache]:
+        def step(weights: Params, cache: Cache, arrays: StepArrays) -> tuple[StepOutput, Cache]:
             model = bind(loaded.model, weights)
-            out, cache = step_output(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
-            return chooser(loaded.layout, out, inputs), cache
+            return step_output(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
 
+        # The programs that read the output are compiled for these layouts.
+        out = StepOutput._make(self._sharding(*axes) for axes in (("batch", "vocab"), ("batch", None), STATES))
+        shardings = out, {name: leaf.sharding for name, leaf in self.cache_like.items()}
         with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights = jax.tree.map(_like, loaded.weights)
-            needed = chooser.like(self.replicas * bucket.sampled, self.replicas * bucket.chunk)
+            jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
+            return jitted.lower(weights, self.cache_like, self.like(bucket))
+
+    def _choice(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Compiled:
+        """The program of a chooser, the same for all buckets with as many rows."""
+
+        def lower() -> jax.stages.Lowered:
+            (out, _), needed = self._step(bucket).out_info, chooser.like(self.replicas * bucket.rows)
             inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
-            return jax.jit(step, donate_argnums=1).lower(weights, self.cache_like, self.like(bucket), inputs)
+            return jax.jit(partial(chooser, self.loaded.layout)).lower(out.logits, out.tokens, inputs)
+
+        return self._compiled((bucket.rows, chooser), lower)
+
+    def _scores(self, bucket: Bucket, scorer: Scorer) -> jax.stages.Compiled:
+        """The program of a scorer."""
+        loaded = self.loaded
+
+        def score(weights: Params, states: Array, targets: Array) -> Any:
+            model: Any = bind(loaded.model, weights)
+            return scorer(loaded.layout, lambda x: model.next_logits(x)[:, 0], states, targets)
+
+        def lower() -> jax.stages.Lowered:
+            targets = self._like((self.replicas * bucket.chunk,))
+            return jax.jit(score).lower(
+                jax.tree.map(_like, loaded.weights), self._step(bucket).out_info[0].prompts, targets
+            )
+
+        return self._compiled((bucket.chunk, scorer), lower)
 
     def run(self, work: abc.Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
         """Run a step of each replica.
 
-        inputs: bucket -> the chooser's arrays: `bucket.sampled` rows or `bucket.chunk` tokens of each replica,
-        concatenated.
+        inputs: bucket -> the chooser's arrays: `bucket.rows` rows of each replica, concatenated.
         """
         starting = starting_rows(work) if self.text_lengths else None
         if starting is not None:
             self.encode_texts(starting)
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
-        chosen, self.cache = self._program((bucket, chooser))(self.loaded.weights, self.cache, arrays, inputs(bucket))
-        return StepResult(bucket, chosen)
+        out, self.cache = self._step(bucket)(self.loaded.weights, self.cache, arrays)
+        chosen = self._choice(bucket, chooser)(out.logits, out.tokens, inputs(bucket))
+        return StepResult(bucket, chosen, out.prompts)
+
+    def score(self, result: StepResult, scorer: Scorer, targets: np.ndarray) -> Any:
+        """Score the prompts' tokens of a step. targets: int32 [replicas * chunk], as in `Scorer`."""
+        return self._scores(result.bucket, scorer)(self.loaded.weights, result.prompts, targets)
 
     def encode_texts(self, rows: abc.Sequence[Sequence | None]) -> None:
         """Run the encoder on the texts of rows, one of each replica, and write its output into their slots."""
         texts = texts_of(rows, self.text_lengths)
-        self.cache = self._program(texts.tokens.shape[1])(self.loaded.weights, self.cache, texts)
+        self.cache = self._encoder(texts.tokens.shape[1])(self.loaded.weights, self.cache, texts)
 
-    def lowered_encoder(self, length: int) -> jax.stages.Lowered:
-        """The lowered encoder program of a text length."""
+    def _encoder(self, length: int) -> jax.stages.Compiled:
+        """The encoder program of a text length."""
         loaded, rows = self.loaded, self.replicas
 
         def encode(weights: Params, cache: Cache, texts: Texts) -> Cache:
@@ -262,10 +338,12 @@ class Programs:
             model: Any = bind(loaded.model, weights)
             return {**cache, **model.remember(texts.tokens, of_layers(cache), ctx)}
 
-        with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
+        def lower() -> jax.stages.Lowered:
             weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
             texts = Texts(self._like((rows, length)), self._like((rows,)), self._like((rows,)))
             return jax.jit(encode, donate_argnums=1).lower(weights, cache, texts)
+
+        return self._compiled(length, lower)
 
     def like(self, bucket: Bucket) -> StepArrays:
         """Shapes and shardings of the arrays of a step."""
@@ -273,12 +351,14 @@ class Programs:
         column, group_rows = self._like((tokens, 1)), [self.replicas * rows for rows, _ in groups]
         tables = tuple(self._like((rows, self.width)) for rows in group_rows)
         counts = tuple(self._like((rows,)) for rows in group_rows)
-        last = self._like((self.replicas * bucket.sampled,))
+        last = self._like((self.replicas * bucket.rows,))
         return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        spec = self.loaded.layout.plan.compute.spec(("batch", *[None] * (len(shape) - 1)))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.loaded.mesh, spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding("batch", *[None] * (len(shape) - 1)))
+
+    def _sharding(self, *axes: str | None) -> NamedSharding:
+        return NamedSharding(self.loaded.mesh, self.loaded.layout.plan.compute.spec(axes))
 
 
 def step_output(
@@ -302,17 +382,12 @@ def step_output(
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
     x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
-    token = ("batch", None, None)
 
     def parts(x: Array, last: Array) -> tuple[Array, Array]:
         return x[last], x[rows.parts()[1]] if len(groups) > 1 else x[:0]
 
-    decoded, prompt = layout.island(parts, (token, ("batch",)), (token, token))(x, arrays.last)
-
-    def logits_of(x: Array) -> Array:
-        return model.next_logits(x)[:, 0]
-
-    return StepOutput(logits_of(decoded), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
+    decoded, prompts = layout.island(parts, (STATES, ("batch",)), (STATES, STATES))(x, arrays.last)
+    return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, TOKENS.name: ids}
 
 
 def of_layers(cache: Cache) -> Cache:
@@ -321,12 +396,12 @@ def of_layers(cache: Cache) -> Cache:
 
 
 def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
-    """The leaf `TOKENS` with those of the step [T, 1], and the tokens of the sampled rows, int32 [sampled rows, L]."""
+    """The leaf `TOKENS` with those of the step [T, 1], and the tokens of the first group's rows, int32 [rows, L]."""
 
     def local(leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
         leaf = write(leaf, new[:, 0], rows)
-        gathered = [leaf[0][table] for table in rows.tables]
-        return leaf, jnp.concatenate([blocks.reshape(blocks.shape[0], -1) for blocks in gathered])
+        blocks = leaf[0][rows.tables[0]]
+        return leaf, blocks.reshape(blocks.shape[0], -1)
 
     pool, row = (None, "batch", None), ("batch", None)
     return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)

@@ -127,7 +127,7 @@ class Sequence:
     published: int = 0
     """Number of blocks that other sequences may share."""
     shared: int = 0
-    """Tokens of the prompt found in the cache when the sequence first ran."""
+    """Tokens of the prompt found in the cache before the first preemption."""
     admitted: float | None = None
     """`time.monotonic()` when the sequence first ran, until it is delivered."""
     digests: list[bytes] = field(default_factory=list)
@@ -155,7 +155,8 @@ class Step(NamedTuple):
     decode: list[tuple[Sequence, int]]
     """Sequences, and the position of the single token of each."""
     prompts: list[tuple[Sequence, int, int]]
-    """At most one: a sequence, its first position, and the number of tokens."""
+    """Sequences, the first position of each, and the number of its tokens: together at most `Device.chunk` in whole
+    tiles."""
 
     def parts(self) -> list[tuple[Sequence, int]]:
         """Sequences in the order of the device's results, and the number of computed tokens of each after the step."""
@@ -190,9 +191,11 @@ class Device(Protocol):
     """Compiled steps of a model with its cache: `megajax.inference.device.ModelDevice`, or a stand-in in tests."""
 
     rows: int
-    """Maximum number of sequences that run at the same time in a replica."""
+    """Maximum number of sequences that run at the same time in a replica, decoding ones and prompts together."""
     chunk: int
-    """Maximum number of prompt tokens in a step."""
+    """Maximum number of prompt tokens in a step; a multiple of `tile`."""
+    tile: int
+    """A step computes this many tokens of a prompt, or a multiple; `chunk` if it can compute one prompt only."""
     block: int
     """Tokens of a block."""
     blocks: int

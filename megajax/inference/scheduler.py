@@ -1,11 +1,13 @@
 """Scheduling: which sequences the next step of a replica computes, and which blocks of the cache they own.
 
-A step computes a token of each decoding sequence, and a chunk of one prompt. Sequences are admitted in order of
-arrival. If no block is left, the youngest running sequence is preempted: it releases its blocks, waits ahead of later
-arrivals, and is recomputed.
+A step computes a token of each decoding sequence, and a chunk of tokens of prompts. The chunk is divided in tiles: the
+oldest prompt gets half of them, and the others the rest, the shortest first, so that a long prompt does not hold up
+those behind it, nor they it. Sequences are admitted in order of arrival. If no block is left, the youngest running
+sequence is preempted: it releases its blocks, waits ahead of later arrivals, and is recomputed.
 
 Blocks know their tokens, so that equal prefixes of prompts are computed once: a full block is identified by a hash of
-all tokens up to its end. Only full blocks are shared. A shared block is never written, so copy-on-write is not needed.
+all tokens up to its end. Only full blocks are shared. A step writes all tokens before it reads any, so a prompt shares
+the blocks that another one fills in the same step. A block is never written after that, so copy-on-write is not needed.
 All of it is plain Python.
 """
 
@@ -78,7 +80,7 @@ class Pool:
         return block
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Allow sharing of a block. The step that fills it must run before any step that reads it."""
+        """Allow sharing of a block. The step that fills it must not run after a step that reads it."""
         if digest not in self._block_of:
             self._block_of[digest], self._digest_of[block] = block, digest
 
@@ -96,9 +98,9 @@ class Pool:
 class Scheduler:
     """The sequences of a replica."""
 
-    def __init__(self, pool: Pool, rows: int, chunk: int, prefix_sharing: bool = True):
-        """rows: maximum number of running sequences; chunk: maximum number of prompt tokens in a step."""
-        self.pool, self.rows, self.chunk, self.prefix_sharing = pool, rows, chunk, prefix_sharing
+    def __init__(self, pool: Pool, rows: int, chunk: int, tile: int, prefix_sharing: bool = True):
+        """rows: maximum number of running sequences; chunk, tile: as in `Device`."""
+        self.pool, self.rows, self.chunk, self.tile, self.prefix_sharing = pool, rows, chunk, tile, prefix_sharing
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._slots = list(range(rows))
@@ -147,56 +149,92 @@ class Scheduler:
             self._preempt()
 
     def _step(self) -> Step | None:
-        step = Step([], [])
+        step, tiles, spare = Step([], []), self._tiles(), 0
         # Sequences are preempted only for older sequences, so never after they are part of this step.
         for sequence in list(self.running):
-            remaining = len(sequence.tokens) - sequence.computed
-            single = remaining == 1 and sequence.computed > 0
-            count = remaining if single else 0 if step.prompts else min(remaining, self.chunk)
-            if sequence.paused or sequence.slot < 0 or count < 1:
+            if sequence.paused or sequence.slot < 0:
                 continue
-            if not self._reserve(sequence, sequence.computed + count):
+            prompt = _in_prompt(sequence)
+            if prompt:
+                # Others may have computed the next blocks since.
+                self._share(sequence)
+            remaining, granted = len(sequence.tokens) - sequence.computed, tiles.get(sequence.order, 0) + spare
+            count = min(remaining, granted * self.tile) if prompt else remaining
+            if count < 1 or not self._reserve(sequence, sequence.computed + count):
                 continue
-            if single:
-                step.decode.append((sequence, sequence.computed))
-            else:
+            if prompt:
                 step.prompts.append((sequence, sequence.computed, count))
+                spare = granted - self._in_tiles(count)
+            else:
+                step.decode.append((sequence, sequence.computed))
             self.prompt_tokens += max(0, min(sequence.computed + count, sequence.prompt) - sequence.computed)
             sequence.computed += count
             self._publish(sequence)
         return step if step.decode or step.prompts else None
 
+    def _tiles(self) -> dict[tuple[int, int], int]:
+        """The tiles of a step for each prompt that needs some, by the order of its sequence."""
+        prompts = [sequence for sequence in self.running if _in_prompt(sequence)]
+        if not prompts:
+            return {}
+        needed = {sequence.order: self._in_tiles(len(sequence.tokens) - sequence.computed) for sequence in prompts}
+        left, oldest = self.chunk // self.tile, prompts[0].order
+        granted = {oldest: min(needed[oldest], -(-left // 2))}
+        left -= granted[oldest]
+        for order in [*sorted(needed.keys() - {oldest}, key=lambda order: (needed[order], order)), oldest]:
+            more = min(left, needed[order] - granted.get(order, 0))
+            granted[order], left = granted.get(order, 0) + more, left - more
+        return granted
+
+    def _in_tiles(self, tokens: int) -> int:
+        return -(-tokens // self.tile)
+
     def _admit(self) -> None:
-        """Admit sequences, oldest first, one prompt at a time, while the next chunk fits beside the running ones."""
-        while self._slots and not any(_in_prompt(sequence) for sequence in self.running):
+        """Admit sequences, oldest first, while a step has tiles for more prompts and their next chunks fit."""
+        while self._slots:
+            prompts = [sequence for sequence in self.running if _in_prompt(sequence)]
             sequence = next((sequence for sequence in self.waiting if not sequence.paused), None)
-            if sequence is None:
+            if sequence is None or len(prompts) >= self.chunk // self.tile:
                 return
             self._share(sequence)
-            need = self._blocks(min(len(sequence.tokens), sequence.computed + self.chunk)) - len(sequence.blocks)
+            need = sum(self._next_blocks(other) for other in (*prompts, sequence))
             # Keep a block for each running sequence, or the next steps would preempt the admitted sequence.
             if self.running and need + len(self.running) > self.pool.available:
                 self._release(sequence)
                 return
-            shared = min(sequence.computed, sequence.prompt)
-            self.shared_tokens += shared
+            self._count_shared(sequence, 0)
             if not sequence.preempted:
-                sequence.shared, sequence.admitted = shared, time.monotonic()
+                sequence.admitted = time.monotonic()
             sequence.slot = self._slots.pop()
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=ORDER)
 
+    def _next_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a prompt allocates for its next chunk."""
+        return max(0, self._blocks(min(len(sequence.tokens), sequence.computed + self.chunk)) - len(sequence.blocks))
+
     def _share(self, sequence: Sequence) -> None:
-        """Share existing blocks with a prefix of the sequence. At least one token remains to be computed."""
-        if not self.prefix_sharing or sequence.unscored:
+        """Share existing blocks that continue a prompt. At least one token remains to be computed."""
+        before = len(sequence.blocks)
+        if not self.prefix_sharing or sequence.unscored or sequence.computed != before * self.pool.size:
             return
-        for number in range((len(sequence.tokens) - 1) // self.pool.size):
+        for number in range(before, (len(sequence.tokens) - 1) // self.pool.size):
             block = self.pool.share(self._digest(sequence, number))
             if block is None:
                 break
             sequence.blocks.append(block)
-        sequence.published = len(sequence.blocks)
-        sequence.computed = sequence.published * self.pool.size
+        shared = len(sequence.blocks) - before
+        sequence.published += shared
+        sequence.computed += shared * self.pool.size
+        if sequence.slot >= 0:
+            self._count_shared(sequence, before * self.pool.size)
+
+    def _count_shared(self, sequence: Sequence, first: int) -> None:
+        """Count the shared tokens of the sequence's prompt from `first` on."""
+        tokens = max(0, min(sequence.computed, sequence.prompt) - first)
+        self.shared_tokens += tokens
+        if not sequence.preempted:
+            sequence.shared += tokens
 
     def _publish(self, sequence: Sequence) -> None:
         """Allow sharing of the sequence's full blocks."""

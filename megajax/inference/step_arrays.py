@@ -10,28 +10,34 @@ from megajax.inference.request import Sequence, Step
 
 
 class Bucket(NamedTuple):
-    """Shapes of a compiled step, for one replica."""
+    """Shapes of a compiled step, for one replica.
+
+    Prompts are cut into tiles. The tiles of a prompt are rows of a group with the blocks of that prompt, so that a step
+    computes several prompts, each padded to whole tiles.
+    """
 
     rows: int
-    """Number of rows with one token each."""
-    chunk: int
-    """Number of tokens of a prompt; 0: no prompt."""
+    """Number of rows that may get a token: decoding rows, then one for each prompt."""
+    tiles: int = 0
+    """Number of tiles of prompts; 0: no prompts."""
+    tile: int = 0
+    """Tokens of a tile."""
 
     def groups(self) -> tuple[tuple[int, int], ...]:
         """(rows, tokens of a row) of each group, as in `megajax.layers.decoding.StepRows`."""
-        return ((self.rows, 1), (1, self.chunk)) if self.chunk else ((self.rows, 1),)
+        return ((self.rows, 1), (self.tiles, self.tile)) if self.tiles else ((self.rows, 1),)
+
+    @property
+    def chunk(self) -> int:
+        """Number of prompt tokens."""
+        return self.tiles * self.tile
 
     @property
     def tokens(self) -> int:
         return self.rows + self.chunk
 
-    @property
-    def sampled(self) -> int:
-        """Rows of the logits: one for each decoding row, then the prompt's."""
-        return self.rows + bool(self.chunk)
-
     def __str__(self) -> str:
-        return f"{self.rows} rows" + (f" + prompt of {self.chunk}" if self.chunk else "")
+        return f"{self.rows} rows" + (f" + {self.chunk} tokens of prompts" if self.tiles else "")
 
 
 class StepArrays(NamedTuple):
@@ -47,7 +53,7 @@ class StepArrays(NamedTuple):
     counts: tuple[Any, ...]
     states: tuple[Any, ...]
     last: Any
-    """int32 [sampled rows]: indices, within the replica, of the tokens whose logits are computed."""
+    """int32 [rows]: indices, within the replica, of the tokens whose logits are computed."""
 
 
 NOWHERE = 2**30
@@ -56,43 +62,65 @@ NOWHERE = 2**30
 
 def bucket_for(work: abc.Sequence[Step | None], buckets: abc.Sequence[Bucket]) -> Bucket:
     """The smallest bucket that fits the steps of all replicas. Raises ValueError if there is none."""
-    rows = max((len(step.decode) for step in work if step is not None), default=0)
-    chunk = max((count for step in work if step is not None for _, _, count in step.prompts), default=0)
-    fitting = [bucket for bucket in buckets if bucket.rows >= rows and bucket.chunk >= chunk]
+    steps = [step for step in work if step is not None]
+    rows = max((len(step.decode) + len(step.prompts) for step in steps), default=0)
+
+    def fits(bucket: Bucket) -> bool:
+        if not bucket.tiles:
+            return bucket.rows >= rows and not any(step.prompts for step in steps)
+        return bucket.rows >= rows and bucket.tiles >= max(len(prompt_tiles(step, bucket.tile)) for step in steps)
+
+    fitting = [bucket for bucket in buckets if fits(bucket)]
     if not fitting:
-        raise ValueError(f"no compiled step has {rows} rows and a prompt of {chunk}: there are {list(buckets)}")
+        tokens = max((sum(count for _, _, count in step.prompts) for step in steps), default=0)
+        raise ValueError(f"no compiled step has {rows} rows and prompts of {tokens} tokens: there are {list(buckets)}")
     return min(fitting, key=lambda bucket: (bucket.tokens, bucket.rows))
+
+
+def prompt_tiles(step: Step, tile: int) -> list[tuple[int, int, int]]:
+    """The tiles of a step's prompts: index of the prompt, first position, and number of tokens."""
+    return [
+        (number, first, min(tile, start + count - first))
+        for number, (_, start, count) in enumerate(step.prompts)
+        for first in range(start, start + count, tile)
+    ]
+
+
+def first_tokens(step: Step, tile: int) -> list[int]:
+    """For each prompt of a step, the index of its first token among the tokens of all tiles."""
+    sizes = [-(-count // tile) * tile for _, _, count in step.prompts]
+    return [sum(sizes[:number]) for number in range(len(sizes))]
 
 
 def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepArrays:
     """Arrays of a replica's step. block: tokens of a block; width: maximum blocks of a row, the width of the tables.
 
-    The rows of the logits are in the order of `Step.decode`, the prompt's row last.
+    The rows of the logits are in the order of `Step.decode`, then of `Step.prompts`.
     """
     groups, total = bucket.groups(), bucket.tokens
     tokens, positions = np.zeros((total, 1), np.int32), np.zeros((total, 1), np.int32)
-    slots, last = np.full(total, NOWHERE, np.int32), np.zeros(bucket.sampled, np.int32)
     # Slots and states must be unique, also past the pool.
-    slots += np.arange(total, dtype=np.int32)
+    slots, last = NOWHERE + np.arange(total, dtype=np.int32), np.arange(bucket.rows, dtype=np.int32)
     tables = tuple(np.zeros((rows, width), np.int32) for rows, _ in groups)
     counts = tuple(np.zeros(rows, np.int32) for rows, _ in groups)
-    nowhere = NOWHERE + np.arange(bucket.sampled, dtype=np.int32)
+    nowhere = NOWHERE + np.arange(bucket.rows + bucket.tiles, dtype=np.int32)
     states = (nowhere[: bucket.rows], nowhere[bucket.rows :])[: len(groups)]
-    last[:] = np.arange(bucket.sampled)
     decode, prompts = ([], []) if step is None else (step.decode, step.prompts)
     # Vectorized over rows, because the device waits for this.
     span = slice(len(decode))
     tokens[span, 0], positions[span, 0] = [row.tokens[at] for row, at in decode], [at for _, at in decode]
     slots[span] = [row.blocks[at // block] * block + at % block for row, at in decode]
     counts[0][span], states[0][span] = 1, [row.slot for row, _ in decode]
-    for number, (row, _) in enumerate(decode):
+    for number, row in enumerate([*(row for row, _ in decode), *(row for row, _, _ in prompts)]):
         tables[0][number, : len(row.blocks)] = row.blocks
-    for row, start, count in prompts:
-        at, span = np.arange(start, start + count), slice(bucket.rows, bucket.rows + count)
-        tokens[span, 0], positions[span, 0] = row.tokens[start : start + count], at
+    for place, (number, first, count) in enumerate(prompt_tiles(step, bucket.tile) if step and prompts else []):
+        row, begin = prompts[number][0], bucket.rows + place * bucket.tile
+        at, span = np.arange(first, first + count), slice(begin, begin + count)
+        tokens[span, 0], positions[span, 0] = row.tokens[first : first + count], at
         slots[span] = np.asarray(row.blocks, np.int32)[at // block] * block + at % block
-        tables[1][0, : len(row.blocks)] = row.blocks
-        counts[1][0], states[1][0], last[bucket.rows] = count, row.slot, bucket.rows + count - 1
+        tables[1][place] = tables[0][len(decode) + number]
+        counts[1][place], states[1][place] = count, row.slot
+        last[len(decode) + number] = begin + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
 
 

@@ -16,7 +16,8 @@ def hashed(tokens: abc.Sequence[int], vocabulary: int, seed: int = 0) -> int:
 class StandIn:
     """Stores the writes to each place of each block, and checks that a row reads its own tokens.
 
-    Rows with a temperature depend on their seed. Tokens in `bad` give nonfinite logits.
+    tile: by default `chunk`, for one prompt a step. Rows with a temperature depend on their seed. Tokens in `bad` give
+    nonfinite logits.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class StandIn:
         *,
         rows: int = 4,
         chunk: int = 8,
+        tile: int = 0,
         block: int = 4,
         blocks: int = 64,
         replicas: int = 1,
@@ -34,6 +36,7 @@ class StandIn:
         bad: abc.Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
+        self.tile = tile or chunk
         self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
         self.top = vocabulary
         self.bad, self.steps = frozenset(bad), 0
@@ -48,15 +51,15 @@ class StandIn:
         ]
 
     def _replica(self, step: Step, cells: dict[tuple[int, int], tuple[int, int]]) -> list[Sampled]:
-        assert len(step.decode) <= self.rows and len(step.prompts) <= 1
-        assert all(count <= self.chunk for _, _, count in step.prompts)
+        assert len(step.decode) + len(step.prompts) <= self.rows
+        assert sum(-(-count // self.tile) for _, _, count in step.prompts) <= self.chunk // self.tile
         parts = [*((row, at, 1) for row, at in step.decode), *step.prompts]
-        owners = [block for row, _, _ in parts for block in set(row.blocks)]
+        writers: dict[int, Sequence] = {}
         # All rows are written before any is read, as on a device.
         for row, first, count in parts:
             for at in range(first, first + count):
                 place = row.blocks[at // self.block], at % self.block
-                assert owners.count(place[0]) == 1, "a shared block is written"
+                assert writers.setdefault(place[0], row) is row, "a block has two writers"
                 cells[place] = at, row.tokens[at]
         return [self._result(row, first, count, cells) for row, first, count in parts]
 

@@ -24,7 +24,7 @@ LLAMA = decoder(replace(HEADS, rope=ROPE))
 def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice:
     """With steps compiled for the settings up to these."""
     compiled = programs_of(model, choosers(VOCABULARY)[: programs + 1], chunks=(0, CHUNK), blocks=blocks)
-    assert len(list(compiled.compile())) == 2 * (programs + 1)
+    assert len(list(compiled.compile())) == compiled.count == 2 + programs + 1
     return ModelDevice(compiled, VOCABULARY)
 
 

@@ -15,7 +15,7 @@ from test_programs import HEADS, ROPE, decoder
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.programs import LoadedModel, Programs
-from megajax.inference.request import Sampled, Sequence
+from megajax.inference.request import Sampled, Sequence, Step
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import RowChooser, choosers, program_of
 from megajax.inference.sampling.guide import Guides
@@ -70,7 +70,7 @@ def row(order: int, tokens: abc.Sequence[int], answer_tokens: int, seed: int = 0
 def generate(programs: Programs, rows: abc.Sequence[Sequence], blocks: int = 18) -> dict[int, list[Sampled]]:
     """Runs the rows to their limits; results of each answer's tokens, by the row's order."""
     device = ModelDevice(programs, VOCABULARY)
-    scheduler = Scheduler(Pool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, prefix_sharing=True)
+    scheduler = Scheduler(Pool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, tile=CHUNK, prefix_sharing=True)
     results: dict[int, list[Sampled]] = {item.order[0]: [] for item in rows}
     for item in rows:
         scheduler.add(item)
@@ -240,9 +240,7 @@ def test_largest_requests_fit_the_arrays() -> None:
     """512 biases and 64 stop tokens that may not come yet."""
     item = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
     item.end_tokens = frozenset(range(1000, 1066))
-    inputs = RowChooser(Program.FULL, 2000).inputs(
-        [type("Step", (), {"decode": [(item, 0)], "prompts": []})], Bucket(2, 0)
-    )
-    assert inputs.rows.edits is not None
-    assert (inputs.rows.edits.tokens[0] >= 0).sum() == 512 + 66
-    assert (inputs.rows.edits.tokens[1] < 0).all()
+    inputs = RowChooser(Program.FULL, 2000).inputs([Step([(item, 0)], [])], Bucket(2))
+    assert inputs.edits is not None
+    assert (inputs.edits.tokens[0] >= 0).sum() == 512 + 66
+    assert (inputs.edits.tokens[1] < 0).all()

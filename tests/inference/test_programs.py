@@ -69,16 +69,17 @@ MODELS = {
 }
 
 
-def work_of(rows: list[Row], prompts: list[int]) -> list[Step]:
-    """Prompts in chunks, one a step, while earlier rows decode; then all decode to their ends."""
+def work_of(rows: list[Row], prompts: list[int], tile: int) -> list[Step]:
+    """Prompts in chunks of whole tiles while earlier rows decode; then all decode to their ends."""
     computed, steps = [0] * len(rows), []
     while any(count < len(row.tokens) for count, row in zip(computed, rows, strict=True)):
-        step = Step()
+        step, tiles = Step(), CHUNK // tile
         for number, row in enumerate(rows):
             remaining, first = prompts[number] - computed[number], computed[number]
-            if remaining > 0 and not step.prompts:
-                step.prompts.append((row, first, min(remaining, CHUNK)))
-                computed[number] += min(remaining, CHUNK)
+            if count := max(0, min(remaining, tiles * tile)):
+                step.prompts.append((row, first, count))
+                computed[number] += count
+                tiles -= -(-count // tile)
             elif remaining <= 0 and first < len(row.tokens):
                 step.decode.append((row, first))
                 computed[number] += 1
@@ -101,17 +102,19 @@ def steps_of(model: LoadedModel, dtype: str = "float32") -> Iterator[tuple[tuple
 
     dtype: of the cache.
     """
-    programs = programs_of(model, [Logits()], chunks=(0, CHUNK), blocks=3 * LENGTH // BLOCK, dtype=dtype)
+    # With states of rows, a step computes one prompt.
+    tile = 2 if all(leaf.per == "token" for leaf in model.cfg.cache_leaves(1)) else CHUNK
+    programs = programs_of(model, [Logits()], chunks=(0, CHUNK), tile=tile, blocks=3 * LENGTH // BLOCK, dtype=dtype)
     draw, lengths, prompts, schedules, owners = np.random.default_rng(2), [LENGTH, 21, 9], [19, 3, 8], [], []
     for replica in range(replicas(model)):
         blocks, row_tokens = draw.permutation(programs.size.blocks).reshape(3, -1), tokens_of(model)[3 * replica :]
         rows = [Row(row_tokens[n, : lengths[n]].tolist(), blocks[n].tolist(), n) for n in range(3)]
-        schedules.append(work_of(rows, prompts))
+        schedules.append(work_of(rows, prompts, tile))
         owners += rows
     for work in zip(*schedules, strict=True):
         for row, at, logits in step_logits(programs, work):
             yield (owners.index(row), at), logits
-    assert set(programs.compiled) <= {(bucket, Logits()) for bucket in programs.buckets}
+    assert set(programs.compiled) <= {*programs.buckets, (3, Logits())}
 
 
 def compare_steps(model: LoadedModel, expected: np.ndarray) -> None:
@@ -143,6 +146,8 @@ def test_steps_give_the_logits_of_the_trainer(name: str) -> None:
 
 
 def test_buckets() -> None:
-    assert buckets_up_to(8, 16) == tuple(Bucket(rows, chunk) for rows in (2, 4, 8) for chunk in (0, 16))
-    assert buckets_up_to(12, 16, invariant=True) == (Bucket(12, 16),)
-    assert [bucket.rows for bucket in buckets_up_to(12, 4)][::2] == [2, 4, 8, 12]
+    plain, prompts = (Bucket(2), Bucket(8)), [Bucket(rows, tiles, 4) for rows in (2, 8) for tiles in (1, 4)]
+    assert buckets_up_to(8, 16, 4) == (*plain, *prompts)
+    assert buckets_up_to(12, 16, 16, invariant=True) == (Bucket(12, 1, 16),)
+    assert [bucket.rows for bucket in buckets_up_to(64, 4, 4)] == [4, 16, 64, 4, 64]
+    assert [bucket.tokens for bucket in buckets_up_to(3, 70, 32)] == [3, 99]

@@ -42,10 +42,14 @@ class Load:
     def __init__(self, seed: int):
         self.draw = random.Random(seed)
         self.size, self.chunk = self.draw.choice([1, 2, 4, 16]), self.draw.choice([4, 8, 32])
-        self.sharing = self.draw.random() < 0.8
+        self.sharing, self.tile = self.draw.random() < 0.8, self.draw.choice([1, 2, 4, self.chunk])
         rows, blocks = self.draw.randint(1, 12), max(2, self.draw.randint(70, 140) // self.size + 1)
-        self.device = StandIn(rows=rows, chunk=self.chunk, block=self.size, blocks=blocks, vocabulary=50)
-        self.scheduler = Scheduler(Pool(blocks, self.size), rows=rows, chunk=self.chunk, prefix_sharing=self.sharing)
+        self.device = StandIn(
+            rows=rows, chunk=self.chunk, tile=self.tile, block=self.size, blocks=blocks, vocabulary=50
+        )
+        self.scheduler = Scheduler(
+            Pool(blocks, self.size), rows=rows, chunk=self.chunk, tile=self.tile, prefix_sharing=self.sharing
+        )
         self.heads = [[self.draw.randrange(50) for _ in range(self.draw.randint(0, 30))] for _ in range(3)]
         self.live: list[Sequence] = []
         self.asked = self.finished = self.number = 0
@@ -101,7 +105,7 @@ def test_random_loads() -> None:
 def test_few_blocks_many_long_rows() -> None:
     """All finish with the tokens of a row alone; the oldest is never preempted."""
     device = StandIn(rows=8, chunk=8, block=4, blocks=12)
-    scheduler = Scheduler(Pool(12, 4), rows=8, chunk=8)
+    scheduler = Scheduler(Pool(12, 4), rows=8, chunk=8, tile=8)
     rows = [row(number, [number, 1, 2], 48) for number in range(8)]
     made(scheduler, device, rows)
     for number, item in enumerate(rows):
@@ -111,15 +115,42 @@ def test_few_blocks_many_long_rows() -> None:
 
 def test_equal_prompts_are_computed_once() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(21))
-    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
+    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8, tile=8)
     made(scheduler, device, [row(number, prompt, 25) for number in range(3)])
     assert scheduler.prompt_tokens == 21 + 1 + 1
     assert scheduler.shared_tokens == 20 + 20
 
 
+def test_a_step_computes_several_prompts() -> None:
+    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
+    for number in range(8):
+        scheduler.add(row(number, [number] * 4, 9))
+    step = scheduler.next()
+    assert step is not None and [count for _, _, count in step.prompts] == [4] * 8
+
+
+def test_a_long_prompt_and_the_short_ones_behind_it_do_not_wait_for_each_other() -> None:
+    """The oldest has half of each step, and all that the others leave."""
+    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
+    for number, length in enumerate((60, 50, 6, 3)):
+        scheduler.add(row(number, list(range(10 * number, 10 * number + length)), 70))
+    first, second = scheduler.next(), scheduler.next()
+    assert first is not None and second is not None
+    assert {item.order[0]: count for item, _, count in first.prompts} == {0: 16, 1: 4, 2: 6, 3: 3}
+    assert {item.order[0]: count for item, _, count in second.prompts} == {0: 16, 1: 16}
+
+
+def test_equal_prompts_in_one_step_are_computed_once() -> None:
+    """A step writes all tokens before it reads any; and prompts that are computed together go on with each other's."""
+    device, prompt = StandIn(rows=8, chunk=32, tile=4, block=4), [number % 7 for number in range(41)]
+    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
+    made(scheduler, device, [row(number, prompt, 45) for number in range(3)])
+    assert scheduler.prompt_tokens == 41 + 1 + 1 and scheduler.shared_tokens == 40 + 40
+
+
 def test_other_prefixes_share_nothing() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(21))
-    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
+    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8, tile=8)
     rows = [row(0, prompt, 25), row(1, [7, *prompt], 25)]
     made(scheduler, device, rows)
     assert scheduler.shared_tokens == 0
@@ -127,7 +158,7 @@ def test_other_prefixes_share_nothing() -> None:
 
 def test_rows_with_scored_prompts_compute_the_whole_prompt_and_are_shared() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(20))
-    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
+    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8, tile=8)
     made(scheduler, device, [row(0, prompt, 22)])
     made(scheduler, device, [row(1, prompt, 22, unscored=True)])
     assert scheduler.prompt_tokens == 40 and scheduler.shared_tokens == 0
@@ -162,7 +193,7 @@ def test_a_block_has_only_its_owners() -> None:
 
 
 def test_an_impossible_row_is_refused() -> None:
-    scheduler = Scheduler(Pool(4, 4), rows=2, chunk=8)
+    scheduler = Scheduler(Pool(4, 4), rows=2, chunk=8, tile=8)
     assert scheduler.fits(16) and not scheduler.fits(17)
     with pytest.raises(ValueError, match="5 blocks for 17 tokens, the pool has 4"):
         scheduler.add(row(0, [1], 17))
@@ -170,7 +201,7 @@ def test_an_impossible_row_is_refused() -> None:
 
 def test_paused_rows_give_way_and_are_not_admitted_in_vain() -> None:
     """Two rows of one request that need each other's tokens, and a pool for one of them."""
-    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(4, 4), rows=2, chunk=8)
+    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(4, 4), rows=2, chunk=8, tile=8)
     rows = [row(0, [1, 2, 3], 16), row(1, [4, 5, 6], 16)]
     for item in rows:
         scheduler.add(item)
@@ -190,7 +221,7 @@ def test_paused_rows_give_way_and_are_not_admitted_in_vain() -> None:
 
 
 def test_a_copy_shares_the_full_blocks() -> None:
-    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(16, 4), rows=2, chunk=8)
+    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(16, 4), rows=2, chunk=8, tile=8)
     first = row(0, list(range(10)), 16)
     scheduler.add(first)
     for _ in range(2):

@@ -1,5 +1,7 @@
-"""The choosers of tokens that an engine compiles, their input arrays from the sequences of a step, and the scores of
-prompts."""
+"""The small programs that an engine compiles beside its model: the choice of tokens and the scores of prompts.
+
+Their input arrays come from the sequences of a step.
+"""
 
 from collections import abc
 from collections.abc import Callable, Mapping
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.inference.programs import StepOutput
+from megajax.inference.programs import STATES
 from megajax.inference.request import Sequence, Step
 from megajax.inference.sampling.choose import (
     LOGITS,
@@ -30,7 +32,7 @@ from megajax.inference.sampling.choose import (
     shard_of,
 )  # fmt: skip
 from megajax.inference.sampling_settings import BIASES, STOP_TOKENS
-from megajax.inference.step_arrays import Bucket
+from megajax.inference.step_arrays import Bucket, first_tokens
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along
 
@@ -40,7 +42,6 @@ EDITED = BIASES + STOP_TOKENS + 8
 """Maximum number of tokens of a row with a bias or forbidden; 8 for the model's end tokens."""
 PIECE = 64
 """Maximum number of tokens of each replica whose logits exist at the same time."""
-STATES = ("batch", None, None)
 
 
 class PromptScores(NamedTuple):
@@ -68,8 +69,7 @@ def prompt_scores(
     """Scores of the next tokens, and the k most likely tokens at each position.
 
     logits_of: states [T, 1, D] -> logits float32 [T, V], laid out (batch, vocab); states: [replicas * C, 1, D];
-    targets: int32 [replicas * C], the next tokens, -1 where no score is requested. Without any target, nothing is
-    computed, and the scores are 0. size: number of ids in use.
+    targets: int32 [replicas * C], the next tokens, -1 where no score is requested. size: number of ids in use.
     """
     axes, replicas = layout.free_axes("vocab"), devices_along(layout.free_axes("batch"))
     count = targets.shape[0] // replicas
@@ -93,33 +93,12 @@ def prompt_scores(
         out: Any = PromptScores(row, Scores(row, several, several))
         return layout.island(score, (LOGITS, ROW), out)(logits_of(piece_states), piece_targets)
 
-    def every() -> PromptScores:
-        firsts = [min(first, count - length) for first in range(0, count, length)]
-        return lax.map(piece, jnp.asarray(firsts, jnp.int32))
-
-    def nothing() -> PromptScores:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(every))
-
-    return lax.cond((targets >= 0).any(), every, nothing)
-
-
-class ChooserInputs(NamedTuple):
-    """The arrays of a `RowChooser`."""
-
-    rows: RowSampling
-    targets: Any = None
-    """int32 [chunk]: the tokens that follow those of the prompt; -1 where no score is requested."""
-
-
-class StepChosen(NamedTuple):
-    """The result of a `RowChooser`."""
-
-    rows: Chosen
-    prompt: PromptScores | None = None
+    firsts = [min(first, count - length) for first in range(0, count, length)]
+    return lax.map(piece, jnp.asarray(firsts, jnp.int32))
 
 
 class RowChooser(NamedTuple):
-    """Chooses tokens by the settings of each row, in a compiled step."""
+    """Chooses tokens by the settings of each row, in a compiled program."""
 
     program: Program
     size: int
@@ -128,31 +107,44 @@ class RowChooser(NamedTuple):
     def __str__(self) -> str:
         return self.program.name.lower()
 
-    def like(self, rows: int, chunk: int) -> ChooserInputs:
-        targets = jax.ShapeDtypeStruct((chunk,), np.int32) if self.program == Program.FULL and chunk else None
+    def like(self, rows: int) -> RowSampling:
         neutral = row_sampling([], self.program, rows, self.size)
-        return ChooserInputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), neutral), targets)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), neutral)
 
-    def __call__(self, layout: Layout, out: StepOutput, inputs: ChooserInputs) -> StepChosen:
-        chosen = choose(layout, self.size, self.program, TOP, out.logits, inputs.rows, out.tokens)
-        if inputs.targets is None:
-            return StepChosen(chosen)
-        scores = prompt_scores(layout, self.size, PROMPT_TOP, out.logits_of, out.prompt, inputs.targets)
-        return StepChosen(chosen, scores)
+    def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: RowSampling) -> Chosen:
+        return choose(layout, self.size, self.program, TOP, logits, inputs, tokens)
 
-    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> ChooserInputs:
+    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> RowSampling:
         """The arrays of one step of each replica. work: steps of the scheduler."""
-        placed, targets = [], np.full((len(work), bucket.chunk), -1, np.int32)
+        placed = [
+            (replica * bucket.rows + number, row)
+            for replica, step in enumerate(work)
+            for number, (row, _) in enumerate(step.parts() if step else [])
+        ]
+        return row_sampling(placed, self.program, len(work) * bucket.rows, self.size)
+
+
+class PromptScorer(NamedTuple):
+    """Scores the tokens of prompts, in a compiled program."""
+
+    size: int
+    """Number of ids in use."""
+
+    def __call__(
+        self, layout: Layout, logits_of: Callable[[Array], Array], states: Array, targets: Array
+    ) -> PromptScores:
+        return prompt_scores(layout, self.size, PROMPT_TOP, logits_of, states, targets)
+
+    def targets(self, work: abc.Sequence[Step | None], bucket: Bucket) -> np.ndarray:
+        """int32 [replicas * chunk]: the tokens that follow those of the prompts; -1 where no score is requested."""
+        targets = np.full((len(work), bucket.chunk), -1, np.int32)
         for replica, step in enumerate(work):
-            first = replica * bucket.sampled
-            placed += [] if step is None else [(first + place, row) for place, (row, _) in enumerate(step.decode)]
-            for row, start, count in [] if step is None else step.prompts:
-                placed.append((first + bucket.rows, row))
+            firsts = first_tokens(step, bucket.tile) if step else []
+            for (row, start, count), first in zip(step.prompts if step else [], firsts, strict=True):
                 if row.unscored:
                     following = row.tokens[start + 1 : min(start + count + 1, row.prompt)]
-                    targets[replica, : len(following)] = following
-        rows = row_sampling(placed, self.program, len(work) * bucket.sampled, self.size)
-        return ChooserInputs(rows, targets.reshape(-1) if self.program == Program.FULL and bucket.chunk else None)
+                    targets[replica, first : first + len(following)] = following
+        return targets.reshape(-1)
 
 
 def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:

@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from http import HTTPStatus
 from math import prod
@@ -68,7 +68,8 @@ class Serving:
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
         settings that requests do not name; warm_up: whether to compile all steps before the first request.
         """
-        compiled = list(_compiled(device.programs)) if warm_up else []
+        if warm_up:
+            _compile(device.programs)
         worker = Worker(engine, patience=self._config.stall_seconds)
         model = ServedModel(
             name=name,
@@ -81,7 +82,7 @@ class Serving:
         readiness = Readiness(name, worker)
         app = build_application(model, self._config, self._access, readiness, _log)
         server = Server(app, self._config, readiness, _log)
-        _log(plain("megajax serve", [*_banner(device.programs, model, where, compiled), self._section(sampling)]))
+        _log(plain("megajax serve", [*_banner(device.programs, model, where, warm_up), self._section(sampling)]))
         worker.start()
         server.run([self._socket])
         worker.close()
@@ -103,21 +104,19 @@ def described(sampling: Sampling) -> str:
     return f"{', '.join(values)} by generation_config.json" if values else "OpenAI's defaults"
 
 
-def _compiled(programs: Programs) -> Iterator[str]:
+def _compile(programs: Programs) -> None:
     began = time.monotonic()
-    for number, (bucket, chooser) in enumerate(programs.compile(), 1):
-        _log(f"compiled {number} of {len(programs.buckets) * len(programs.choosers)} steps: {bucket}, {chooser}")
-        yield str(bucket)
-    _log(f"compiled all steps in {time.monotonic() - began:.1f} s")
+    for number, name in enumerate(programs.compile(), 1):
+        _log(f"compiled {number} of {programs.count} programs: {name}")
+    _log(f"compiled all programs in {time.monotonic() - began:.1f} s")
 
 
-def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[str]) -> list[Section]:
+def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) -> list[Section]:
     loaded, size = programs.loaded, programs.size
     dtypes = ", ".join(sorted({array.dtype.name for array in loaded.weights.values()}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
-    shapes = ", ".join(dict.fromkeys(compiled))
-    steps = f"{len(compiled)} compiled: {shapes}" if compiled else "compiled when first needed"
+    when = f"{programs.count} programs compiled" if compiled else "compiled when first needed"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
         ("model", [("name", model.name), ("parameters", f"{count(parameter_count(loaded))} in {dtypes}, of {where}")]),
@@ -126,7 +125,7 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[s
             [
                 ("devices", f"{devices} {loaded.mesh.devices.flat[0].device_kind}: {', '.join(mesh) or 'no mesh'}"),
                 ("kernel", f"{programs.kernel}"),
-                ("steps", steps),
+                ("steps", f"{', '.join(map(str, programs.buckets))}; {when}"),
                 ("cache", pool),
                 ("request", f"at most {model.length:,} tokens, prompt and answer"),
             ],

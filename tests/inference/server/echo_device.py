@@ -14,7 +14,7 @@ BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
 class EchoDevice:
     """Steps take `seconds`, and none ends inside `hanging`."""
 
-    chunk, block, replicas, vocabulary, top = 512, 16, 1, 257, 20
+    chunk, tile, block, replicas, vocabulary, top = 512, 32, 16, 1, 257, 20
     prefix_sharing, memory = True, 0
 
     def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):
