@@ -56,8 +56,8 @@ def _add_prompt_scores(samples: list[Sampled], step: Step, replica: int, bucket:
         if row.unscored:
             following, top = row.tokens[start + 1 : min(start + count + 1, row.prompt)], row.sampling.prompt_logprobs
             places = [place(first + after, replica, bucket.chunk) for after in range(len(following))]
-            found = (_score(token, at, top or 0, scores) for token, at in zip(following, places, strict=True))
-            samples[number] = samples[number]._replace(prompt=tuple(found))
+            token_scores = (_score(token, at, top or 0, scores) for token, at in zip(following, places, strict=True))
+            samples[number] = samples[number]._replace(prompt=tuple(token_scores))
 
 
 def _row(row: Sequence, rows: Chosen, place: int) -> Sampled:
