@@ -106,7 +106,7 @@ class TextStream:
         """Add a token -> text that can neither change nor become part of a stop string."""
         text = self._before_stop(self._decoding.add(token))
         if not self.stopped:
-            count = max((_overlap(text, stop) for stop in self._stops), default=0)
+            count = max((overlap(text, stop) for stop in self._stops), default=0)
             text, self._held_back = text[: len(text) - count], text[len(text) - count :]
         return text
 
@@ -145,7 +145,7 @@ class Detokenizer:
         return TextStream(WindowDecoding(self._tokenizer, self._single_bytes, prompt))
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of the text that is a prefix of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

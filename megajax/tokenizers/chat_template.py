@@ -73,6 +73,7 @@ class ChatTemplate:
 
     Attributes:
         identity: equal for equal templates, for the keys of caches.
+        text: the template.
 
     Raises:
         UserError: no such name or file, or an invalid template.
@@ -83,12 +84,12 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         where = f"{setting}={_excerpt(source)}"
-        text, names = _read(source, setting)
-        self.identity = json.dumps([text, names], sort_keys=True)
-        self._marked = "endgeneration" in text
+        self.text, names = _read(source, setting)
+        self.identity = json.dumps([self.text, names], sort_keys=True)
+        self._marked = "endgeneration" in self.text
         try:
             # By name: only chat templates need Jinja2.
-            self._template = resolve("megajax.tokenizers.template_sandbox:BoundedTemplate")(text, names, where)
+            self._template = resolve("megajax.tokenizers.template_sandbox:BoundedTemplate")(self.text, names, where)
         except OverBudget:
             raise
         except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:

@@ -33,6 +33,11 @@ class Conversation:
         self._names = re.compile(either) if names else None
         self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
 
+    @property
+    def template(self) -> str:
+        """The text of the template."""
+        return self._template.text
+
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],

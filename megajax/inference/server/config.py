@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal
 
 from megajax.config.errors import Problem, UserError
 from megajax.inference.config import GenerationConfig
@@ -22,6 +23,11 @@ class ServerConfig:
     generation_config: bool = True
     """With --hf, take the defaults of temperature, top_p, top_k, min_p and repetition_penalty from the folder's
     generation_config.json. False: OpenAI's defaults."""
+    tool_format: Literal["hermes", "llama3"] | None = None
+    """How the model writes calls of tools: hermes (also Qwen): <tool_call>{JSON}</tool_call>; llama3: {JSON}, perhaps
+    after <|python_tag|>. None: found in the chat template."""
+    reasoning: bool = False
+    """Split the text between <think> and </think> at the start of chat answers off into `reasoning_content`."""
     queue: int = 128
     """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128

@@ -16,8 +16,8 @@ from megajax.inference.server.body import RequestError, invalid
 
 REPORTS = 1000
 """Maximum number of unknown fields that are reported; clients choose their names."""
-ROLES = ("system", "developer", "user", "assistant")
-RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt", "tools")
 """Variables of templates that a request cannot set."""
 JSON_OBJECT = {"type": "object"}
 """The guide of any JSON object."""
@@ -257,6 +257,36 @@ def _some(value: Any) -> Any:
     return value
 
 
+def _named_function(value: Any) -> dict[str, Any]:
+    """An object with type function and a function that has a name."""
+    function = instance(dict)(value).get("function")
+    if value.get("type", "function") != "function" or not isinstance(instance(dict)(function).get("name"), str):
+        raise ValueError
+    return value
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    for tool in instance(list)(value):
+        if not isinstance(_named_function(tool)["function"].get("parameters"), dict | None):
+            raise ValueError
+    return value
+
+
+def _tool_choice(value: Any) -> Any:
+    return one_of("none", "auto", "required")(value) if isinstance(value, str) else _named_function(value)
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Calls for templates, which take arguments as objects."""
+    calls = []
+    for call in instance(list)(value):
+        function = _named_function(call)["function"]
+        arguments = function.get("arguments") or {}
+        arguments = instance(dict)(parse_json(arguments) if isinstance(arguments, str) else arguments)
+        calls.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+    return calls
+
+
 def _variables(value: Any) -> dict[str, Any]:
     if set(RENDERING_NAMES) & instance(dict)(value).keys():
         raise ValueError
@@ -270,6 +300,7 @@ TOKENS = Field("a list of token ids", items("integer"), _tokens)
 GUIDE_SCHEMA = Field("a JSON schema", {"type": ["object", "string"]}, _schema)
 GUIDE_CHOICE = Field("a list of strings, at least one", items("string"), _choices)
 GUIDE_REGEX = Field("a regular expression", {"type": "string"}, instance(str))
+NO_FUNCTIONS = Unsupported("this is the older form of tools: use tools and tool_choice", ([], "none", "auto"))
 NO_GRAMMAR = Unsupported("grammars are not supported: give json, choice or regex")
 
 STRUCTURED_OUTPUTS: Fields = {
@@ -380,12 +411,17 @@ PART: Fields = {
 }
 MESSAGE: Fields = {
     "role": choice(*ROLES)._replace(required=True),
-    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART, required=True),
+    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART),
     "name": STRING,
     "refusal": STRING,
     "audio": Unsupported("only text is supported"),
-    "tool_calls": Unsupported("tools are not supported", ([],)),
-    "function_call": Unsupported("tools are not supported"),
+    "tool_calls": Field(
+        "a list of calls, each with a function: its name, and its arguments as JSON",
+        {"type": "array", "items": {"type": "object"}},
+        _calls,
+    ),
+    "tool_call_id": STRING,
+    "function_call": NO_FUNCTIONS,
 }
 MESSAGES = Field("a list with a message or more", {"type": "array", "minItems": 1}, _some, fields=MESSAGE)
 RENDERING: Fields = {
@@ -395,16 +431,16 @@ RENDERING: Fields = {
         f"an object without {', '.join(RENDERING_NAMES)}, which the server sets", {"type": "object"}, _variables
     ),
     "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
+    "tools": Field(
+        "a list of objects with type function and a function: its name, and parameters as a JSON schema",
+        {"type": "array", "items": {"type": "object"}},
+        _tools,
+    ),
     "documents": Unsupported("write documents into a message, or into chat_template_kwargs", ([],)),
 }
 """How messages become a prompt."""
 
-NO_TOOLS = Unsupported(
-    "tools are not supported: describe them in a message, and ask for response_format json_schema",
-    ([], "none", "auto"),
-)
 CHAT_NO_EFFECT: Fields = {
-    "parallel_tool_calls": FLAG,
     "verbosity": STRING,
     "modalities": Field('["text"]', items("string"), one_of(["text"])),
     "prediction": OBJECT,
@@ -420,7 +456,13 @@ CHAT: Fields = {
     "logprobs": FLAG,
     "top_logprobs": number("logprobs"),
     "reasoning_effort": STRING,
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), NO_TOOLS),
+    "tool_choice": Field(
+        "none, auto, required, or an object with type function and the name of a function",
+        {"type": ["string", "object"]},
+        _tool_choice,
+    ),
+    "parallel_tool_calls": FLAG,
+    **dict.fromkeys(("functions", "function_call"), NO_FUNCTIONS),
     "audio": Unsupported("only text is supported"),
     "web_search_options": Unsupported("the server reads nothing from elsewhere"),
     "echo": Unsupported("use /v1/completions", (False,)),

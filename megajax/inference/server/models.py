@@ -78,6 +78,8 @@ class ServedModel:
             raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt=false")
         variables = {name: values[name] for name in ("reasoning_effort",) if name in values}
         variables |= values.get("chat_template_kwargs", {})
+        if values.get("tools") and values.get("tool_choice") != "none":
+            variables["tools"] = values["tools"]
         encode = partial(conversation.encode, messages, header=header, continued=continued, variables=variables)
         text = "".join(message["content"] for message in messages)
         try:
@@ -106,11 +108,14 @@ async def _tokens(text: str, encode: Callable[[], list[int]], param: str = "prom
         raise invalid(param, str(error)) from None
 
 
-def _message(message: Values) -> dict[str, str]:
-    """A message for templates."""
+def _message(message: Values) -> dict[str, Any]:
+    """A message for templates. Raises RequestError for a message without content and calls."""
+    if "content" not in message and not message.get("tool_calls"):
+        raise message.invalid("content", "must be given")
     # Templates use `system`; OpenAI has renamed it to `developer`.
     role = "system" if message["role"] == "developer" else message["role"]
-    return {"role": role, **{name: message[name] for name in ("content", "name") if name in message}}
+    names = ("name", "tool_calls", "tool_call_id")
+    return {"role": role, "content": message.get("content", ""), **{n: message[n] for n in names if n in message}}
 
 
 async def read_prompts(values: Mapping[str, Any], model: ServedModel, most: int) -> list[list[int]]:

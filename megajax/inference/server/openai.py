@@ -9,14 +9,18 @@ from uuid import uuid4
 
 from megajax.inference.request import Output, TokenScore
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.server.answer_parts import THINK, AnswerParts, Reasoning, Stage
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.fields import Values
 from megajax.inference.server.models import ServedModel, read_prompts
+from megajax.inference.server.tools import tool_use
 from megajax.tokenizers.base import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot express."""
+TAIL = 16
+"""Number of tokens at the end of a prompt that are searched for <think>."""
 
 
 class TokenTexts:
@@ -237,13 +241,45 @@ class ChatForm(OpenAIForm):
     kind, chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl-"
 
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Sequence[int]],
+        settings: Sampling,
+        values: Values,
+        stages: Callable[[], Sequence[Stage]],
+    ):
+        """stages: makes the stages that find the parts of an answer."""
+        super().__init__(model, prompts, settings, values)
+        self._parts = [AnswerParts(stages()) for _ in range(settings.n)]
+        self._calls = [0] * settings.n
+
     def choice(self, output: Output, *, event: bool) -> dict[str, Any]:
+        number, finish = output.choice, output.finish
         logprobs = None if self._settings.logprobs is None else chat_scores(self._texts, output.scores)
+        parts = self._parts[number].add(output.text, last=finish is not None)
+        content = "".join(part.text for part in parts if part.kind == "content")
+        calls = [
+            {
+                **({"index": self._calls[number] + place} if event else {}),
+                "id": f"call_{uuid4().hex}",
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.text},
+            }
+            for place, part in enumerate(part for part in parts if part.kind == "call")
+        ]
+        self._calls[number] += len(calls)
+        fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if reasoning := "".join(part.text for part in parts if part.kind == "reasoning"):
+            fields["reasoning_content"] = reasoning
         if event:
-            content = {"delta": {"content": output.text} if output.text else {}}
+            delta = ({"content": content} if content else {}) | fields
+            body: dict[str, Any] = {"delta": delta}
         else:
-            content = {"message": {"role": "assistant", "content": output.text, "refusal": None}}
-        choice = {"index": output.choice, **content, "logprobs": logprobs, "finish_reason": output.finish}
+            text = content if content or not calls else None
+            body = {"message": {"role": "assistant", "content": text, "refusal": None, **fields}}
+        reason = "tool_calls" if finish == "stop" and self._calls[number] else finish
+        choice = {"index": number, **body, "logprobs": logprobs, "finish_reason": reason}
         return choice | self._of_answer(output)
 
     def response(self, answers: Sequence[Output]) -> dict[str, Any]:
@@ -281,9 +317,20 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
         values["top_logprobs"] = top or 0
     # By default, an answer may fill the row.
     settings = values.sampling(replace(_defaults(values, model), max_tokens=model.length))
+    use = tool_use(values, model, config)
+    if use.guide is not None:
+        if settings.guide is not None:
+            raise invalid("tool_choice", "tool_choice demands a call: leave out the format of the answer")
+        settings = replace(settings, guide=use.guide)
     _check_stream(values, settings)
     prompts = [await model.converse(values)]
-    return _job(values, settings, config, ChatForm(model, prompts, settings, values), prompts, "messages")
+
+    def stages() -> list[Stage]:
+        inside = model.tokenizer.decode(prompts[0][-TAIL:]).rstrip().endswith(THINK)
+        reasoning = [Reasoning(inside=inside)] if config.reasoning and use.guide is None else []
+        return [*reasoning, *([use.stage()] if use.stage else [])]
+
+    return _job(values, settings, config, ChatForm(model, prompts, settings, values, stages), prompts, "messages")
 
 
 def _defaults(values: Values, model: ServedModel) -> Sampling:

@@ -1,0 +1,223 @@
+"""The parts of a chat's answer, found while its text arrives: content, reasoning, and calls of tools.
+
+An answer goes through stages. Each takes text as it arrives and returns the parts that no later text can change; a
+later stage sees the content of earlier ones.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from megajax.inference.detokenizer import overlap
+
+type Kind = Literal["content", "reasoning", "call"]
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+"""The texts around reasoning and calls, as models write them."""
+
+
+class Part(NamedTuple):
+    """A part of an answer."""
+
+    kind: Kind
+    text: str
+    """Of a call: its arguments as JSON."""
+    name: str = ""
+    """Name of the tool of a call."""
+
+
+class Stage(Protocol):
+    """Finds parts in a text."""
+
+    def add(self, text: str) -> list[Part]:
+        """More text -> parts that are certain."""
+        ...
+
+    def end(self) -> list[Part]:
+        """The rest, when no text follows."""
+        ...
+
+
+class AnswerParts:
+    """The parts of one answer."""
+
+    def __init__(self, stages: Sequence[Stage]):
+        self._stages = stages
+
+    def add(self, text: str, *, last: bool) -> list[Part]:
+        """More text -> parts; last: whether no text follows."""
+        parts = [Part("content", text)]
+        for stage in self._stages:
+            passed = [piece for part in parts for piece in (stage.add(part.text) if part.kind == "content" else [part])]
+            parts = passed + (stage.end() if last else [])
+        return [part for part in parts if part.text or part.kind == "call"]
+
+
+class Reasoning:
+    """Splits off the text between <think> and </think> at the start of an answer."""
+
+    def __init__(self, *, inside: bool):
+        """inside: whether the prompt ends with <think>."""
+        self._kind: Kind | None = "reasoning" if inside else None
+        self._text, self._trims = "", True
+
+    def add(self, text: str) -> list[Part]:
+        self._text += text
+        if self._trims:
+            self._text = self._text.lstrip()
+        if self._kind is None:
+            if THINK.startswith(self._text):
+                return []
+            self._kind = "reasoning" if self._text.startswith(THINK) else "content"
+            self._text = self._text.removeprefix(THINK).lstrip()
+        if self._kind == "content":
+            return self._take(len(self._text))
+        at = self._text.find(THOUGHT)
+        if at < 0:
+            return self._take(len(self._text) - overlap(self._text, THOUGHT))
+        thought, self._kind = self._take(at), "content"
+        self._text, self._trims = self._text.removeprefix(THOUGHT), True
+        return thought + self.add("")
+
+    def end(self) -> list[Part]:
+        return self._take(len(self._text))
+
+    def _take(self, count: int) -> list[Part]:
+        part = Part(self._kind or "content", self._text[:count])
+        self._text = self._text[count:]
+        self._trims = self._trims and not part.text
+        return [part]
+
+
+class Calls:
+    """Finds calls between two texts, or from the first one to the end of the answer."""
+
+    def __init__(self, opening: str, closing: str, *, bare: bool, most: int | None):
+        """closing: "" for the end of the answer. bare: whether an answer that begins with { is a call without opening.
+
+        most: maximum number of calls; further ones are left out.
+        """
+        self._opening, self._closing, self._bare, self._most = opening, closing, bare, most
+        self._text, self._inside, self._trims, self._calls = "", False, False, 0
+
+    def add(self, text: str) -> list[Part]:
+        self._text += text
+        if self._bare and self._text.strip():
+            # Only the start of an answer may be a call without the opening.
+            self._bare = False
+            self._inside = self._text.lstrip().startswith("{")
+        return self._inner() if self._inside else self._outer()
+
+    def _outer(self) -> list[Part]:
+        if self._trims:
+            self._text = self._text.lstrip()
+            self._trims = not self._text
+        at = self._text.find(self._opening)
+        if at >= 0:
+            # Whitespace before a call separates it from the content.
+            before, self._inside = Part("content", self._text[:at].rstrip()), True
+            self._text = self._text[at + len(self._opening) :]
+            return [before, *self._inner()]
+        count = len(self._text) - overlap(self._text, self._opening)
+        count = len(self._text[:count].rstrip())
+        part, self._text = Part("content", self._text[:count]), self._text[count:]
+        return [part]
+
+    def _inner(self) -> list[Part]:
+        at = self._text.find(self._closing) if self._closing else -1
+        if at < 0:
+            return []
+        inner, self._text = self._text[:at], self._text[at + len(self._closing) :]
+        self._inside, self._trims = False, True
+        calls = self._calls_of(inner)
+        as_text = Part("content", f"{self._opening}{inner}{self._closing}")
+        return [*([as_text] if calls is None else calls), *self._outer()]
+
+    def end(self) -> list[Part]:
+        text, self._text = self._text, ""
+        if not self._inside:
+            return [Part("content", text if not self._calls else text.rstrip())]
+        calls = self._calls_of(text)
+        return [Part("content", text)] if calls is None else calls
+
+    def _calls_of(self, text: str) -> list[Part] | None:
+        """The calls in a text, up to the maximum; None if it is no call."""
+        calls = calls_of(text.replace(self._opening, ""))
+        left = len(calls) if self._most is None else max(0, self._most - self._calls)
+        self._calls += len(calls)
+        return calls[:left] if calls else None
+
+
+class WholeCalls:
+    """The calls of an answer that a guide made: a list of them, or the arguments of the tool `name`."""
+
+    def __init__(self, name: str | None):
+        self._name, self._text = name, ""
+
+    def add(self, text: str) -> list[Part]:
+        self._text += text
+        return []
+
+    def end(self) -> list[Part]:
+        if self._name is not None:
+            whole = isinstance(_json(self._text), dict)
+            return [Part("call", self._text, self._name) if whole else Part("content", self._text)]
+        return calls_of(self._text) or [Part("content", self._text)]
+
+
+def calls_of(text: str) -> list[Part]:
+    """The calls in a text of JSON objects, or a list of them, each with `name` and `arguments` or `parameters`.
+
+    Empty if anything in it is no call.
+    """
+    values: list[Any] = []
+    decoder, at = json.JSONDecoder(), 0
+    while (at := _blanks(text, at)) < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return []
+        values += value if isinstance(value, list) else [value]
+    calls = [_call(value) for value in values]
+    return [call for call in calls if call is not None] if all(calls) else []
+
+
+def _blanks(text: str, at: int) -> int:
+    """The place after whitespace and what models write between two calls."""
+    match = re.compile(r"[\s;,]*").match(text, at)
+    return match.end() if match else at
+
+
+def _call(value: Any) -> Part | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = _json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        return None
+    return Part("call", json.dumps(arguments, ensure_ascii=False), value["name"])
+
+
+def _json(text: str) -> Any:
+    """The value of JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+CALL_FORMATS: Mapping[str, Callable[[int | None], Calls]] = {
+    "hermes": lambda most: Calls(CALL, CALLED, bare=False, most=most),
+    "llama3": lambda most: Calls(PYTHON_TAG, "", bare=True, most=most),
+}
+"""Name of a format of calls -> its stage, for at most that many calls."""
+SIGNS: Mapping[str, tuple[str, ...]] = {"hermes": (CALL,), "llama3": (PYTHON_TAG, '"parameters"', "ipython")}
+"""Format -> texts of which a template for it has one."""
+
+
+def call_format(template: str) -> str | None:
+    """The format of calls that a chat template asks for; None if it is not known."""
+    return next((name for name, signs in SIGNS.items() if any(sign in template for sign in signs)), None)

@@ -1,0 +1,58 @@
+"""Tools of a request: what the chat template shows, and how calls are found in answers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megajax.inference.server.answer_parts import CALL_FORMATS, Stage, WholeCalls, call_format
+from megajax.inference.server.body import invalid
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.fields import Values
+from megajax.inference.server.models import ServedModel
+
+
+class ToolUse(NamedTuple):
+    """How a request uses its tools."""
+
+    guide: Any = None
+    """A JSON schema of an answer that has to call a tool."""
+    stage: Callable[[], Stage] | None = None
+    """Makes the stage that finds calls in an answer; None without tools."""
+
+
+def tool_use(values: Values, model: ServedModel, config: ServerConfig) -> ToolUse:
+    """How a chat uses its tools. Raises RequestError if the model's template shows none, or has no known format."""
+    tools, choice = values.get("tools", []), values.get("tool_choice", "auto")
+    by_name = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if choice not in ("auto", "none"):
+        return _demanded(choice, by_name)
+    if not tools or choice == "none" or model.conversation is None:
+        return ToolUse()
+    template = model.conversation.template
+    if "tools" not in template:
+        raise invalid("tools", "tools are not shown by the chat template of this model: leave them out")
+    name = config.tool_format or call_format(template)
+    if name is None:
+        raise invalid("tools", "the chat template has no known format of calls: start with server.tool_format")
+    most = None if values.get("parallel_tool_calls", True) else 1
+    return ToolUse(stage=lambda: CALL_FORMATS[name](most))
+
+
+def _demanded(choice: Any, by_name: dict[str, Any]) -> ToolUse:
+    """choice: "required", or an object with the name of a tool."""
+    names = list(by_name) if choice == "required" else [choice["function"]["name"]]
+    if not names or names[0] not in by_name:
+        message = f"tool_choice names {names[0]!r}, which is not in tools" if names else "tool_choice needs tools"
+        raise invalid("tool_choice", message)
+    schemas = {name: by_name[name].get("parameters") or {"type": "object"} for name in names}
+    if len(names) == 1:
+        return ToolUse(schemas[names[0]], lambda: WholeCalls(names[0]))
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": schema},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    return ToolUse({"type": "array", "minItems": 1, "items": {"anyOf": calls}}, lambda: WholeCalls(None))

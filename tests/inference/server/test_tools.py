@@ -1,0 +1,215 @@
+"""Tools: they reach the chat template, calls are found in answers, also in streams; and reasoning is split off."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from served import Running, start, stop
+
+from megajax.inference.sampling.guide import Guides
+from megajax.inference.server.answer_parts import (
+    CALL_FORMATS,
+    AnswerParts,
+    Part,
+    Reasoning,
+    Stage,
+    WholeCalls,
+    call_format,
+)
+from megajax.inference.server.config import ServerConfig
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} "
+    "{{ c.function.arguments.place }}]{% endfor %}{% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{# <tool_call> #}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rom é"}}\n</tool_call>'
+HERE = Part("call", '{"place": "Rom é"}', "weather")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """Answers repeat the prompt, so that a message decides what the model says."""
+    running = start(ServerConfig(reasoning=True, strict=True), template=TEMPLATE)
+    yield running
+    stop(running)
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
+    """The joined parts of a text that arrives in pieces."""
+    answer, joined = AnswerParts(stages), list[Part]()
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    for number, piece in enumerate(pieces, start=1):
+        for part in answer.add(piece, last=number == len(pieces)):
+            if joined and part.kind == joined[-1].kind != "call":
+                part = Part(part.kind, joined.pop().text + part.text)
+            joined.append(part)
+    return joined
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("hermes", CALL, [HERE]),
+        ("hermes", f"Well. \n{CALL}\n{CALL}", [Part("content", "Well."), HERE, HERE]),
+        ("hermes", f"{CALL} done <tool", [HERE, Part("content", "done <tool")]),
+        ("hermes", CALL.removesuffix("</tool_call>"), [HERE]),
+        ("hermes", "a < b <tool> \n", [Part("content", "a < b <tool> \n")]),
+        ("hermes", "<tool_call>{x}</tool_call>", [Part("content", "<tool_call>{x}</tool_call>")]),
+        ("hermes", '{"name": "weather"}', [Part("content", '{"name": "weather"}')]),
+        ("llama3", '{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
+        ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
+        (
+            "llama3",
+            '\n{"name": "weather", "parameters": {"place": "Rom é"}}; {"name": "a", "parameters": {}}',
+            [HERE, Part("call", "{}", "a")],
+        ),
+        ("llama3", "Hello {}", [Part("content", "Hello {}")]),
+        ("llama3", '{"place": 1}', [Part("content", '{"place": 1}')]),
+        ("llama3", '{"name": "a", "parameters', [Part("content", '{"name": "a", "parameters')]),
+    ],
+)
+def test_calls_in_texts(name: str, text: str, parts: list[Part], size: int) -> None:
+    assert parts_of([CALL_FORMATS[name](None)], text, size) == parts
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "inside", "parts"),
+    [
+        ("<think>\nHm.</think>\n\nYes. ", False, [Part("reasoning", "Hm."), Part("content", "Yes. ")]),
+        ("Hm.</think>Yes", True, [Part("reasoning", "Hm."), Part("content", "Yes")]),
+        ("Hm. </thin", True, [Part("reasoning", "Hm. </thin")]),
+        ("<thinner> a <think>b</think>", False, [Part("content", "<thinner> a <think>b</think>")]),
+        (f"<think>{CALL}</think>{CALL}", False, [Part("reasoning", CALL), HERE]),
+        ("<thi", False, [Part("content", "<thi")]),
+    ],
+)
+def test_reasoning_in_texts(text: str, inside: bool, parts: list[Part], size: int) -> None:
+    assert parts_of([Reasoning(inside=inside), CALL_FORMATS["hermes"](None)], text, size) == parts
+
+
+def test_at_most_one_call() -> None:
+    text = f"{CALL}{CALL}a"
+    assert parts_of([CALL_FORMATS["hermes"](1)], text, 5) == [HERE, Part("content", "a")]
+
+
+def test_formats_of_templates() -> None:
+    assert call_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert call_format('Respond in the format {"name": name, "parameters": values}') == "llama3"
+    assert call_format("{{ tools }}") is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_and_its_result(client: openai.OpenAI, stream: bool) -> None:
+    text = f"<think>Hm.</think>Look: {CALL} "
+    messages: Any = [{"role": "user", "content": text}]
+    options: Any = {"model": "tiny", "messages": messages, "tools": [WEATHER], "max_tokens": len(text.encode())}
+    if stream:
+        events = list(client.chat.completions.create(**options, stream=True))
+        deltas = [event.choices[0].delta for event in events]
+        content = "".join(delta.content or "" for delta in deltas)
+        reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+        ((call,),) = [delta.tool_calls for delta in deltas if delta.tool_calls]
+        assert call.index == 0
+    else:
+        message = client.chat.completions.create(**options).choices[0].message
+        content, reasoning = message.content or "", message.reasoning_content  # type: ignore[attr-defined]
+        assert message.tool_calls
+        (call,) = message.tool_calls
+    assert (content, reasoning) == ("Look:", "Hm.")
+    assert call.type == "function" and call.function and call.id
+    assert (call.function.name, call.function.arguments) == ("weather", '{"place": "Rom é"}')
+
+
+def test_calls_end_with_their_own_reason(running: Running) -> None:
+    """A stop string ends the answer after the call; without it, the reason is the length."""
+    body = {"messages": [{"role": "user", "content": f"{CALL}!"}], "tools": [WEATHER], "stop": "!"}
+    (choice,) = running.ask("/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (choice,) = running.ask("/v1/chat/completions", body | {"tool_choice": "none"}).json()["choices"]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] == CALL
+
+
+def test_tools_and_calls_reach_the_template(running: Running) -> None:
+    arguments = json.dumps({"place": "Rom"})
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c1"},
+    ]
+    tokens = running.ask("/tokenize", {"messages": messages, "tools": [TIME]}).json()["tokens"]
+    assert bytes(tokens) == b"u[weather Rom]sun=c1time"
+    for invalid_call in ({"function": {}}, {"function": {"name": "a", "arguments": "["}}, 5):
+        bad = [*messages[:1], {"role": "assistant", "tool_calls": [invalid_call]}]
+        answer = running.ask("/tokenize", {"messages": bad})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[1].tool_calls"
+    answer = running.ask("/tokenize", {"messages": [{"role": "assistant"}]})
+    assert answer.json()["error"]["param"] == "messages[0].content"
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "guide"),
+    [
+        ([WEATHER], "required", WEATHER["function"]["parameters"]),
+        ([WEATHER, TIME], {"type": "function", "function": {"name": "time"}}, {"type": "object"}),
+    ],
+)
+def test_a_demanded_call_is_guided(running: Running, tools: Any, choice: Any, guide: Any) -> None:
+    arguments = '{"place":"x"}'
+    body = {"messages": [{"role": "user", "content": arguments}], "tools": tools, "tool_choice": choice}
+    body |= {"max_tokens": len(arguments)}
+    (answer,) = running.ask("/v1/chat/completions", body).json()["choices"]
+    assert running.device.seen[0].sampling.guide == guide
+    (call,) = answer["message"]["tool_calls"]
+    name = "weather" if choice == "required" else "time"
+    assert call["function"] == {"name": name, "arguments": arguments}
+    refused = running.ask("/v1/chat/completions", body | {"response_format": {"type": "json_object"}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+
+
+def test_the_guide_of_several_tools(running: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [WEATHER, TIME], "tool_choice": "required"}
+    assert running.ask("/v1/chat/completions", body | {"max_tokens": 1}).status_code == 200
+    state = Guides(lambda: [*(bytes((value,)) for value in range(256)), None], [256])(
+        running.device.seen[0].sampling.guide
+    )
+    text = '[{"name":"time","parameters":{}},{"name":"weather","parameters":{"place":"x"}}]'
+    for token in text.encode():
+        state = state.after(token)
+    assert state.complete
+    assert [part.name for part in parts_of([WholeCalls(None)], text, 9)] == ["time", "weather"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "a"}]}, "functions"),
+    ],
+)
+def test_invalid_tools(running: Running, body: dict[str, Any], param: str) -> None:
+    answer = running.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
