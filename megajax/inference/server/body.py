@@ -64,8 +64,13 @@ def invalid(param: str | None, message: str) -> RequestError:
 
 def refused(refusal: Refused, names: Mapping[str, str]) -> RequestError:
     """The error of a request that the engine rejected. names: setting of `Sampling` -> field of the request."""
-    param = None if refusal.field is None else names.get(refusal.field, refusal.field)
-    return RequestError(REFUSALS[refusal.reason], refusal.message, param)
+    if refusal.field is None:
+        return RequestError(REFUSALS[refusal.reason], refusal.message)
+    param, begin = names.get(refusal.field, refusal.field), f"{refusal.field} "
+    message = refusal.message
+    if message.startswith(begin):
+        message = f"{param} {message.removeprefix(begin)}"
+    return RequestError(REFUSALS[refusal.reason], message, param)
 
 
 def failed() -> RequestError:

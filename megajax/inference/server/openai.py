@@ -2,7 +2,7 @@
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -304,7 +304,8 @@ async def completion_job(values: Values, model: ServedModel, config: ServerConfi
             raise invalid("n", "n must be 1 in a stream with echo and logprobs")
     _check_stream(values, settings)
     prompts = await read_prompts(values, model, config.prompts)
-    return _job(values, settings, config, CompletionForm(model, prompts, settings, values), prompts, "prompt")
+    form = CompletionForm(model, prompts, settings, values)
+    return _job(values, settings, config, form, prompts, {"prompt": "prompt"})
 
 
 async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
@@ -330,7 +331,8 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
         reasoning = [Reasoning(inside=inside)] if config.reasoning and use.guide is None else []
         return [*reasoning, *([use.stage()] if use.stage else [])]
 
-    return _job(values, settings, config, ChatForm(model, prompts, settings, values, stages), prompts, "messages")
+    names = {"prompt": "messages"} | ({} if use.guide is None else {"guide": "tools"})
+    return _job(values, settings, config, ChatForm(model, prompts, settings, values, stages), prompts, names)
 
 
 def _defaults(values: Values, model: ServedModel) -> Sampling:
@@ -339,12 +341,20 @@ def _defaults(values: Values, model: ServedModel) -> Sampling:
 
 
 def _job(
-    values: Values, settings: Sampling, config: ServerConfig, form: OpenAIForm, prompts: list[list[int]], param: str
+    values: Values,
+    settings: Sampling,
+    config: ServerConfig,
+    form: OpenAIForm,
+    prompts: list[list[int]],
+    names: Mapping[str, str],
 ) -> Job:
-    """A job with a limited number of answers. param: field of the prompts. Raises RequestError."""
-    names = {**values.names(), "prompt": param}
+    """A job with a limited number of answers. names: `prompt`, and settings that other fields set -> their fields.
+
+    Raises RequestError.
+    """
+    names = {**values.names(), **names}
     if (answers := len(prompts) * settings.choices()) > config.prompts:
-        param = "best_of" if settings.choices() > settings.n else "n" if settings.n > 1 else param
+        param = "best_of" if settings.choices() > settings.n else "n" if settings.n > 1 else names["prompt"]
         message = f"{len(prompts)} prompts with {settings.choices()} answers each make {answers:,} answers"
         raise invalid(param, f"{message}, at most {config.prompts} are allowed")
     stream = form if values.get("stream", False) else None

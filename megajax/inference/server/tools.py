@@ -23,8 +23,9 @@ def tool_use(values: Values, model: ServedModel, config: ServerConfig) -> ToolUs
     """How a chat uses its tools. Raises RequestError if the model's template shows none, or has no known format."""
     tools, choice = values.get("tools", []), values.get("tool_choice", "auto")
     by_name = {tool["function"]["name"]: tool["function"] for tool in tools}
+    most = None if values.get("parallel_tool_calls", True) else 1
     if choice not in ("auto", "none"):
-        return _demanded(choice, by_name)
+        return _demanded(choice, by_name, most)
     if not tools or choice == "none" or model.conversation is None:
         return ToolUse()
     template = model.conversation.template
@@ -33,12 +34,11 @@ def tool_use(values: Values, model: ServedModel, config: ServerConfig) -> ToolUs
     name = config.tool_format or call_format(template)
     if name is None:
         raise invalid("tools", "the chat template has no known format of calls: start with server.tool_format")
-    most = None if values.get("parallel_tool_calls", True) else 1
     return ToolUse(stage=lambda: CALL_FORMATS[name](most))
 
 
-def _demanded(choice: Any, by_name: dict[str, Any]) -> ToolUse:
-    """choice: "required", or an object with the name of a tool."""
+def _demanded(choice: Any, by_name: dict[str, Any], most: int | None) -> ToolUse:
+    """choice: "required", or an object with the name of a tool. most: maximum number of calls."""
     names = list(by_name) if choice == "required" else [choice["function"]["name"]]
     if not names or names[0] not in by_name:
         message = f"tool_choice names {names[0]!r}, which is not in tools" if names else "tool_choice needs tools"
@@ -55,4 +55,5 @@ def _demanded(choice: Any, by_name: dict[str, Any]) -> ToolUse:
         }
         for name, schema in schemas.items()
     ]
-    return ToolUse({"type": "array", "minItems": 1, "items": {"anyOf": calls}}, lambda: WholeCalls(None))
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({"maxItems": most} if most else {})
+    return ToolUse(schema, lambda: WholeCalls(None))

@@ -10,6 +10,7 @@ import httpx2
 from echo_device import EchoDevice
 from waiting import wait_until
 
+from megajax.config.errors import UserError
 from megajax.inference.engine import Engine
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import build_application
@@ -59,6 +60,12 @@ class Running:
         return self.worker.statistics().requests
 
 
+def _guide(guide: Any) -> None:
+    """No text is guided here, but one guide is invalid."""
+    if guide == "((":
+        raise UserError("regular expression: unclosed group")
+
+
 def start(
     config: ServerConfig,
     device: EchoDevice | None = None,
@@ -67,7 +74,7 @@ def start(
     sampling: Sampling | None = None,
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
-    engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=lambda schema: None)
+    engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=_guide)
     worker = Worker(engine, patience=config.stall_seconds)
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None

@@ -13,6 +13,7 @@ from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.fields import GUIDE_CHOICE
 from megajax.inference.server.server import described
+from megajax.tokenizers.chat_template import TEMPLATES
 
 CHATS: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -20,8 +21,8 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 
 @pytest.fixture(scope="module")
 def lenient() -> Iterator[Running]:
-    """A server with the default settings."""
-    running = start(ServerConfig())
+    """A server with the default settings, whose template knows tools."""
+    running = start(ServerConfig(), template=TEMPLATES["plain"] + "{# tools <tool_call> #}")
     yield running
     stop(running)
 
@@ -95,6 +96,40 @@ BODIES: dict[str, dict[str, Any]] = {
         "prompt_cache_retention": None,
         "metadata": None,
         "extra_headers": None,
+    },
+    "ChatOpenAI with tools": {
+        "model": "tiny",
+        "stream": False,
+        "messages": [
+            {"content": "the weather?", "role": "user"},
+            {
+                "content": None,
+                "role": "assistant",
+                "tool_calls": [
+                    {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"place": "Rome"}'}}
+                ],
+            },
+            {"content": "sun", "role": "tool", "tool_call_id": "c"},
+        ],
+        "max_completion_tokens": 4,
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}],
+    },
+    "the Agents SDK with tools and a type of answer": {
+        "model": "tiny",
+        "messages": [{"content": "Be brief", "role": "system"}, {"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+        "tools": [
+            {"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA, "strict": True}}
+        ],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "final_output",
+                "strict": True,
+                "schema": SCHEMA | {"title": "A", "additionalProperties": False},
+            },
+        },
     },
     "vLLM": {
         "messages": CHATS,

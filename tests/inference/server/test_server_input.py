@@ -164,6 +164,13 @@ def test_invalid_messages_and_combinations(served: Running, body: dict[str, Any]
     assert error_of(answer)["param"] == param
 
 
+def test_an_invalid_guide_is_an_error_of_its_field(served: Running) -> None:
+    for body, param in (({"guided_regex": "(("}, "guided_regex"), ({"structured_outputs": {"regex": "(("}},
+                                                                    "structured_outputs")):  # fmt: skip
+        error = error_of(served.complete(prompt="a", **body))
+        assert (error["param"], error["message"]) == (param, f"{param} regular expression: unclosed group")
+
+
 def test_unknown_models_and_routes(served: Running) -> None:
     response = served.complete(prompt="a", model="gpt-5")
     assert (response.status_code, error_of(response)["param"]) == (404, "model")

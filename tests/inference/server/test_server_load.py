@@ -150,7 +150,8 @@ def test_keys_on_every_route_except_health(tmp_path: Any) -> None:
             answer = running.ask(path, {} if method != "GET" else None, method, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
             assert answer.headers["www-authenticate"].startswith("Basic ")
-    assert running.ask("/health", method="GET").status_code == 200
+    for path in ("/health", "/ping"):
+        assert running.ask(path, method="GET").status_code == 200
     for header in ("Bearer 0123456789abcdef", "bearer second-key-of-some-length", "Basic OjAxMjM0NTY3ODlhYmNkZWY="):
         assert running.ask("/v1/models", method="GET", headers={"authorization": header}).status_code == 200
     without = running.ask(

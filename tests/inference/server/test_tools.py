@@ -189,6 +189,7 @@ def test_a_demanded_call_is_guided(running: Running, tools: Any, choice: Any, gu
 def test_the_guide_of_several_tools(running: Running) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [WEATHER, TIME], "tool_choice": "required"}
     assert running.ask("/v1/chat/completions", body | {"max_tokens": 1}).status_code == 200
+    assert "maxItems" not in running.device.seen[0].sampling.guide
     state = Guides(lambda: [*(bytes((value,)) for value in range(256)), None], [256])(
         running.device.seen[0].sampling.guide
     )
@@ -197,6 +198,9 @@ def test_the_guide_of_several_tools(running: Running) -> None:
         state = state.after(token)
     assert state.complete
     assert [part.name for part in parts_of([WholeCalls(None)], text, 9)] == ["time", "weather"]
+    body |= {"parallel_tool_calls": False, "max_tokens": 1}
+    assert running.ask("/v1/chat/completions", body).status_code == 200
+    assert running.device.seen[0].sampling.guide["maxItems"] == 1
 
 
 @pytest.mark.parametrize(
