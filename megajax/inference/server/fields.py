@@ -333,6 +333,7 @@ SAMPLING: Fields = {
     "stop_token_ids": TOKENS._replace(setting="stop_tokens"),
     "ignore_eos": FLAG._replace(setting="ignore_eos"),
     "include_stop_str_in_output": FLAG._replace(setting="include_stop"),
+    "no_stop_trim": FLAG._replace(setting="include_stop"),
     "response_format": Field(
         "an object with a type (text, json_object or json_schema) and, for json_schema alone, a json_schema",
         {"type": "object"},
@@ -350,6 +351,8 @@ SAMPLING: Fields = {
     "guided_json": GUIDE_SCHEMA._replace(setting="guide"),
     "guided_choice": GUIDE_CHOICE._replace(setting="guide"),
     "guided_regex": GUIDE_REGEX._replace(setting="guide"),
+    "json_schema": GUIDE_SCHEMA._replace(setting="guide"),
+    "regex": GUIDE_REGEX._replace(setting="guide"),
 }
 """Fields of both OpenAI routes, with the usual names for settings that OpenAI lacks."""
 
@@ -363,7 +366,9 @@ NO_EFFECT: Fields = {
 """Fields that are accepted without effect."""
 
 UNSUPPORTED: Fields = {
-    "guided_grammar": NO_GRAMMAR,
+    **dict.fromkeys(("guided_grammar", "ebnf", "structural_tag"), NO_GRAMMAR),
+    **dict.fromkeys(("lora_path", "prompt_embeds", "return_hidden_states"), Unsupported("leave it out", ("", False))),
+    "cache_salt": Unsupported("all requests share the cache of prompts"),
     "use_beam_search": Unsupported("set beams to the width of the search", (False,)),
     "bad_words": Unsupported("use logit_bias, which takes token ids", ([],)),
     "allowed_token_ids": Unsupported("use guided_choice or guided_regex"),
@@ -382,6 +387,7 @@ COMMON: Fields = {
         "an object with include_usage", {"type": "object"}, instance(Values), fields=STREAM_OPTIONS
     ),
     "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
 }
 
 COMPLETIONS: Fields = {
@@ -421,6 +427,7 @@ MESSAGE: Fields = {
         _calls,
     ),
     "tool_call_id": STRING,
+    "reasoning_content": STRING,
     "function_call": NO_FUNCTIONS,
 }
 MESSAGES = Field("a list with a message or more", {"type": "array", "minItems": 1}, _some, fields=MESSAGE)
@@ -462,6 +469,7 @@ CHAT: Fields = {
         _tool_choice,
     ),
     "parallel_tool_calls": FLAG,
+    "separate_reasoning": FLAG,
     **dict.fromkeys(("functions", "function_call"), NO_FUNCTIONS),
     "audio": Unsupported("only text is supported"),
     "web_search_options": Unsupported("the server reads nothing from elsewhere"),

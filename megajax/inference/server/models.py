@@ -114,7 +114,7 @@ def _message(message: Values) -> dict[str, Any]:
         raise message.invalid("content", "must be given")
     # Templates use `system`; OpenAI has renamed it to `developer`.
     role = "system" if message["role"] == "developer" else message["role"]
-    names = ("name", "tool_calls", "tool_call_id")
+    names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
     return {"role": role, "content": message.get("content", ""), **{n: message[n] for n in names if n in message}}
 
 

@@ -26,8 +26,9 @@ TAIL = 16
 class TokenTexts:
     """Text and bytes of single tokens."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer, self._table = tokenizer, tokenizer.table
+    def __init__(self, tokenizer: Tokenizer, *, ids: bool = False):
+        """ids: `token_id:` and the number in place of each text."""
+        self._tokenizer, self._table, self._ids = tokenizer, tokenizer.table, ids
 
     def data(self, token: int) -> bytes:
         """Bytes of a token; those of its text if the tokenizer has no table of bytes."""
@@ -37,6 +38,8 @@ class TokenTexts:
 
     def text(self, token: int) -> str:
         """Text of a token; `bytes:` and hexadecimal escapes for incomplete characters, like OpenAI."""
+        if self._ids:
+            return f"token_id:{token}"
         data = self.data(token)
         try:
             return data.decode("utf-8")
@@ -145,7 +148,7 @@ class OpenAIForm:
     def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], settings: Sampling, values: Values):
         """values: the fields of the request."""
         self._texts, self._tokenizer, self._prompts, self._settings = (
-            TokenTexts(model.tokenizer),
+            TokenTexts(model.tokenizer, ids=values.get("return_tokens_as_token_ids", False)),
             model.tokenizer,
             prompts,
             settings,
@@ -326,10 +329,12 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
     _check_stream(values, settings)
     prompts = [await model.converse(values)]
 
+    # A guide holds from the first token on, so there is no reasoning.
+    splits = config.reasoning and values.get("separate_reasoning", True) and settings.guide is None
+
     def stages() -> list[Stage]:
         inside = model.tokenizer.decode(prompts[0][-TAIL:]).rstrip().endswith(THINK)
-        reasoning = [Reasoning(inside=inside)] if config.reasoning and use.guide is None else []
-        return [*reasoning, *([use.stage()] if use.stage else [])]
+        return [*([Reasoning(inside=inside)] if splits else []), *([use.stage()] if use.stage else [])]
 
     names = {"prompt": "messages"} | ({} if use.guide is None else {"guide": "tools"})
     return _job(values, settings, config, ChatForm(model, prompts, settings, values, stages), prompts, names)

@@ -203,6 +203,8 @@ def sampling_of(lenient: Running, body: dict[str, Any]) -> Sequence:
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "a"),
         ({"guided_choice": ["a", "b+c"]}, "a|b\\+c"),
         ({"structured_outputs": {"choice": ["a.b"]}}, "a\\.b"),
+        ({"regex": "a"}, "a"),
+        ({"json_schema": json.dumps(SCHEMA)}, SCHEMA),
     ],
 )
 def test_guides_of_vllm(lenient: Running, body: dict[str, Any], guide: Any) -> None:
@@ -239,6 +241,12 @@ def test_ids_of_tokens(lenient: Running, stream: bool) -> None:
     assert [token for choice in choices if choice["index"] == 0 for token in choice["token_ids"]] == [97, 98]
     chat = lenient.ask("/v1/chat/completions", {"messages": CHATS, "max_tokens": 2, "return_token_ids": True}).json()
     assert bytes(chat["prompt_token_ids"]) == b"user: hi\nassistant: " and chat["choices"][0]["token_ids"] == [117, 115]
+
+
+def test_ids_as_names_of_tokens(lenient: Running) -> None:
+    body = {"prompt": "ab", "max_tokens": 1, "logprobs": 1, "return_tokens_as_token_ids": True}
+    logprobs = lenient.ask("/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert (logprobs["tokens"], logprobs["top_logprobs"]) == (["token_id:97"], [{"token_id:97": -0.5}])
 
 
 def test_scores_of_the_prompt(lenient: Running) -> None:

@@ -139,6 +139,15 @@ def test_a_call_and_its_result(client: openai.OpenAI, stream: bool) -> None:
     assert (call.function.name, call.function.arguments) == ("weather", '{"place": "Rom é"}')
 
 
+@pytest.mark.parametrize("more", [{"separate_reasoning": False}, {"regex": "(?s:.*)"}])
+def test_reasoning_that_is_not_split(running: Running, more: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "<think>a</think>!"}], "stop": "!"}
+    message = running.ask("/v1/chat/completions", body | more).json()["choices"][0]["message"]
+    assert message["content"] == "<think>a</think>" and "reasoning_content" not in message
+    message = running.ask("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("", "a")
+
+
 def test_calls_end_with_their_own_reason(running: Running) -> None:
     """A stop string ends the answer after the call; without it, the reason is the length."""
     body = {"messages": [{"role": "user", "content": f"{CALL}!"}], "tools": [WEATHER], "stop": "!"}
