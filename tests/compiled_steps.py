@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.programs import CacheSize, Programs
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import Observation, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig

@@ -17,8 +17,9 @@ from megajax.display.text import byte_size
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
+from megajax.inference.loaded_model import LoadedModel, layers_apart
 from megajax.inference.loading import model_on_mesh
-from megajax.inference.programs import CacheSize, LoadedModel, Programs, buckets_up_to, like_cache
+from megajax.inference.programs import CacheSize, Programs, buckets_up_to, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.kernels.attention.attention import local_device
@@ -57,6 +58,8 @@ def make_engine(
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
     tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
     tile = min(TILE, chunk) if tiled else chunk
+    if model.mesh.devices.flat[0].platform == "cpu":
+        model = layers_apart(model)
     programs = Programs(
         model,
         cache_size(config, length, model, dtype),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, placed
 from megajax.config.errors import UserError
-from megajax.inference.programs import LoadedModel
+from megajax.inference.loaded_model import LoadedModel
 from megajax.layers.param import Observation, ParamSpec, specs
 from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import ParallelConfig

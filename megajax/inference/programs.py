@@ -11,18 +11,18 @@ The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mix
 
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Sequence, Step
 from megajax.inference.step_arrays import (
     Bucket,
@@ -38,8 +38,7 @@ from megajax.inference.step_arrays import (
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, StepRows, write
-from megajax.layers.param import bind
+from megajax.layers.decoding import Cache, LayerLoop, StepRows, write
 from megajax.mesh.layout import Layout
 
 
@@ -70,24 +69,6 @@ def like_cache(
         sharding = NamedSharding(mesh, layout.plan.compute.spec(axes))
         cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     return cache
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model on a mesh, with the weights that its layers use."""
-
-    cfg: Any
-    """A `megajax.models.protocol.ModelConfig`."""
-    model: nnx.Module
-    """The module with abstract arrays."""
-    weights: Params
-    """Weights by path, in the compute dtype."""
-    mesh: Mesh
-    layout: Layout
-    matmul_precision: str | None = None
-    """jax_default_matmul_precision of its steps."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Compiler options."""
 
 
 class StepOutput(NamedTuple):
@@ -260,8 +241,8 @@ class Programs:
         loaded = self.loaded
 
         def step(weights: Params, cache: Cache, arrays: StepArrays) -> tuple[StepOutput, Cache]:
-            model = bind(loaded.model, weights)
-            return step_output(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
+            rows = step_rows(arrays, bucket.groups(), self.kernel, loaded.loop)
+            return step_output(loaded.bound(weights), loaded.layout, cache, arrays, rows)
 
         # The programs that read the output are compiled for these layouts.
         out = StepOutput._make(self._sharding(*axes) for axes in (("batch", "vocab"), ("batch", None), STATES))
@@ -286,7 +267,7 @@ class Programs:
         loaded = self.loaded
 
         def score(weights: Params, states: Array, targets: Array) -> Any:
-            model: Any = bind(loaded.model, weights)
+            model = loaded.bound(weights)
             return scorer(loaded.layout, lambda x: model.next_logits(x)[:, 0], states, targets)
 
         def lower() -> jax.stages.Lowered:
@@ -333,9 +314,10 @@ class Programs:
                 counts=(texts.counts,),
                 states=(texts.states,),
                 layer=jnp.int32(0),
+                loop=loaded.loop,
             )
             ctx = Context(jnp.zeros((rows, 1), jnp.int32), jnp.zeros(1, jnp.int32), rows=step_rows)
-            model: Any = bind(loaded.model, weights)
+            model = loaded.bound(weights)
             return {**cache, **model.remember(texts.tokens, of_layers(cache), ctx)}
 
         def lower() -> jax.stages.Lowered:
@@ -361,16 +343,11 @@ class Programs:
         return NamedSharding(self.loaded.mesh, self.loaded.layout.plan.compute.spec(axes))
 
 
-def step_output(
-    model: Any,
-    layout: Layout,
-    cache: Mapping[str, Array],
-    arrays: StepArrays,
-    groups: tuple[tuple[int, int], ...],
-    kernel: PagedKernel,
-) -> tuple[StepOutput, Cache]:
-    """The output of a step, and the cache with its tokens."""
-    rows = StepRows(
+def step_rows(
+    arrays: StepArrays, groups: tuple[tuple[int, int], ...], kernel: PagedKernel, loop: LayerLoop
+) -> StepRows:
+    """The rows of a step."""
+    return StepRows(
         groups=groups,
         kernel=kernel,
         slots=arrays.slots,
@@ -378,13 +355,20 @@ def step_output(
         counts=arrays.counts,
         states=arrays.states,
         layer=jnp.int32(0),
+        loop=loop,
     )
+
+
+def step_output(
+    model: Any, layout: Layout, cache: Mapping[str, Array], arrays: StepArrays, rows: StepRows
+) -> tuple[StepOutput, Cache]:
+    """The output of a step, and the cache with its tokens."""
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
     x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
 
     def parts(x: Array, last: Array) -> tuple[Array, Array]:
-        return x[last], x[rows.parts()[1]] if len(groups) > 1 else x[:0]
+        return x[last], x[rows.parts()[1]] if len(rows.groups) > 1 else x[:0]
 
     decoded, prompts = layout.island(parts, (STATES, ("batch",)), (STATES, STATES))(x, arrays.last)
     return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, TOKENS.name: ids}

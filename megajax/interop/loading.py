@@ -10,8 +10,8 @@ from megajax.config.errors import UserError
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.loading import load_weights
-from megajax.inference.programs import LoadedModel
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters

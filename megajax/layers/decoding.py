@@ -12,7 +12,7 @@ R rows per group, W tokens per row, M blocks per table.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,26 @@ type Advance = Callable[[Any, Any, Cache, Array], tuple[Array, Cache]]
 [R, W, ...] and the leaves after the last tokens. Only the first `counts` tokens of a row change its leaves."""
 
 
+type LayerLoop = Callable[[int, Callable[[Any, Any], Any], Any], Any]
+"""(count, body, carry) -> the carry after body(number, carry) for the numbers from 0 to count."""
+
+
+def rolled(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """A `LayerLoop` that is compiled as a loop: one body for all layers, which reads its rows of stacked weights."""
+    return jax.lax.fori_loop(0, count, body, carry)
+
+
+def unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """A `LayerLoop` without a loop: a body for each layer, for weights that are arrays of their own."""
+    for number in range(count):
+        carry = body(number, carry)
+    return carry
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["slots", "tables", "counts", "states", "layer"],
-    meta_fields=["groups", "kernel"],
+    meta_fields=["groups", "kernel", "loop"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
@@ -55,6 +71,8 @@ class StepRows:
     """For each group int32 [R]: the row's slot in the leaves of rows; past the last slot for a padding row."""
     layer: Array
     """int32 []: index of the layer along the leading dimension of the cache."""
+    loop: LayerLoop = rolled
+    """The loop over layers."""
 
     def parts(self) -> list[slice]:
         """The slice of the tokens of each group."""
@@ -68,7 +86,7 @@ class StepRows:
         """This pytree with the logical axes of each array in its place."""
         row, count = (("batch", None),) * len(self.groups), (("batch",),) * len(self.groups)
         axes: dict[str, Any] = {"slots": ("batch",), "tables": row, "counts": count, "states": count, "layer": ()}
-        return StepRows(groups=self.groups, kernel=self.kernel, **axes)
+        return StepRows(groups=self.groups, kernel=self.kernel, loop=self.loop, **axes)
 
 
 def rows_of(ctx: Context) -> StepRows:
@@ -76,6 +94,11 @@ def rows_of(ctx: Context) -> StepRows:
     if ctx.rows is None:
         raise ValueError("ctx.rows is None: `step` of a layer runs inside the step of its model")
     return ctx.rows
+
+
+def in_layer(ctx: Context, number: Array | int) -> Context:
+    """The context of a layer. number: its index along the leading dimension of the cache."""
+    return ctx._replace(rows=replace(rows_of(ctx), layer=jnp.int32(number)))
 
 
 def write(leaf: Array, x: Array, step: StepRows) -> Array:

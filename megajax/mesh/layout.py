@@ -7,6 +7,7 @@ mesh everything is the identity. So the same layer runs under plain `jax.jit` in
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from string import ascii_lowercase
 from typing import Any, Protocol, overload
 
 import jax
@@ -44,7 +45,17 @@ class Weight(Protocol):
 def exact(equation: str, x: Array, w: Array, **carried: Array) -> Array:
     """einsum in x's dtype; ignores auxiliary arrays. The gradient of w is computed in w's dtype."""
     del carried
-    return _product(equation, x, w)
+    return _product(in_order(equation), x, w)
+
+
+def in_order(equation: str) -> str:
+    """An einsum equation of a product with a weight, with letters in alphabetical order in the weight.
+
+    einsum contracts dimensions in the order of their letters. In another order than the weight's, XLA transposes the
+    weight, which copies it in each product: "bsnh,nhd->bsd" becomes "deab,abc->dec".
+    """
+    letters = [letter for letter in equation.partition(",")[2] + equation if letter.isalpha()]
+    return equation.translate(dict(zip(map(ord, dict.fromkeys(letters)), ascii_lowercase, strict=False)))
 
 
 def nothing(shape: tuple[int, ...], axes: LogicalAxes) -> Mapping[str, Observed]:

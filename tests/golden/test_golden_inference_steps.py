@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from test_golden_collectives import counts
 
 from megajax.config import load
-from megajax.inference.programs import CacheSize, LoadedModel, Programs
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.programs import CacheSize, Programs
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig

@@ -13,7 +13,7 @@ from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.programs import LoadedModel
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import choosers
 from megajax.models.decoder.config import DecoderConfig

@@ -14,7 +14,8 @@ from test_programs import HEADS, ROPE, decoder
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.programs import Programs
 from megajax.inference.request import Sampled, Sequence, Step
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import RowChooser, choosers, program_of

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
 
-from megajax.inference.programs import LoadedModel, buckets_up_to
+from megajax.inference.loaded_model import LoadedModel, layers_apart
+from megajax.inference.programs import buckets_up_to
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
@@ -143,6 +145,29 @@ def test_steps_give_the_logits_of_the_trainer(name: str) -> None:
     """On one device, or on those that the table names."""
     model = loaded(MODELS[name], LAYOUTS.get(name, {}))
     compare_steps(model, whole_logits(model, tokens_of(model)))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("nemotron-h", marks=pytest.mark.slow)])
+def test_rows_of_weights_as_separate_arguments_give_the_same_bits(name: str) -> None:
+    """As on CPUs, where nothing copies them: neither before the steps nor in them."""
+    model = loaded(MODELS[name], LAYOUTS[name])
+    apart = layers_apart(model)
+    for (place, expected), (other, logits) in zip(steps_of(model), steps_of(apart), strict=True):
+        np.testing.assert_array_equal(logits, expected)
+        assert place == other
+    path = next(path for path, w in apart.weights.items() if isinstance(w, tuple))
+    stack, rows = model.weights[path], apart.weights[path]
+    assert len(rows) == len(stack) and not rows[1].sharding.is_fully_replicated
+    row_bytes = rows[0].addressable_shards[0].data.nbytes
+    pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (stack, rows[1])]
+    assert pointers[1] - pointers[0] == row_bytes, "rows share the memory of their stack"
+
+
+def test_no_step_copies_a_weight_that_is_an_argument() -> None:
+    model = layers_apart(loaded(replace(decoder(replace(HEADS, rope=ROPE), repeats=3), hidden=512), {}))
+    (bucket,) = (programs := programs_of(model, [], chunks=(0,), blocks=3)).buckets
+    temporary = programs.lowered(bucket).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < max(w.nbytes for w in jax.tree.leaves(model.weights))
 
 
 def test_buckets() -> None:

@@ -8,7 +8,8 @@ import pytest
 from compiled_steps import Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
 from test_programs import HEADS, LATENT, ROPE, VOCABULARY, decoder
 
-from megajax.inference.programs import CacheSize, LoadedModel, like_cache
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.programs import CacheSize, like_cache
 from megajax.layers.attention.cached import in_cache
 from megajax.layers.cache_spec import CacheLeaf
 

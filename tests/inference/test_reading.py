@@ -7,7 +7,7 @@ import pytest
 from compiled_steps import CHUNK, Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
 from test_programs import HEADS, LENGTH, VOCABULARY
 
-from megajax.inference.programs import LoadedModel
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.step_arrays import lengths_up_to
 from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig

@@ -13,7 +13,7 @@ from megatron_cases import Comparison, cases
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.programs import LoadedModel
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from math import prod
 from typing import Any
 
+import jax
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -19,7 +20,8 @@ from megajax.display.banner import Section, plain
 from megajax.display.text import count
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.programs import Programs
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import Gate, build_application
 from megajax.inference.server.body import RequestError, large_head
@@ -113,7 +115,7 @@ def _compile(programs: Programs) -> None:
 
 def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) -> list[Section]:
     loaded, size = programs.loaded, programs.size
-    dtypes = ", ".join(sorted({array.dtype.name for array in loaded.weights.values()}))
+    dtypes = ", ".join(sorted({array.dtype.name for array in jax.tree.leaves(loaded.weights)}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
     when = f"{programs.count} programs compiled" if compiled else "compiled when first needed"
@@ -136,7 +138,7 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) 
 def parameter_count(loaded: LoadedModel) -> int:
     """Number of weights; without padding of the vocabulary if the model has facts, as in training."""
     facts = facts_of(loaded.cfg)
-    stored = sum(prod(array.shape) for array in loaded.weights.values())
+    stored = sum(prod(array.shape) for array in jax.tree.leaves(loaded.weights))
     return stored if facts is None else facts.parameter_count().total
 
 

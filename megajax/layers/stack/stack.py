@@ -18,7 +18,6 @@ All call the same blocks. Training differentiates units: the repeats that are re
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -32,7 +31,7 @@ from megajax.batch import Params
 from megajax.layers.block.config import shared_bias
 from megajax.layers.cache_spec import below
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache
+from megajax.layers.decoding import Cache, in_layer, rows_of
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.recompute import Recomputing, SavePolicy
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
@@ -113,7 +112,7 @@ class Stack(nnx.Module):
         for segment in self.segments:
             parts = [(place, *nnx.split(self.blocks[place.block])) for place in segment.places()]
 
-            def repeat(number: Array, carry: tuple[Array, Cache], parts: list = parts) -> tuple[Array, Cache]:
+            def repeat(number: Array | int, carry: tuple[Array, Cache], parts: list = parts) -> tuple[Array, Cache]:
                 x, cache = carry
                 for place, graph, state in parts:
                     row, used = place.start + number * place.stride, {}
@@ -122,12 +121,12 @@ class Stack(nnx.Module):
                         w = jax.lax.dynamic_index_in_dim(weights[f"{place.block}.{path}"], row, keepdims=False)
                         used[path] = self.layout.gather(w, leaf.axes[1:])
                     block, layer_cache = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
-                    x, layer_cache = apply(block, x, layer_cache, ctx._replace(rows=replace(ctx.rows, layer=row)))
+                    x, layer_cache = apply(block, x, layer_cache, in_layer(ctx, row))
                     cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in layer_cache.items()}}
                 return x, cache
 
-            # On GPUs, cuBLAS reads a row of a stack in place if the loop counter indexes it.
-            x, cache = jax.lax.fori_loop(0, segment.repeats, repeat, (x, cache))
+            # On GPUs, cuBLAS reads a row of a stack in place if the counter of a compiled loop indexes it.
+            x, cache = rows_of(ctx).loop(segment.repeats, repeat, (x, cache))
         return x, cache
 
     def spans(self) -> list[Span]:
