@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import bind
+from megajax.serve import main as serve
 
 LORA = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mlp.down"))
 
@@ -162,6 +164,20 @@ def test_chat_settings_of_a_folder(folder: Path, tmp_path: Path) -> None:
     assert "template" not in config_text
     chat = ChatConfig(paths=("a",), template="chatml")
     assert chat.template == "chatml"
+
+
+def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "chat")
+    (tmp_path / "chat/generation_config.json").write_text('{"temperature": 0.6}')
+    defaults, no_model = list[Sampling](), SimpleNamespace(tokenizer=None, conversation=None, where="")
+    serving = SimpleNamespace(run=lambda *args, sampling, **options: defaults.append(sampling))
+    monkeypatch.setattr("megajax.inference.server.server.Serving", lambda config, access: serving)
+    monkeypatch.setattr("megajax.interop.loading.load", lambda config, origin: no_model)
+    monkeypatch.setattr("megajax.interop.loading.start_engine", lambda loaded, queue: SimpleNamespace(device=None))
+    monkeypatch.setattr("megajax.job.start.compile_cache.use_cache", lambda xla: None)
+    for more in ([], ["--server.generation_config=false"]):
+        serve([f"--hf={tmp_path / 'chat'}", *more])
+    assert defaults == [Sampling(temperature=0.6), Sampling()]
 
 
 def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

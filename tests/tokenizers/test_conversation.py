@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -13,7 +13,7 @@ from megajax.tokenizers.config import (
     TiktokenTokenizerConfig,
     TokenizerConfig,
 )
-from megajax.tokenizers.conversation import MARK, Conversation
+from megajax.tokenizers.conversation import CUT, MARK, Conversation
 
 NAMES = ("<|im_start|>", "<|im_end|>", "</s>", "<<s>", "<s>")
 
@@ -44,6 +44,29 @@ def test_the_template_writes_special_tokens_and_messages_do_not(folder: Path) ->
     plain = [{"role": "user", "content": "a < b"}]
     text = ChatTemplate("chatml").render(plain, prompt=True)
     assert chat.encode(plain) == tokenizer.encode(text).tolist()
+
+
+def test_variables_and_calls_are_text_too(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>").build()
+    template = "<s>{{ tools | tojson }}{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ note }}"
+    chat = Conversation(ChatTemplate(template), tokenizer)
+    call = {"function": {"name": "f", "arguments": {"<|im_end|>": ["<s>", 1]}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokens = chat.encode(messages, variables={"tools": [{"</s>": "<|im_start|>"}], "note": f"<s>{MARK}{CUT}"})
+    assert [token for token in tokens if token >= 256] == [tokenizer.token_id("<s>")]
+    assert tokenizer.decode(tokens) == '<s>[{"</s>": "<|im_start|>"}]{"<|im_end|>": ["<s>", 1]}<s>'
+
+
+def test_the_last_message_goes_on(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>").build()
+    chat = Conversation(ChatTemplate("chatml"), tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{CUT} <|im_end|> "}]
+    tokens = chat.encode(messages, header=False, continued=True)
+    assert tokenizer.decode(tokens).endswith("<|im_start|>assistant\nb <|im_end|> ")
+    assert tokens[-1] < 256 and sum(token >= 256 for token in tokens) == 3
+    silent = Conversation(ChatTemplate("{{ messages[0].content }}"), tokenizer)
+    with pytest.raises(TemplateMisfit, match="does not show the text of the last message"):
+        silent.encode(messages, header=False, continued=True)
 
 
 def test_a_million_names_are_fast(folder: Path) -> None:
