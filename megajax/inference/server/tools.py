@@ -49,11 +49,24 @@ def _demanded(choice: Any, by_name: dict[str, Any], most: int | None) -> ToolUse
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": schema},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{number}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in schemas.items()
+        for number, name in enumerate(schemas)
     ]
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({"maxItems": most} if most else {})
-    return ToolUse(schema, lambda: WholeCalls(None))
+    parameters = {str(number): moved(schema, f"#/$defs/{number}") for number, schema in enumerate(schemas.values())}
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": parameters}
+    return ToolUse(schema | ({"maxItems": most} if most else {}), lambda: WholeCalls(None))
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A JSON schema whose references hold when it stands at another place. place: as a reference."""
+    if isinstance(schema, list):
+        return [moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: moved(part, place) for name, part in schema.items()}
+    reference = parts.get("$ref")
+    local = isinstance(reference, str) and reference.startswith("#")
+    return {**parts, "$ref": f"{place}{reference[1:]}"} if local else parts

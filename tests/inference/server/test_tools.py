@@ -196,13 +196,16 @@ def test_a_demanded_call_is_guided(running: Running, tools: Any, choice: Any, gu
 
 
 def test_the_guide_of_several_tools(running: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": [WEATHER, TIME], "tool_choice": "required"}
+    place = {"type": "object", "properties": {"x": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}}}
+    parameters = {"type": "object", "properties": {"place": {"$ref": "#/$defs/place"}}, "$defs": {"place": place}}
+    weather = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [weather, TIME], "tool_choice": "required"}
     assert running.ask("/v1/chat/completions", body | {"max_tokens": 1}).status_code == 200
     assert "maxItems" not in running.device.seen[0].sampling.guide
     state = Guides(lambda: [*(bytes((value,)) for value in range(256)), None], [256])(
         running.device.seen[0].sampling.guide
     )
-    text = '[{"name":"time","parameters":{}},{"name":"weather","parameters":{"place":"x"}}]'
+    text = '[{"name":"time","parameters":{}},{"name":"weather","parameters":{"place":{"x":{"x":null}}}}]'
     for token in text.encode():
         state = state.after(token)
     assert state.complete
