@@ -1,5 +1,8 @@
 """The page of the server offers the features of its model, and the banner counts its weights."""
 
+import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib.resources import files
 from types import SimpleNamespace
@@ -13,6 +16,8 @@ from served import Running, start, stop
 from megajax.config import load
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.server import parameter_count
+
+NODE = shutil.which("node")
 
 
 @pytest.fixture(scope="module", params=["plain", None], ids=["chat", "no chat template"])
@@ -31,6 +36,29 @@ def test_the_models_entry_lists_its_routes(running: tuple[Running, bool]) -> Non
     chat = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})
     assert chat.status_code == (200 if chats else 400)
     assert server.complete(prompt="def ", max_tokens=1).status_code == 200
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_the_functions_of_the_page() -> None:
+    """It opens with completions for a model without a chat template, and tells reasoning from content."""
+    page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0].strip().removesuffix("start();")
+    program = """
+const elements = {};
+const document = {getElementById: name => elements[name]};
+const opened = template => {
+  Object.assign(elements, {route: {options: [{}], value: "chat"}, max_tokens: {value: "256"}, prompt: {}});
+  offer({chat_template: template, max_model_len: 100});
+  return [elements.route.value, elements.route.options[0].disabled, elements.max_tokens.value];
+};
+const events = [{choices: [{delta: {reasoning_content: "x"}}]}, {choices: [{delta: {content: "a"}}]},
+  {choices: [{text: "b"}]}, {choices: [], usage: {completion_tokens: 3}}];
+console.log(JSON.stringify([opened(true), opened(false), events.map(event => added(JSON.stringify(event)))]));
+"""
+    answer = subprocess.run([str(NODE), "-"], input=script + program, capture_output=True, text=True, check=True)
+    with_template, without, parts = json.loads(answer.stdout)
+    assert (with_template, without) == (["chat", False, 100], ["text", True, 100])
+    assert parts == [["", 0, True], ["a", 0, False], ["b", 0, False], ["", 3, False]]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
