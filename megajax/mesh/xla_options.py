@@ -37,6 +37,14 @@ CPU = (
 )
 """For every program on CPUs. Not empty, so that runs on CPUs pass options as runs on GPUs do."""
 
+CPU_ONCE = (
+    Option("xla_backend_optimization_level", 1, "a third of the time to compile, with the same values bit for bit"),
+)
+"""For the program of the initial weights on CPUs, which compiles for longer than it runs."""
+
+MOST_QUICK = 2**26
+"""Weights from which the program's run, which takes twice as long at level 1, outweighs its compilation."""
+
 GPU = (
     Option(
         "xla_gpu_enable_latency_hiding_scheduler",
@@ -139,11 +147,15 @@ class Defaults(NamedTuple):
     """For steps that generate text."""
     termination: Callable[[float], tuple[Option, ...]] = lambda seconds: ()
     """With resilience.watchdog, for its longest limit."""
+    once: tuple[Option, ...] = ()
+    """For the program of the initial weights."""
 
 
 _ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC, INFERENCE, termination)
 
-DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu": _ON_GPU, "cuda": _ON_GPU})
+_ON_CPU = Defaults(CPU, once=CPU_ONCE)
+
+DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": _ON_CPU, "gpu": _ON_GPU, "cuda": _ON_GPU})
 """jax.Device.platform -> default options. Devices of a GPU topology are "cuda", other GPUs "gpu"."""
 
 
@@ -194,6 +206,12 @@ def compiler_options(*options: Option) -> dict[str, Value]:
     """For `jax.stages.Lowered.compile(compiler_options=...)`; without those that XLA_FLAGS sets for all programs."""
     flags = flag_names()
     return {option.name: option.value for option in options if option.name not in flags}
+
+
+def options_for_once(options: Mapping[str, Value], platform: str, weights: int) -> dict[str, Value]:
+    """The options of the program that makes initial weights, this many; options: of all programs of the run."""
+    quick = DEFAULTS.get(platform, Defaults()).once if weights <= MOST_QUICK else ()
+    return {**compiler_options(*quick), **options}
 
 
 def flag_names(environment: Mapping[str, str] = os.environ) -> set[str]:

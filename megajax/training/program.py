@@ -22,7 +22,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
-from megajax.mesh.xla_options import Value
+from megajax.mesh.xla_options import Value, options_for_once
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.facts import ChoosesKernels
 from megajax.models.protocol import Model, ModelConfig, demand_model
@@ -180,7 +180,8 @@ class Program:
 
     def fresh_state(self) -> Callable[[], TrainState]:
         """Jitted: the state before the first step, computed in its shardings."""
-        return jax.jit(self._fresh, out_shardings=self.shardings, compiler_options=dict(self.options))
+        options = options_for_once(self.options, self.mesh.devices.flat[0].platform, self.elements.stored)
+        return jax.jit(self._fresh, out_shardings=self.shardings, compiler_options=options)
 
     def state_like(self) -> TrainState:
         """The state as jax.ShapeDtypeStruct, with shardings."""

@@ -20,8 +20,10 @@ from megajax.mesh.xla_options import (
     FP8,
     FSDP,
     GPU,
+    MOST_QUICK,
     XlaConfig,
     compiler_options,
+    options_for_once,
     termination,
 )
 from megajax.precision.config import Fp8Config, PrecisionConfig
@@ -166,6 +168,20 @@ def test_options_reach_every_program_of_a_run(monkeypatch):
     )
     assert [options for options in jitted if options is not None] == [dict(program.options)] * 5
     assert program.options == compiler_options(*CPU) | {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_initial_weights_of_small_models_are_compiled_quickly(monkeypatch):
+    """On CPUs, with the same bits. The tests set level 0 for all programs, in XLA_FLAGS."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    name = "xla_backend_optimization_level"
+    assert options_for_once({}, "cpu", MOST_QUICK) == {name: 1} and options_for_once({}, "cpu", MOST_QUICK + 1) == {}
+    assert options_for_once({name: 2}, "cpu", 1) == {name: 2} and options_for_once({}, "gpu", 1) == {}
+    cfg = run_config()
+    program = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()[:1]))
+    with jax.set_mesh(program.mesh):
+        quick, whole = (jax.jit(program._fresh, compiler_options={name: level})() for level in (1, 3))
+    for one, other in zip(jax.tree.leaves(quick), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_default_options_of_CPUs_change_no_program():
