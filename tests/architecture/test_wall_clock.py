@@ -26,6 +26,7 @@ ALLOWED = {
     "megajax.tokenizers.template_sandbox": "the date that templates ask for",
     "megajax.inference.server.openai": "`created` in answers",
     "megajax.inference.server.models": "the same",
+    "megajax.inference.server.responses": "the same",
 }
 """Module -> what it uses the wall clock for."""
 

@@ -36,8 +36,10 @@ from megajax.inference.server.fields import (
 from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.models import ServedModel
-from megajax.inference.server.openai import Job, OpenAIForm, chat_job, completion_job
+from megajax.inference.server.openai import EventForm, Job, chat_job, completion_job
 from megajax.inference.server.openapi import Endpoint, document
+from megajax.inference.server.response_fields import RESPONSES
+from megajax.inference.server.responses import response_job
 
 type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 
@@ -92,6 +94,7 @@ class Routes:
     def endpoints(self) -> list[Endpoint]:
         """All routes, as they are served and as /openapi.json describes them."""
         completions, chat = self._generate(COMPLETIONS, completion_job), self._generate(CHAT, chat_job)
+        responses = self._generate(RESPONSES, response_job)
         scored, megatron = self._generate(COMPLETIONS, _megatron_completions), self._generate(FIELDS, megatron_job)
         return [
             Endpoint("/", "GET", "The page for trying prompts.", self.page),
@@ -104,6 +107,7 @@ class Routes:
             Endpoint("/v1/models/{name:path}", "GET", "The model's entry.", self.model),
             Endpoint("/v1/completions", "POST", "Continues texts.", completions, COMPLETIONS),
             Endpoint("/v1/chat/completions", "POST", "Answers messages.", chat, CHAT),
+            Endpoint("/v1/responses", "POST", "Answers messages and outputs of functions.", responses, RESPONSES),
             Endpoint("/completions", "POST", "Continues texts, with log-probabilities.", scored, COMPLETIONS),
             Endpoint("/chat/completions", "POST", "Answers messages.", chat, CHAT),
             Endpoint("/api", "PUT", "Continues texts, as Megatron-LM's server.", megatron, FIELDS),
@@ -201,7 +205,7 @@ class Routes:
         return answer
 
 
-async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
+async def _events(call: Call, form: EventForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
     """Server-sent events. Closed when the client disconnects, which cancels the call. logged: log the answers."""
     texts: dict[int, str] = {}
     try:
@@ -210,13 +214,14 @@ async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: 
         async for outputs in call.outputs():
             for output in outputs:
                 texts[output.choice] = texts.get(output.choice, "") + output.text
-                yield _event(form.event(output))
+                for event in form.events(output):
+                    yield _event(event)
         for event in form.closing():
             yield _event(event)
-        yield "data: [DONE]\n\n"
+        yield form.ending
     except RequestError as error:
         log.update(error=error.status)
-        yield _event(error.body())
+        yield _event(form.failure(error))
     finally:
         call.cancel()
         log.update(tokens=call.generated)
@@ -271,7 +276,9 @@ async def _disconnected(request: Request) -> None:
 
 
 def _event(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """An event; those with a type are sent with its name."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class Gate:

@@ -251,9 +251,18 @@ def _text(value: Any) -> str:
     return instance(str)(value)
 
 
-def _some(value: Any) -> Any:
+def nonempty(value: Any) -> list[Any]:
+    """A list with something in it."""
     if not instance(list)(value):
         raise ValueError
+    return value
+
+
+def _messages(value: Any) -> list[Any]:
+    """Raises RequestError for a message without content and calls."""
+    for message in nonempty(value):
+        if "content" not in message and not message.get("tool_calls"):
+            raise message.invalid("content", "must be given")
     return value
 
 
@@ -430,7 +439,7 @@ MESSAGE: Fields = {
     "reasoning_content": STRING,
     "function_call": NO_FUNCTIONS,
 }
-MESSAGES = Field("a list with a message or more", {"type": "array", "minItems": 1}, _some, fields=MESSAGE)
+MESSAGES = Field("a list with a message or more", {"type": "array", "minItems": 1}, _messages, fields=MESSAGE)
 RENDERING: Fields = {
     "add_generation_prompt": FLAG,
     "continue_final_message": FLAG,

@@ -66,11 +66,14 @@ class ServedModel:
         tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist())
         return [*self.tokenizer.prefix, *tokens] if prefix else tokens
 
-    async def converse(self, values: Values) -> list[int]:
-        """Tokens of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`. Raises RequestError."""
+    async def converse(self, values: Values, param: str = "messages") -> list[int]:
+        """Tokens of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`.
+
+        param: the field of the messages, for the RequestError that is raised if they have no tokens.
+        """
         conversation = self.conversation
         if conversation is None:
-            raise invalid("messages", f"{self.name} has no chat template: use /v1/completions")
+            raise invalid(param, f"{self.name} has no chat template: use /v1/completions")
         messages = [_message(message) for message in values["messages"]]
         continued = values.get("continue_final_message", False)
         header = values.get("add_generation_prompt", not continued)
@@ -83,9 +86,9 @@ class ServedModel:
         encode = partial(conversation.encode, messages, header=header, continued=continued, variables=variables)
         text = "".join(message["content"] for message in messages)
         try:
-            return await _tokens(text, encode, "messages")
+            return await _tokens(text, encode, param)
         except (TemplateMisfit, OverBudget) as error:
-            raise invalid("messages", str(error)) from None
+            raise invalid(param, str(error)) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a client's tokens. Raises RequestError for a token outside the vocabulary."""
@@ -108,10 +111,8 @@ async def _tokens(text: str, encode: Callable[[], list[int]], param: str = "prom
         raise invalid(param, str(error)) from None
 
 
-def _message(message: Values) -> dict[str, Any]:
-    """A message for templates. Raises RequestError for a message without content and calls."""
-    if "content" not in message and not message.get("tool_calls"):
-        raise message.invalid("content", "must be given")
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for templates."""
     # Templates use `system`; OpenAI has renamed it to `developer`.
     role = "system" if message["role"] == "developer" else message["role"]
     names = ("name", "tool_calls", "tool_call_id", "reasoning_content")

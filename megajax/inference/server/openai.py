@@ -1,16 +1,16 @@
-"""OpenAI's two routes: requests, and the formats of answers and events."""
+"""OpenAI's routes of completions: requests, and the formats of answers and events."""
 
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from megajax.inference.request import Output, TokenScore
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.answer_parts import THINK, AnswerParts, Reasoning, Stage
-from megajax.inference.server.body import invalid
+from megajax.inference.server.body import RequestError, invalid
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.fields import Values
 from megajax.inference.server.models import ServedModel, read_prompts
@@ -129,14 +129,39 @@ class Job:
     sampling: Sampling
     response: Callable[[Sequence[Output]], dict[str, Any]]
     """All answers -> the body of a response."""
-    stream: "OpenAIForm | None" = None
+    stream: "EventForm | None" = None
     """The format of events; None for a single response."""
     names: dict[str, str]
     """Settings of `Sampling` -> fields of the request."""
 
 
+class EventForm(Protocol):
+    """The format of the events of a stream."""
+
+    ending: str
+    """What follows the last event, as it is sent."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+        ...
+
+    def events(self, output: Output) -> list[dict[str, Any]]:
+        """Events of an output of an answer."""
+        ...
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Events after the last token."""
+        ...
+
+    def failure(self, error: RequestError) -> dict[str, Any]:
+        """The event of an error that ends the stream."""
+        ...
+
+
 class OpenAIForm:
     """Base class of the formats of both routes."""
+
+    ending = "data: [DONE]\n\n"
 
     kind: str
     """`object` of a response."""
@@ -180,14 +205,18 @@ class OpenAIForm:
         """Events before the first token."""
         return []
 
-    def event(self, output: Output) -> dict[str, Any]:
-        """The event of a output of an answer."""
+    def events(self, output: Output) -> list[dict[str, Any]]:
+        """The event of an output of an answer."""
         self._count(output)
-        return self._event([self.choice(output, event=True)])
+        return [self._event([self.choice(output, event=True)])]
 
     def closing(self) -> list[dict[str, Any]]:
         """Events after the last token."""
         return [{**self._event([]), "usage": self._usage()}] if self._with_usage else []
+
+    def failure(self, error: RequestError) -> dict[str, Any]:
+        """The event of an error that ends the stream."""
+        return error.body()
 
     def _count(self, output: Output) -> None:
         self._generated += len(output.tokens)
@@ -297,6 +326,17 @@ class ChatForm(OpenAIForm):
         return [{**first, **self._of_prompt(0)}, *others]
 
 
+class Chat(NamedTuple):
+    """A conversation that is to be answered."""
+
+    prompt: list[int]
+    sampling: Sampling
+    stages: Callable[[], Sequence[Stage]]
+    """Makes the stages that find the parts of an answer."""
+    demands_call: bool
+    """Whether tool_choice demands a call, which the guide of `sampling` makes."""
+
+
 async def completion_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/completions. Raises RequestError."""
     model.demand_name(values)
@@ -319,25 +359,38 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     if scored:
         values["top_logprobs"] = top or 0
+    chat = await read_chat(values, model, config, _defaults(values, model))
+    _check_stream(values, chat.sampling)
+    form = ChatForm(model, [chat.prompt], chat.sampling, values, chat.stages)
+    names = {"prompt": "messages"} | ({"guide": "tools"} if chat.demands_call else {})
+    return _job(values, chat.sampling, config, form, [chat.prompt], names)
+
+
+async def read_chat(
+    values: Values, model: ServedModel, config: ServerConfig, base: Sampling, param: str = "messages"
+) -> Chat:
+    """The prompt and the settings of messages, and how the parts of their answers are found. Raises RequestError.
+
+    values: fields of sampling; `messages`, `tools` and `tool_choice` in the form of `fields.CHAT`. base: settings that
+    the fields do not name. param: the field of the messages.
+    """
     # By default, an answer may fill the row.
-    settings = values.sampling(replace(_defaults(values, model), max_tokens=model.length))
+    settings = values.sampling(replace(base, max_tokens=model.length))
     use = tool_use(values, model, config)
     if use.guide is not None:
         if settings.guide is not None:
             raise invalid("tool_choice", "tool_choice demands a call: leave out the format of the answer")
         settings = replace(settings, guide=use.guide)
-    _check_stream(values, settings)
-    prompts = [await model.converse(values)]
+    prompt = await model.converse(values, param)
 
     # A guide holds from the first token on, so there is no reasoning.
     splits = config.reasoning and values.get("separate_reasoning", True) and settings.guide is None
 
     def stages() -> list[Stage]:
-        inside = model.tokenizer.decode(prompts[0][-TAIL:]).rstrip().endswith(THINK)
+        inside = model.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(THINK)
         return [*([Reasoning(inside=inside)] if splits else []), *([use.stage()] if use.stage else [])]
 
-    names = {"prompt": "messages"} | ({} if use.guide is None else {"guide": "tools"})
-    return _job(values, settings, config, ChatForm(model, prompts, settings, values, stages), prompts, names)
+    return Chat(prompt, settings, stages, demands_call=use.guide is not None)
 
 
 def _defaults(values: Values, model: ServedModel) -> Sampling:

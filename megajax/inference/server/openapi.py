@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megajax.inference.server.fields import CHAT_NO_EFFECT, NO_EFFECT, Field, Fields, Unsupported
+from megajax.inference.server.response_fields import RESPONSES_NO_EFFECT
 
 
 class Endpoint(NamedTuple):
@@ -83,5 +84,6 @@ def _property(name: str, field: Field, strict: bool) -> dict[str, Any]:
         schema |= {"items": nested} if "array" in schema["type"] else nested
     if not field.required:
         schema = {"anyOf": [schema, {"type": "null"}]}
-    effect = "; accepted without effect" if field in (NO_EFFECT.get(name), CHAT_NO_EFFECT.get(name)) else ""
+    idle = any(field == fields.get(name) for fields in (NO_EFFECT, CHAT_NO_EFFECT, RESPONSES_NO_EFFECT))
+    effect = "; accepted without effect" if idle else ""
     return schema | {"description": field.kind + effect}
