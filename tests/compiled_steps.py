@@ -25,8 +25,8 @@ CHUNK = 8
 class Logits(NamedTuple):
     """Gives the logits themselves."""
 
-    def like(self, rows: int) -> tuple[()]:
-        del rows
+    def like(self, choices: int) -> tuple[()]:
+        del choices
         return ()
 
     def __call__(self, layout: Layout, logits: jax.Array, tokens: jax.Array, inputs: tuple[()]) -> jax.Array:
@@ -40,6 +40,7 @@ class Row:
     blocks: list[int]
     slot: int
     memory: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -77,6 +78,7 @@ def programs_of(
     rows: int = 3,
     tile: int = 0,
     chunks: abc.Sequence[int] = (CHUNK,),
+    drafts: int = 0,
     blocks: int,
     block: int = 4,
     length: int = 32,
@@ -85,7 +87,8 @@ def programs_of(
 ) -> Programs:
     """Steps of this many rows and as many slots. chunks: tokens of prompts, 0 for steps without one; tile: 0 for one
     prompt a step."""
-    buckets = [Bucket(rows, chunk // (tile or chunk), tile or chunk) if chunk else Bucket(rows) for chunk in chunks]
+    tiles = [(chunk // (tile or chunk), tile or chunk) if chunk else (0, 0) for chunk in chunks]
+    buckets = [Bucket(rows, *shape, drafts) for shape in tiles]
     size = CacheSize(blocks=blocks, block=block, slots=rows)
     return Programs(model, size, buckets=buckets, choosers=choosers, length=length, dtype=dtype, kernel=kernel)
 

@@ -33,7 +33,7 @@ from megajax.precision.config import PrecisionConfig
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
          "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512}  # fmt: skip
 """The model in the names of transformers: 82 million weights, 327 MB, many times the caches of a processor."""
-BATCH, PROMPT, ANSWER, LENGTH, BLOCK, CHUNK = 8, 64, 64, 512, 16, 64
+BATCH, PROMPT, ANSWER, LENGTH, BLOCK, CHUNK, SPECULATE = 8, 64, 64, 512, 16, 64, 4
 PEER = """
 import json, sys, time
 import torch
@@ -62,6 +62,9 @@ def inference(*, torch_python: Path | None = None) -> dict[str, Any]:
     transformers  speed relative to `generate` of transformers with the same weights, greedy, 8 rows of equal length.
                   The tokens must be equal. Needs --torch-python, a Python with torch and transformers.
 
+    speculation   tokens/s and steps of one request, with drafts of SPECULATE tokens and without. Text of 8 different
+                  tokens, which repeats itself. The tokens must be equal.
+
     `serving_load` measures a server under load.
     """
     figures: dict[str, Any] = {"model": SIZES, "batch": BATCH, "prompt": PROMPT, "answer": ANSWER}
@@ -71,6 +74,7 @@ def inference(*, torch_python: Path | None = None) -> dict[str, Any]:
         model = model_of(folder)
         eight = engine_of(model)
         figures["bound"] = bound(model, eight)
+        figures["speculation"] = speculation(model)
         if torch_python is not None:
             figures["transformers"] = transformers(eight, torch_python, folder)
     return figures
@@ -121,20 +125,25 @@ def stream_bandwidth() -> float:
     return best
 
 
-def engine_of(model: LoadedModel) -> Engine:
-    """An engine with all of its greedy steps compiled."""
+def engine_of(
+    model: LoadedModel, *, rows: int = BATCH, drafts: int = 0, vocabulary: int = SIZES["vocab_size"]
+) -> Engine:
+    """An engine with all of its greedy steps compiled. vocabulary: number of ids that may be chosen."""
     steps = Programs(
         model,
-        CacheSize(blocks=BATCH * LENGTH // BLOCK, block=BLOCK, slots=BATCH),
-        buckets=[Bucket(BATCH), Bucket(BATCH, CHUNK // TILE, TILE)],
-        choosers=choosers(SIZES["vocab_size"])[:1],
+        CacheSize(blocks=rows * LENGTH // BLOCK, block=BLOCK, slots=rows),
+        buckets=[
+            *(Bucket(rows, drafts=most) for most in dict.fromkeys((0, drafts))),
+            Bucket(rows, CHUNK // TILE, TILE, drafts),
+        ],
+        choosers=choosers(vocabulary)[:1],
         length=LENGTH,
         dtype="float32",
         kernel="tiled",
     )
     for _ in steps.compile():
         pass
-    return Engine(ModelDevice(steps, SIZES["vocab_size"]), end_tokens=(), queue=10_000)
+    return Engine(ModelDevice(steps, vocabulary), end_tokens=(), queue=10_000)
 
 
 def submit(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -191,6 +200,22 @@ def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
         "bound_tokens_per_second": most,
         "share_of_bound": speed / most,
     }
+
+
+def speculation(model: LoadedModel) -> dict[str, Any]:
+    """Speed of one request at a time with drafts relative to that without, prompts included."""
+    ids, found, tokens = 8, {}, []
+    prompts = np.random.default_rng(4).integers(0, ids, (4, 1, PROMPT)).tolist()
+    for name, drafts in (("without", 0), ("with", SPECULATE)):
+        engine = engine_of(model, rows=2, drafts=drafts, vocabulary=ids)
+        runs = [decode_seconds(engine, prompt) for prompt in prompts]
+        tokens.append([answers for _, answers in runs])
+        counts = engine.statistics()
+        rate = counts.tokens_total / sum(seconds for seconds, _ in runs)
+        found[name] = {"tokens_per_second": rate, "steps": counts.steps_total}
+    accepted = {"drafted": counts.drafted_tokens_total, "accepted": counts.accepted_tokens_total}
+    ratio = found["with"]["tokens_per_second"] / found["without"]["tokens_per_second"]
+    return {**found, **accepted, "tokens_equal": tokens[0] == tokens[1], "ratio": ratio}
 
 
 def transformers(engine: Engine, python: Path, folder: Path) -> dict[str, Any]:

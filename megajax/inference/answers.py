@@ -197,7 +197,7 @@ class BeamAnswers(ActiveRequest):
 
     def _advance(self) -> None:
         parents, results = self.sequences, [self._results[sequence] for sequence in self.sequences]
-        running = self._search.advance([result.top for result in results], parents[0].forbidden)
+        running = self._search.advance([result.top for result in results], parents[0].forbidden())
         if self.request.sampling.logprobs is not None:
             self._note_scores(parents, results, running)
         sequences: list[Sequence] = []

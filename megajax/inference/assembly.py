@@ -51,19 +51,25 @@ def make_engine(
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests. Raises UserError if there is no memory for the cache.
+    requests. Raises UserError if there is no memory for the cache, or if the model cannot take back the tokens of a
+    draft.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
     tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
     tile = min(TILE, chunk) if tiled else chunk
+    if config.speculate and not tiled:
+        reason = "the model has layers with a state per request (or an encoder), from which no token can be taken back"
+        raise UserError(f"inference.speculate={config.speculate}: {reason}. Set inference.speculate=0")
     if model.mesh.devices.flat[0].platform == "cpu":
         model = layers_apart(model)
     programs = Programs(
         model,
         cache_size(config, length, model, dtype),
-        buckets=buckets_up_to(max(2, config.rows), chunk, tile, invariant=config.batch_invariant),
+        buckets=buckets_up_to(
+            max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=config.batch_invariant
+        ),
         choosers=choosers(vocabulary, invariant=config.batch_invariant),
         length=length,
         dtype=dtype,

@@ -47,6 +47,10 @@ class InferenceConfig:
     batch_invariant: bool = False
     """Compute every token in steps of one shape, so that a request's tokens do not depend on other requests. Steps
     with few requests then take as long as full ones."""
+    speculate: int = 0
+    """Speculative decoding: a step verifies up to this many tokens for each request, those that followed its last
+    tokens where they occurred before. The answers are the same, with fewer steps for text that repeats itself. 0: none.
+    """
     warm_up: bool = True
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
     json_whitespace: bool = False
@@ -58,7 +62,14 @@ class InferenceConfig:
     def problems(self) -> list[Problem]:
         problems = [
             Problem(name, f"must be at least {least}, got {value}")
-            for name, least in (("rows", 1), ("length", 2), ("chunk", 1), ("block", 1), ("cache_tokens", 1))
+            for name, least in (
+                ("rows", 1),
+                ("length", 2),
+                ("chunk", 1),
+                ("block", 1),
+                ("cache_tokens", 1),
+                ("speculate", 0),
+            )
             if (value := getattr(self, name)) is not None and value < least
         ]
         if not 0 < self.memory_share <= 1:

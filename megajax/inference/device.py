@@ -27,7 +27,8 @@ class ModelDevice:
         self.scorer = PromptScorer(vocabulary)
         self.rows, self.chunk, self.tile, self.length = programs.rows, programs.chunk, programs.tile, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
-        self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
+        self.drafts, self.prefix_sharing = programs.drafts, programs.prefix_sharing
+        self.memory = max(programs.text_lengths, default=0)
 
     def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
         """Run a step of each replica -> results in the order of `Step.parts`."""
@@ -61,6 +62,11 @@ def _add_prompt_scores(samples: list[Sampled], step: Step, replica: int, bucket:
 
 
 def _row(row: Sequence, rows: Chosen, place: int) -> Sampled:
+    result, *following = (_sample(row, rows, place + ahead) for ahead in range(1 + len(row.draft)))
+    return result._replace(following=tuple(following)) if following else result
+
+
+def _sample(row: Sequence, rows: Chosen, place: int) -> Sampled:
     sample = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
     if row.top is None or rows.scores is None:
         return sample

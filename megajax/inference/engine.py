@@ -19,6 +19,7 @@ from typing import Any
 from megajax.config.errors import Problem, UserError
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, seed_of
 from megajax.inference.detokenizer import Detokenizer
+from megajax.inference.drafts import EarlierText
 from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, Step
 from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling_settings import Sampling
@@ -50,6 +51,10 @@ class Statistics:
     """Computed tokens of prompts; those of preempted rows count each time."""
     shared_tokens_total: int
     """Tokens of prompts found in the cache."""
+    drafted_tokens_total: int
+    """Tokens of drafts that steps verified."""
+    accepted_tokens_total: int
+    """Those among them that became tokens of answers."""
     preemptions_total: int
     """Preempted rows, which are computed again."""
     errors_total: int
@@ -104,7 +109,7 @@ class Engine:
         self._numbers, self._guiding = count(), Lock()
         self._open: dict[str, int] = {}
         self._active: dict[int, ActiveRequest] = {}
-        self._steps = self._tokens = self._errors = 0
+        self._steps = self._tokens = self._errors = self._drafted = self._accepted = 0
         self._host_seconds = self._device_seconds = self._last_seconds = 0.0
 
     @property
@@ -194,6 +199,8 @@ class Engine:
             tokens_total=self._tokens,
             prompt_tokens_total=sum(scheduler.prompt_tokens for scheduler in schedulers),
             shared_tokens_total=sum(scheduler.shared_tokens for scheduler in schedulers),
+            drafted_tokens_total=self._drafted,
+            accepted_tokens_total=self._accepted,
             preemptions_total=sum(scheduler.preemptions for scheduler in schedulers),
             errors_total=self._errors,
             scheduler_seconds_total=self._host_seconds,
@@ -245,6 +252,8 @@ class Engine:
 
     def _sequence(self, request: Request, order: tuple[int, int], seed: int) -> Sequence:
         sampling, prompt = request.sampling, request.prompt
+        # The constraint of a text depends on each token, and beams are extended together.
+        drafted = self.device.drafts > 0 and sampling.guide is None and sampling.beams == 1
         return Sequence(
             order=order,
             tokens=list(prompt),
@@ -256,6 +265,7 @@ class Engine:
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             top=sampling.logprobs,
             guide=self._start_of(sampling),
+            drafter=EarlierText(self.device.drafts) if drafted else None,
         )
 
     def _receive(self, work: abc.Sequence[Step | None], results: abc.Sequence[abc.Sequence[Sampled]]) -> None:
@@ -266,8 +276,21 @@ class Engine:
                 active = self._active.get(sequence.order[0])
                 # A fault of one sequence may have ended its request.
                 if active is not None and sequence in active.sequences:
-                    self._guarded(active, ActiveRequest.receive, sequence, computed, result)
+                    self._extend(active, sequence, computed, result)
         self.finite = finite
+
+    def _extend(self, active: ActiveRequest, sequence: Sequence, computed: int, result: Sampled) -> None:
+        """Give a sequence its result, and those after its draft as long as the draft has the tokens that were chosen:
+        it gets the tokens of steps without drafts, one by one, and ends where it would end with these."""
+        draft = sequence.draft
+        self._drafted += len(draft)
+        self._guarded(active, ActiveRequest.receive, sequence, computed, result)
+        for ahead, (token, following) in enumerate(zip(draft, result.following, strict=True)):
+            if sequence not in active.sequences or sequence.tokens[computed + ahead] != token:
+                break
+            self._accepted += 1
+            sequence.computed += 1
+            self._guarded(active, ActiveRequest.receive, sequence, sequence.computed, following)
 
     def _guarded(self, active: ActiveRequest, method: Callable[..., None], *arguments: Any) -> None:
         """Call a method of a request. If it raises, only this request ends."""

@@ -75,7 +75,7 @@ class StepOutput(NamedTuple):
     """Output of the model in a step; arrays of all replicas, concatenated."""
 
     logits: Array
-    """float32 [rows, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
+    """float32 [choices, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
     tokens: Array
     """int32 [rows, L]: the tokens of each row from the cache; undefined past the row's end."""
     prompts: Array
@@ -85,8 +85,8 @@ class StepOutput(NamedTuple):
 class Chooser(Protocol):
     """A way to choose the next tokens; hashable."""
 
-    def like(self, rows: int) -> Any:
-        """A pytree of its input arrays [rows, ...], as jax.ShapeDtypeStruct; rows: of all replicas."""
+    def like(self, choices: int) -> Any:
+        """A pytree of its input arrays [choices, ...], as jax.ShapeDtypeStruct; choices: of all replicas."""
         ...
 
     def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: Any) -> Any:
@@ -116,32 +116,34 @@ class StepResult(NamedTuple):
 
     bucket: Bucket
     chosen: Any
-    """Output of the chooser, arrays on the device: `bucket.rows` rows of each replica, concatenated."""
+    """Output of the chooser, arrays on the device: `bucket.choices` of each replica, concatenated."""
     prompts: Array
     """As in `StepOutput`."""
 
     def row(self, replica: int, number: int) -> int:
-        """The index in `chosen` of a row, by its index in `Step.parts`."""
-        return replica * self.bucket.rows + number
+        """The index in `chosen` of a row, by its index in `Step.parts`; those after its draft follow."""
+        return self.bucket.choices * replica + self.bucket.width * number
 
 
 FEWER = 4
 """Each bucket has this many times the rows, or the prompt tokens, of the next smaller one."""
 
 
-def buckets_up_to(rows: int, chunk: int, tile: int, *, invariant: bool = False) -> tuple[Bucket, ...]:
+def buckets_up_to(rows: int, chunk: int, tile: int, *, drafts: int = 0, invariant: bool = False) -> tuple[Bucket, ...]:
     """Buckets of up to `rows` rows, without prompts and with up to `chunk` prompt tokens in tiles of `tile`.
 
-    Prompts go with the fewest rows or with all. invariant: only the largest bucket, so that every token is computed in
+    Prompts go with the fewest rows or with all. drafts: tokens of a draft; steps without prompts and drafts have their
+    own buckets. invariant: only the largest bucket, so that every token is computed in
     the same shapes.
     """
     tiles = -(-chunk // tile)
     if invariant:
-        return (Bucket(rows, tiles, tile),)
+        return (Bucket(rows, tiles, tile, drafts),)
     # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
     row_counts = _fewer(rows, least=2)
-    with_prompts = [Bucket(n, t, tile) for n in dict.fromkeys((row_counts[0], rows)) for t in _fewer(tiles, least=1)]
-    return (*(Bucket(count) for count in row_counts), *with_prompts)
+    decoding = [Bucket(count, drafts=most) for most in dict.fromkeys((0, drafts)) for count in row_counts]
+    few_or_all = dict.fromkeys((row_counts[0], rows))
+    return (*decoding, *(Bucket(n, t, tile, drafts) for n in few_or_all for t in _fewer(tiles, least=1)))
 
 
 def _fewer(count: int, *, least: int) -> list[int]:
@@ -176,7 +178,7 @@ class Programs:
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
         self.compiled: dict[Any, jax.stages.Compiled] = {}
-        """Steps by bucket; choosers with their number of rows; scorers with a number of tokens; encoders by length."""
+        """Steps by bucket; choosers with a bucket without prompts; scorers with their tokens; encoders by length."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -195,6 +197,11 @@ class Programs:
         return max(bucket.chunk for bucket in self.buckets)
 
     @property
+    def drafts(self) -> int:
+        """Maximum number of tokens of a draft."""
+        return max(bucket.drafts for bucket in self.buckets)
+
+    @property
     def prefix_sharing(self) -> bool:
         """Whether rows may share blocks; false if layers keep a state per row."""
         return all(leaf.per == "token" for leaf in self.leaves)
@@ -207,8 +214,8 @@ class Programs:
     @property
     def count(self) -> int:
         """Programs that `compile` compiles."""
-        rows = {bucket.rows for bucket in self.buckets}
-        return len(self.text_lengths) + len(self.buckets) + len(rows) * len(self.choosers)
+        choices = {bucket.without_prompts() for bucket in self.buckets}
+        return len(self.text_lengths) + len(self.buckets) + len(choices) * len(self.choosers)
 
     def compile(self) -> Iterator[str]:
         """Compile all programs but scorers, which few requests need; yields the name of each after its compilation."""
@@ -218,10 +225,10 @@ class Programs:
         for bucket in self.buckets:
             self._step(bucket)
             yield str(bucket)
-        for bucket in {bucket.rows: bucket for bucket in self.buckets}.values():
+        for decoding, bucket in {bucket.without_prompts(): bucket for bucket in self.buckets}.items():
             for chooser in self.choosers:
                 self._choice(bucket, chooser)
-                yield f"{chooser}, {bucket.rows} rows"
+                yield f"{chooser}, {decoding}"
         # Created now, so that the first request does not wait for it or run out of memory.
         jax.block_until_ready(self.cache)
 
@@ -253,14 +260,14 @@ class Programs:
             return jitted.lower(weights, self.cache_like, self.like(bucket))
 
     def _choice(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Compiled:
-        """The program of a chooser, the same for all buckets with as many rows."""
+        """The program of a chooser, the same for all buckets with the same decoding rows."""
 
         def lower() -> jax.stages.Lowered:
-            (out, _), needed = self._step(bucket).out_info, chooser.like(self.replicas * bucket.rows)
+            (out, _), needed = self._step(bucket).out_info, chooser.like(self.replicas * bucket.choices)
             inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
             return jax.jit(partial(chooser, self.loaded.layout)).lower(out.logits, out.tokens, inputs)
 
-        return self._compiled((bucket.rows, chooser), lower)
+        return self._compiled((bucket.without_prompts(), chooser), lower)
 
     def _scores(self, bucket: Bucket, scorer: Scorer) -> jax.stages.Compiled:
         """The program of a scorer."""
@@ -281,7 +288,7 @@ class Programs:
     def run(self, work: abc.Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
         """Run a step of each replica.
 
-        inputs: bucket -> the chooser's arrays: `bucket.rows` rows of each replica, concatenated.
+        inputs: bucket -> the chooser's arrays: `bucket.choices` of each replica, concatenated.
         """
         starting = starting_rows(work) if self.text_lengths else None
         if starting is not None:
@@ -333,7 +340,7 @@ class Programs:
         column, group_rows = self._like((tokens, 1)), [self.replicas * rows for rows, _ in groups]
         tables = tuple(self._like((rows, self.width)) for rows in group_rows)
         counts = tuple(self._like((rows,)) for rows in group_rows)
-        last = self._like((self.replicas * bucket.rows,))
+        last = self._like((self.replicas * bucket.choices,))
         return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

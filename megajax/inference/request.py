@@ -90,6 +90,14 @@ class Refused(UserError):
         self.reason, self.message, self.field = reason, message, field
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence."""
+
+    def draft(self, tokens: list[int]) -> list[int]:
+        """Tokens that may follow; none if there is no good guess. tokens: prompt and answer."""
+        ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Sequence:
     """An unfinished answer: its prompt, its tokens so far, and its place on the device."""
@@ -113,6 +121,10 @@ class Sequence:
     """Number of most likely tokens to report with each token; None for neither these nor ranks."""
     guide: Any = None
     """State of the constraint of the text."""
+    drafter: Drafter | None = None
+    """None for a sequence that gets one token in each step."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens that may follow `tokens`, which the last scheduled step verifies."""
     paused: bool = False
     """Whether it waits for other sequences of its request: it is neither computed nor admitted."""
     prompt: int = 0
@@ -143,23 +155,23 @@ class Sequence:
         """Tokens of the answer."""
         return len(self.tokens) - self.prompt
 
-    @property
-    def forbidden(self) -> frozenset[int]:
-        """Tokens that may not be chosen next."""
-        return self.end_tokens if self.generated < self.sampling.min_tokens else frozenset()
+    def forbidden(self, ahead: int = 0) -> frozenset[int]:
+        """Tokens that may not be chosen next, or after this many more tokens."""
+        return self.end_tokens if self.generated + ahead < self.sampling.min_tokens else frozenset()
 
 
 class Step(NamedTuple):
     """The work of a replica in a step of the device."""
 
     decode: list[tuple[Sequence, int]]
-    """Sequences, and the position of the single token of each."""
+    """Sequences, and the position of the last token of each, which the tokens of `Sequence.draft` follow."""
     prompts: list[tuple[Sequence, int, int]]
     """Sequences, the first position of each, and the number of its tokens: together at most `Device.chunk` in whole
     tiles."""
 
     def parts(self) -> list[tuple[Sequence, int]]:
-        """Sequences in the order of the device's results, and the number of computed tokens of each after the step."""
+        """Sequences in the order of the device's results, and the number of computed tokens of each after the step,
+        without drafts."""
         decoded = [(sequence, at + 1) for sequence, at in self.decode]
         return decoded + [(sequence, at + count) for sequence, at, count in self.prompts]
 
@@ -168,8 +180,8 @@ class Sampled(NamedTuple):
     """The device's result for a sequence of a step."""
 
     token: int
-    """Chosen from the logits of the sequence's last token in the step; ignored if more of its tokens follow. -1 if the
-    logits were not finite, or no token was allowed."""
+    """Chosen from the logits of the sequence's last token in the step before its draft; ignored if more of its tokens
+    follow. -1 if the logits were not finite, or no token was allowed."""
     logprob: float
     """Log-probability under the model, before temperature, penalties and filters."""
     rank: int | None = None
@@ -181,6 +193,8 @@ class Sampled(NamedTuple):
     prompt: tuple[TokenScore, ...] = ()
     """If `Sequence.unscored`: scores of the prompt tokens that follow those in the step, with the
     `Sampling.prompt_logprobs` most likely tokens."""
+    following: "tuple[Sampled, ...]" = ()
+    """The results after each token of `Sequence.draft`; without meaning after a token that was not chosen."""
 
     def score(self, count: int) -> TokenScore:
         """The score of the chosen token, with the `count` most likely tokens."""
@@ -207,6 +221,8 @@ class Device(Protocol):
     """Maximum of `Sequence.top`."""
     vocabulary: int
     """Number of token ids."""
+    drafts: int
+    """Maximum number of tokens of `Sequence.draft`."""
     prefix_sharing: bool
     """Whether sequences may share blocks; false if layers keep a state per row."""
     memory: int

@@ -1,9 +1,9 @@
 """Scheduling: which sequences the next step of a replica computes, and which blocks of the cache they own.
 
-A step computes a token of each decoding sequence, and a chunk of tokens of prompts. The chunk is divided in tiles: the
-oldest prompt gets half of them, and the others the rest, the shortest first, so that a long prompt does not hold up
-those behind it, nor they it. Sequences are admitted in order of arrival. If no block is left, the youngest running
-sequence is preempted: it releases its blocks, waits ahead of later arrivals, and is recomputed.
+A step computes a token of each decoding sequence, with those of its draft, and a chunk of tokens of prompts. The chunk
+is divided in tiles: the oldest prompt gets half of them, and the others the rest, the shortest first, so that a long
+prompt does not hold up those behind it, nor they it. Sequences are admitted in order of arrival. If no block is left,
+the youngest running sequence is preempted: it releases its blocks, waits ahead of later arrivals, and is recomputed.
 
 Blocks know their tokens, so that equal prefixes of prompts are computed once: a full block is identified by a hash of
 all tokens up to its end. Only full blocks are shared. A step writes all tokens before it reads any, so a prompt shares
@@ -166,6 +166,7 @@ class Scheduler:
                 step.prompts.append((sequence, sequence.computed, count))
                 spare = granted - self._in_tiles(count)
             else:
+                sequence.draft = self._draft(sequence)
                 step.decode.append((sequence, sequence.computed))
             self.prompt_tokens += max(0, min(sequence.computed + count, sequence.prompt) - sequence.computed)
             sequence.computed += count
@@ -260,6 +261,18 @@ class Scheduler:
                 return False
         return True
 
+    def _draft(self, sequence: Sequence) -> list[int]:
+        """Tokens to verify after a sequence's last one: as many as fit into its limit, with the token that is chosen
+        after them, and into blocks that no other sequence needs next. Their keys are not shared until the tokens are
+        part of the sequence; those of other tokens are overwritten."""
+        if sequence.drafter is None:
+            return []
+        end = len(sequence.tokens)
+        draft = sequence.drafter.draft(sequence.tokens)[: max(0, sequence.limit - end - 1)]
+        while len(sequence.blocks) < self._blocks(end + len(draft)) and self.pool.available > len(self.running):
+            sequence.blocks.append(self.pool.allocate())
+        return draft[: len(sequence.blocks) * self.pool.size - end]
+
     def _preempt(self) -> Sequence:
         """Preempt the youngest running sequence -> that sequence."""
         sequence = self.running.pop()
@@ -278,7 +291,7 @@ class Scheduler:
         # So that blocks at the ends of prompts are overwritten before those at their starts.
         for block in reversed(sequence.blocks):
             self.pool.release(block)
-        sequence.blocks, sequence.computed, sequence.published = array("i"), 0, 0
+        sequence.blocks, sequence.computed, sequence.published, sequence.draft = array("i"), 0, 0, []
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)

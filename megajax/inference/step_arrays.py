@@ -22,10 +22,27 @@ class Bucket(NamedTuple):
     """Number of tiles of prompts; 0: no prompts."""
     tile: int = 0
     """Tokens of a tile."""
+    drafts: int = 0
+    """Maximum number of tokens of a decoding row's draft."""
 
     def groups(self) -> tuple[tuple[int, int], ...]:
         """(rows, tokens of a row) of each group, as in `megajax.layers.decoding.StepRows`."""
-        return ((self.rows, 1), (self.tiles, self.tile)) if self.tiles else ((self.rows, 1),)
+        decoding = self.rows, self.width
+        return (decoding, (self.tiles, self.tile)) if self.tiles else (decoding,)
+
+    @property
+    def width(self) -> int:
+        """Tokens of a decoding row."""
+        return 1 + self.drafts
+
+    @property
+    def choices(self) -> int:
+        """Number of tokens after which one is chosen."""
+        return self.rows * self.width
+
+    def without_prompts(self) -> "Bucket":
+        """The bucket with the same decoding rows."""
+        return Bucket(self.rows, drafts=self.drafts)
 
     @property
     def chunk(self) -> int:
@@ -34,10 +51,11 @@ class Bucket(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.rows + self.chunk
+        return self.choices + self.chunk
 
     def __str__(self) -> str:
-        return f"{self.rows} rows" + (f" + {self.chunk} tokens of prompts" if self.tiles else "")
+        rows = f"{self.rows} rows" + (f" of {self.width} tokens" if self.drafts else "")
+        return rows + (f" + {self.chunk} tokens of prompts" if self.tiles else "")
 
 
 class StepArrays(NamedTuple):
@@ -53,7 +71,7 @@ class StepArrays(NamedTuple):
     counts: tuple[Any, ...]
     states: tuple[Any, ...]
     last: Any
-    """int32 [rows]: indices, within the replica, of the tokens whose logits are computed."""
+    """int32 [choices]: indices, within the replica, of the tokens whose logits are computed."""
 
 
 NOWHERE = 2**30
@@ -64,16 +82,20 @@ def bucket_for(work: abc.Sequence[Step | None], buckets: abc.Sequence[Bucket]) -
     """The smallest bucket that fits the steps of all replicas. Raises ValueError if there is none."""
     steps = [step for step in work if step is not None]
     rows = max((len(step.decode) + len(step.prompts) for step in steps), default=0)
+    drafts = max((len(row.draft) for step in steps for row, _ in step.decode), default=0)
 
     def fits(bucket: Bucket) -> bool:
+        if bucket.rows < rows or bucket.drafts < drafts:
+            return False
         if not bucket.tiles:
-            return bucket.rows >= rows and not any(step.prompts for step in steps)
-        return bucket.rows >= rows and bucket.tiles >= max(len(prompt_tiles(step, bucket.tile)) for step in steps)
+            return not any(step.prompts for step in steps)
+        return bucket.tiles >= max(len(prompt_tiles(step, bucket.tile)) for step in steps)
 
     fitting = [bucket for bucket in buckets if fits(bucket)]
     if not fitting:
         tokens = max((sum(count for _, _, count in step.prompts) for step in steps), default=0)
-        raise ValueError(f"no compiled step has {rows} rows and prompts of {tokens} tokens: there are {list(buckets)}")
+        needed = f"{rows} rows, drafts of {drafts} tokens and prompts of {tokens}"
+        raise ValueError(f"no compiled step has {needed}: there are {list(buckets)}")
     return min(fitting, key=lambda bucket: (bucket.tokens, bucket.rows))
 
 
@@ -95,32 +117,36 @@ def first_tokens(step: Step, tile: int) -> list[int]:
 def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepArrays:
     """Arrays of a replica's step. block: tokens of a block; width: maximum blocks of a row, the width of the tables.
 
-    The rows of the logits are in the order of `Step.decode`, then of `Step.prompts`.
+    The rows of the logits are in the order of `Step.decode`, then of `Step.prompts`; each has `bucket.width` logits, of
+    which a prompt uses the first.
     """
-    groups, total = bucket.groups(), bucket.tokens
+    groups, total, wide = bucket.groups(), bucket.tokens, bucket.width
     tokens, positions = np.zeros((total, 1), np.int32), np.zeros((total, 1), np.int32)
     # Slots and states must be unique, also past the pool.
-    slots, last = NOWHERE + np.arange(total, dtype=np.int32), np.arange(bucket.rows, dtype=np.int32)
+    slots, last = NOWHERE + np.arange(total, dtype=np.int32), np.arange(bucket.choices, dtype=np.int32)
     tables = tuple(np.zeros((rows, width), np.int32) for rows, _ in groups)
     counts = tuple(np.zeros(rows, np.int32) for rows, _ in groups)
     nowhere = NOWHERE + np.arange(bucket.rows + bucket.tiles, dtype=np.int32)
     states = (nowhere[: bucket.rows], nowhere[bucket.rows :])[: len(groups)]
     decode, prompts = ([], []) if step is None else (step.decode, step.prompts)
     # Vectorized over rows, because the device waits for this.
-    span = slice(len(decode))
-    tokens[span, 0], positions[span, 0] = [row.tokens[at] for row, at in decode], [at for _, at in decode]
-    slots[span] = [row.blocks[at // block] * block + at % block for row, at in decode]
-    counts[0][span], states[0][span] = 1, [row.slot for row, _ in decode]
+    span = [number * wide + ahead for number, (row, _) in enumerate(decode) for ahead in range(1 + len(row.draft))]
+    spots = [(row, at + ahead) for row, at in decode for ahead in range(1 + len(row.draft))]
+    tokens[span, 0] = [token for row, at in decode for token in (row.tokens[at], *row.draft)]
+    positions[span, 0] = [at for _, at in spots]
+    slots[span] = [row.blocks[at // block] * block + at % block for row, at in spots]
+    counts[0][: len(decode)] = [1 + len(row.draft) for row, _ in decode]
+    states[0][: len(decode)] = [row.slot for row, _ in decode]
     for number, row in enumerate([*(row for row, _ in decode), *(row for row, _, _ in prompts)]):
         tables[0][number, : len(row.blocks)] = row.blocks
     for place, (number, first, count) in enumerate(prompt_tiles(step, bucket.tile) if step and prompts else []):
-        row, begin = prompts[number][0], bucket.rows + place * bucket.tile
+        row, begin = prompts[number][0], bucket.choices + place * bucket.tile
         at, span = np.arange(first, first + count), slice(begin, begin + count)
         tokens[span, 0], positions[span, 0] = row.tokens[first : first + count], at
         slots[span] = np.asarray(row.blocks, np.int32)[at // block] * block + at % block
         tables[1][place] = tables[0][len(decode) + number]
         counts[1][place], states[1][place] = count, row.slot
-        last[len(decode) + number] = begin + count - 1
+        last[(len(decode) + number) * wide] = begin + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
 
 

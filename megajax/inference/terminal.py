@@ -137,12 +137,14 @@ class Session:
         """Lines with the counts since the model was loaded."""
         counts, seconds = self._engine.statistics(), time.monotonic() - self._started
         first = self._first_seconds
+        drafts = f"{counts.accepted_tokens_total:,} of {counts.drafted_tokens_total:,} drafted tokens accepted\n"
+        drafts = drafts if self._engine.device.drafts else ""
         first = "" if first is None else f", the first token after {first:.2f} s"
         return (
             f"{self._where}: {counts.tokens_total:,} tokens of answers in {seconds:.1f} s with compilation{first}\n"
             f"{counts.prompt_tokens_total:,} tokens of prompts computed, {counts.shared_tokens_total:,} taken from the "
             f"cache, {counts.preemptions_total:,} preemptions\n"
-            f"{counts.steps_total:,} steps: {counts.device_seconds_total:.2f} s on the device, "
+            f"{drafts}{counts.steps_total:,} steps: {counts.device_seconds_total:.2f} s on the device, "
             f"{counts.scheduler_seconds_total:.2f} s of scheduling and text"
         )
 

@@ -33,12 +33,13 @@ class StandIn:
         vocabulary: int = 50,
         prefix_sharing: bool = True,
         memory: int = 0,
+        drafts: int = 0,
         bad: abc.Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
         self.tile = tile or chunk
         self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
-        self.top = vocabulary
+        self.top, self.drafts = vocabulary, drafts
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Sequence, int, int]] = []
         self._cells: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(replicas)]
@@ -53,34 +54,44 @@ class StandIn:
     def _replica(self, step: Step, cells: dict[tuple[int, int], tuple[int, int]]) -> list[Sampled]:
         assert len(step.decode) + len(step.prompts) <= self.rows
         assert sum(-(-count // self.tile) for _, _, count in step.prompts) <= self.chunk // self.tile
-        parts = [*((row, at, 1) for row, at in step.decode), *step.prompts]
+        assert all(len(row.draft) <= self.drafts for row, _ in step.decode)
+        parts = [*((row, at, 1 + len(row.draft)) for row, at in step.decode), *step.prompts]
         writers: dict[int, Sequence] = {}
         # All rows are written before any is read, as on a device.
         for row, first, count in parts:
+            assert first + count <= row.limit, "a token without a place in the tables"
             for at in range(first, first + count):
                 place = row.blocks[at // self.block], at % self.block
                 assert writers.setdefault(place[0], row) is row, "a block has two writers"
-                cells[place] = at, row.tokens[at]
+                cells[place] = at, [*row.tokens, *row.draft][at]
         return [self._result(row, first, count, cells) for row, first, count in parts]
 
     def _result(self, row: Sequence, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
         self.computed.append((row, first, count))
         cached_tokens = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
-        assert cached_tokens == [(at, row.tokens[at]) for at in range(first + count)], f"{row.order}: other keys"
-        if self.bad.intersection(row.tokens[: first + count]):
+        expected_tokens = list(enumerate([*row.tokens, *row.draft]))[: first + count]
+        assert cached_tokens == expected_tokens, f"{row.order}: other keys"
+        certain = count - len(row.draft)
+        result, *following = (self._sampled(row, first, certain, ahead) for ahead in range(len(row.draft) + 1))
+        return result._replace(following=tuple(following))
+
+    def _sampled(self, row: Sequence, first: int, count: int, ahead: int) -> Sampled:
+        """The result after `count` tokens of the row and `ahead` tokens of its draft."""
+        known = [*row.tokens[: first + count], *row.draft[:ahead]]
+        if self.bad.intersection(known):
             return Sampled(-1, float("nan"), finite=False)
-        tokens = self.candidates(row, row.tokens[: first + count])
+        tokens = self.candidates(row, known, ahead)
         following = range(first + 1, min(first + count + 1, row.prompt))
         scores = tuple(TokenScore(row.tokens[at], -at / 8, 1, ()) for at in following) if row.unscored else ()
         top = tuple((token, -0.5 - place / 8) for place, token in enumerate(tokens[: row.top or 0]))
         return Sampled(tokens[0], -0.5, None if row.top is None else 1, top, prompt=scores)
 
-    def candidates(self, row: Sequence, tokens: abc.Sequence[int]) -> list[int]:
-        """Different tokens that may follow, the most likely first."""
+    def candidates(self, row: Sequence, tokens: abc.Sequence[int], ahead: int = 0) -> list[int]:
+        """Different tokens that may follow, the most likely first. ahead: as in `Sequence.forbidden`."""
         seed = row.seed if row.sampling.temperature > 0 else 0
         first = hashed(tokens, self.vocabulary, seed)
         order = [(first + place) % self.vocabulary for place in range(self.vocabulary)]
-        return [token for token in order if token not in row.forbidden]
+        return [token for token in order if token not in row.forbidden(ahead)]
 
 
 def expected(prompt: abc.Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:
@@ -115,3 +126,4 @@ def check(scheduler: Scheduler) -> None:
         assert sorted(sequences, key=lambda sequence: sequence.order) == sequences
     for running in scheduler.running:
         assert running.computed <= len(running.tokens) and len(running.blocks) >= scheduler._blocks(running.computed)
+        assert running.published * scheduler.pool.size <= running.computed, "a block without its tokens is shared"

@@ -1,10 +1,8 @@
 """The engine on a tiny model: tokens of the trainer's forward under preemption, and no compile after the warm-up."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of, whole_logits
@@ -26,20 +24,6 @@ def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice
     compiled = programs_of(model, choosers(VOCABULARY)[: programs + 1], chunks=(0, CHUNK), blocks=blocks)
     assert len(list(compiled.compile())) == compiled.count == 2 + programs + 1
     return ModelDevice(compiled, VOCABULARY)
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Compilations since the beginning of the test."""
-    events: list[str] = []
-
-    def note(name: str, seconds: float, **more: Any) -> None:
-        if "compile" in name:
-            events.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield events
-    jax.monitoring.clear_event_listeners()
 
 
 def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:

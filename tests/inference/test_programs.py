@@ -116,7 +116,7 @@ def steps_of(model: LoadedModel, dtype: str = "float32") -> Iterator[tuple[tuple
     for work in zip(*schedules, strict=True):
         for row, at, logits in step_logits(programs, work):
             yield (owners.index(row), at), logits
-    assert set(programs.compiled) <= {*programs.buckets, (3, Logits())}
+    assert set(programs.compiled) <= {*programs.buckets, (Bucket(3), Logits())}
 
 
 def compare_steps(model: LoadedModel, expected: np.ndarray) -> None:
@@ -176,3 +176,6 @@ def test_buckets() -> None:
     assert buckets_up_to(12, 16, 16, invariant=True) == (Bucket(12, 1, 16),)
     assert [bucket.rows for bucket in buckets_up_to(64, 4, 4)] == [4, 16, 64, 4, 64]
     assert [bucket.tokens for bucket in buckets_up_to(3, 70, 32)] == [3, 99]
+    drafted = *plain, *(bucket._replace(drafts=4) for bucket in (*plain, *prompts))
+    assert buckets_up_to(8, 16, 4, drafts=4) == drafted
+    assert buckets_up_to(12, 16, 16, drafts=4, invariant=True) == (Bucket(12, 1, 16, 4),)

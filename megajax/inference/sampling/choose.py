@@ -1,7 +1,8 @@
 """The choice of the next token of each row, on the device, from logits whose vocabulary may be sharded.
 
-R rows, V ids of the vocabulary with padding or of a device's shard, B edited ids of a row, W = ceil(V / 32) words of a
-mask, L tokens of the longest row, k most likely tokens. Devices exchange sums and their few largest entries, never all
+R rows of logits: one for each row of a step, or D for each if rows have drafts. V ids of the vocabulary with padding or
+of a device's shard, B edited ids of a row, W = ceil(V / 32) words of a mask, L tokens of the longest row, k most likely
+tokens. Devices exchange sums and their few largest entries, never all
 logits. The order of changes is that of vLLM (vllm/v1/sample/sampler.py, `Sampler`): allowed tokens, forbidden tokens
 and biases, penalties; then temperature, min_p, top_k and top_p. All but those of sampling also act on greedy rows.
 `transformers` applies min_p last; the two differ only where min_p and top_p are combined.
@@ -57,7 +58,7 @@ class Drawing(NamedTuple):
     seed: Values
     """uint32 [R, 2]: upper and lower half of the seed."""
     number: Values
-    """int32 [R]: number of generated tokens of the row."""
+    """int32 [R]: number of generated tokens of the row before the chosen one."""
 
 
 class Edits(NamedTuple):
@@ -78,7 +79,7 @@ class Edits(NamedTuple):
     prompt: Values
     """int32 [R]: number of tokens of the prompt."""
     length: Values
-    """int32 [R]: number of tokens of prompt and answer."""
+    """int32 [R]: number of tokens of prompt and answer before the chosen one."""
 
 
 class RowSampling(NamedTuple):
@@ -120,8 +121,8 @@ def choose(
     """The next token of each row and its log-probability; for Program.FULL, its rank and the k most likely tokens.
 
     size: number of ids in use; later columns are padding. logits: float32 [R, V], laid out (batch, vocab), V divisible
-    by the devices of `vocab`. rows: must have what `program` reads. tokens: int32 [R, L], prompt and answer of each
-    row, required for Program.FULL.
+    by the devices of `vocab`. rows: must have what `program` reads. tokens: int32 [R / D, L], prompt, answer and draft
+    of each row of the step; required for Program.FULL.
 
     Sampling uses the Gumbel-max method: a token is the argmax of logits / temperature + noise. The noise depends only
     on the row's seed, the number of the token and the id, so a row's token does not depend on other rows or on the
@@ -241,7 +242,8 @@ def add_biases(x: Array, edits: Edits, shard: VocabularyShard) -> Array:
 def apply_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
     """x float32 [R, V] less the penalties of tokens that the row already has.
 
-    tokens: int32 [R, L], prompt and answer; those at or past `edits.length` are ignored.
+    tokens: int32 [R / D, L], each for D rows of x: prompt, answer and draft; those at or past `edits.length` are
+    ignored.
 
     - repetition r (Keskar et al. 2019): the logit of a token of prompt or answer is divided by r if positive, else
       multiplied by it; as RepetitionPenaltyLogitsProcessor of `transformers`.
@@ -255,6 +257,7 @@ def apply_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShar
 
 
 def _with_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
+    tokens = jnp.repeat(tokens, x.shape[0] // tokens.shape[0], axis=0)
     place = jnp.arange(tokens.shape[1])[None]
     present = place < edits.length[:, None]
     columns = _columns(jnp.where(present, tokens, -1), shard, x.shape[1])

@@ -97,6 +97,16 @@ def prompt_scores(
     return lax.map(piece, jnp.asarray(firsts, jnp.int32))
 
 
+class Choice(NamedTuple):
+    """The choice of a token of a row."""
+
+    place: int
+    """Index among the choices of a step."""
+    row: Sequence
+    ahead: int
+    """After this many tokens of the row's draft."""
+
+
 class RowChooser(NamedTuple):
     """Chooses tokens by the settings of each row, in a compiled program."""
 
@@ -107,8 +117,8 @@ class RowChooser(NamedTuple):
     def __str__(self) -> str:
         return self.program.name.lower()
 
-    def like(self, rows: int) -> RowSampling:
-        neutral = row_sampling([], self.program, rows, self.size)
+    def like(self, choices: int) -> RowSampling:
+        neutral = row_sampling([], self.program, choices, self.size)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), neutral)
 
     def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: RowSampling) -> Chosen:
@@ -117,11 +127,12 @@ class RowChooser(NamedTuple):
     def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> RowSampling:
         """The arrays of one step of each replica. work: steps of the scheduler."""
         placed = [
-            (replica * bucket.rows + number, row)
+            Choice(bucket.choices * replica + bucket.width * number + ahead, row, ahead)
             for replica, step in enumerate(work)
             for number, (row, _) in enumerate(step.parts() if step else [])
+            for ahead in range(1 + len(row.draft))
         ]
-        return row_sampling(placed, self.program, len(work) * bucket.rows, self.size)
+        return row_sampling(placed, self.program, len(work) * bucket.choices, self.size)
 
 
 class PromptScorer(NamedTuple):
@@ -160,28 +171,28 @@ def program_of(row: Sequence) -> Program:
     settings = row.sampling
     penalties = settings.repetition_penalty != 1 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
     scores = row.top is not None or row.unscored
-    if scores or penalties or settings.logit_bias or row.forbidden or row.guide is not None:
+    if scores or penalties or settings.logit_bias or row.forbidden() or row.guide is not None:
         return Program.FULL
     return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
 
 
-def row_sampling(placed: abc.Sequence[tuple[int, Sequence]], program: Program, count: int, size: int) -> RowSampling:
-    """Numpy arrays with `count` rows. placed: pairs (index, row); other indices have neutral settings."""
+def row_sampling(placed: abc.Sequence[Choice], program: Program, count: int, size: int) -> RowSampling:
+    """Numpy arrays with `count` rows. Those without a choice have neutral settings."""
     drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
     return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)
 
 
-def _column(placed: abc.Sequence[tuple[int, Sequence]], count: int, neutral: float, name: str) -> np.ndarray:
+def _column(placed: abc.Sequence[Choice], count: int, neutral: float, name: str) -> np.ndarray:
     column = np.full(count, neutral, np.float32)
-    for place, row in placed:
+    for place, row, _ in placed:
         column[place] = getattr(row.sampling, name)
     return column
 
 
-def _drawing(placed: abc.Sequence[tuple[int, Sequence]], count: int) -> Drawing:
+def _drawing(placed: abc.Sequence[Choice], count: int) -> Drawing:
     seed, number = np.zeros((count, 2), np.uint32), np.zeros(count, np.int32)
-    for place, row in placed:
-        seed[place], number[place] = divmod(row.seed, 2**32), row.generated
+    for place, row, ahead in placed:
+        seed[place], number[place] = divmod(row.seed, 2**32), row.generated + ahead
     return Drawing(
         temperature=_column(placed, count, 0, "temperature"),
         top_k=_column(placed, count, 0, "top_k").astype(np.int32),
@@ -192,14 +203,14 @@ def _drawing(placed: abc.Sequence[tuple[int, Sequence]], count: int) -> Drawing:
     )
 
 
-def _edits(placed: abc.Sequence[tuple[int, Sequence]], count: int, size: int) -> Edits:
+def _edits(placed: abc.Sequence[Choice], count: int, size: int) -> Edits:
     allowed = np.full((count, -(-size // WORD)), 2**WORD - 1, np.uint32)
     tokens, biases = np.full((count, EDITED), -1, np.int32), np.zeros((count, EDITED), np.float32)
     prompt, length = np.zeros(count, np.int32), np.zeros(count, np.int32)
-    for place, row in placed:
-        edits: Mapping[int, float] = {**row.sampling.logit_bias, **dict.fromkeys(row.forbidden, -np.inf)}
+    for place, row, ahead in placed:
+        edits: Mapping[int, float] = {**row.sampling.logit_bias, **dict.fromkeys(row.forbidden(ahead), -np.inf)}
         tokens[place, : len(edits)], biases[place, : len(edits)] = list(edits), list(edits.values())
-        prompt[place], length[place] = row.prompt, len(row.tokens)
+        prompt[place], length[place] = row.prompt, len(row.tokens) + ahead
         if row.guide is not None:
             mask = row.guide.mask
             allowed[place, : len(mask)], allowed[place, len(mask) :] = mask[: allowed.shape[1]], 0

@@ -33,6 +33,14 @@ VLLM_STATISTICS: Mapping[str, tuple[str, Callable[[Statistics], float]]] = {
         "Tokens of prompts that were looked up in the cache.",
         lambda counts: counts.prompt_tokens_total + counts.shared_tokens_total,
     ),
+    "spec_decode_num_draft_tokens_total": (
+        "Tokens of drafts that steps verified.",
+        lambda counts: counts.drafted_tokens_total,
+    ),
+    "spec_decode_num_accepted_tokens_total": (
+        "Tokens of drafts that became tokens of answers.",
+        lambda counts: counts.accepted_tokens_total,
+    ),
     "prefix_cache_hits_total": ("Tokens of prompts found in the cache.", lambda counts: counts.shared_tokens_total),
 }
 """Name after `vllm:` -> what it counts, and its value."""

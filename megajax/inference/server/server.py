@@ -129,6 +129,7 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) 
                 ("kernel", f"{programs.kernel}"),
                 ("steps", f"{', '.join(map(str, programs.buckets))}; {when}"),
                 ("cache", pool),
+                ("drafts", f"up to {programs.drafts} tokens of earlier text in a step" if programs.drafts else "none"),
                 ("request", f"at most {model.length:,} tokens, prompt and answer"),
             ],
         ),
