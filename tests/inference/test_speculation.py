@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_steps import Logits, Row, Step, loaded, programs_of, whole_logits
-from stand_in import StandIn, hashed
+from stand_in import StandIn, check, hashed
 from test_engine import Client, serve
 from test_generate_terminal import session
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
@@ -23,6 +23,7 @@ from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Sampled, Sequence
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.scheduler import Pool, Scheduler
 from megajax.inference.server.metrics import VLLM_STATISTICS
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -160,6 +161,36 @@ def test_a_fault_in_a_draft_ends_its_answer_where_it_would_end_without() -> None
     assert [(len(answer.tokens), answer.finish) for answer in drafted] == [(26, "error"), (50, "length")]
 
 
+class Known:
+    """Drafts of a text that is known, with a share of wrong tokens."""
+
+    def __init__(self, tokens: abc.Sequence[int], wrong: float):
+        self.tokens, self.wrong, self.draw = tokens, wrong, random.Random(1)
+
+    def draft(self, tokens: list[int]) -> list[int]:
+        right = self.tokens[len(tokens) : len(tokens) + 4]
+        return [7 if self.draw.random() < self.wrong else token for token in right]
+
+
+def test_a_draft_leaves_a_block_for_each_running_row() -> None:
+    """Until more blocks than that are free, it has the tokens that fit into the blocks of its row."""
+
+    def drafts(blocks: int) -> list[int]:
+        scheduler = Scheduler(Pool(blocks, 2), rows=2, chunk=8, tile=4)
+        rows = [Sequence(order=(number, 0), tokens=[9, number], limit=9) for number in (0, 1)]
+        for row in rows:
+            row.drafter = Known([row.order[0]] * 9, wrong=0)
+            scheduler.add(row)
+        scheduler.next()
+        for row in rows:
+            row.tokens.append(3)
+        scheduler.next()
+        check(scheduler)
+        return [len(row.draft) for row in rows]
+
+    assert drafts(5) == [1, 1] and drafts(6) == [3, 1] and drafts(7) == [4, 1] and drafts(20) == [4, 4]
+
+
 def test_rows_whose_next_token_depends_on_more_get_no_drafts() -> None:
     """Constraints and beams."""
     engine = Engine(Repeating(drafts=4, vocabulary=257), guide=lambda guide: Anything())
@@ -242,17 +273,6 @@ def devices() -> tuple[ModelDevice, ModelDevice]:
     return made[0], made[1]
 
 
-class Known:
-    """Drafts of a text that is known, one in five tokens of which are wrong."""
-
-    def __init__(self, tokens: abc.Sequence[int], seed: int):
-        self.tokens, self.draw = tokens, random.Random(seed)
-
-    def draft(self, tokens: list[int]) -> list[int]:
-        right = self.tokens[len(tokens) : len(tokens) + 4]
-        return [7 if self.draw.random() < 0.2 else token for token in right]
-
-
 def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: Any, compiled: list[str]) -> None:
     """With few blocks and shared prefixes; nothing is compiled."""
     draw, runs = random.Random(4), []
@@ -266,7 +286,7 @@ def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: An
         for sequence in engine.schedulers[0].waiting if runs else ():
             number, choice = sequence.order
             tokens = *prompts[number][0], *runs[0][0][number].answers()[choice].tokens
-            sequence.drafter = Known(tokens, number)
+            sequence.drafter = Known(tokens, wrong=0.2)
         serve(engine)
         runs.append((clients, engine.statistics()))
     assert compiled == []
