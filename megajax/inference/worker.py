@@ -8,9 +8,11 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
+from megajax.config.errors import UserError
 from megajax.inference.engine import Engine, Statistics
 from megajax.inference.request import Output, Refused, Request
 
@@ -20,12 +22,15 @@ LOG = logging.getLogger(__name__)
 class Worker:
     """A thread-safe engine. Outputs are delivered on the engine's thread."""
 
-    def __init__(self, engine: Engine, *, patience: float = 60.0):
-        """patience: seconds without a step, while there are requests, after which `healthy` is false."""
+    def __init__(self, engine: Engine, *, patience: float = 60.0, prepare: Iterable[object] = ()):
+        """patience: seconds without a step, while there are requests, after which `healthy` is false; prepare: work
+        for the thread before the first step, in parts, such as compilations."""
         self.engine = engine
         self.failure: BaseException | None = None
         """The exception that ended the engine, which does not restart."""
-        self._patience = patience
+        self.ready = prepare == ()
+        """Whether `prepare` has ended."""
+        self._patience, self._prepare = patience, prepare
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
         self._closing = False
@@ -86,20 +91,31 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._busy() or self._closing or self._cancelled)
-                    if self._closing:
-                        break
-                    self._beat = time.monotonic()
-                self._accept()
-                self.engine.step()
-                self._beat = time.monotonic()
+            if self._prepared():
+                self._beat, self.ready = time.monotonic(), True
+                self._steps()
             self._accept()
             self.engine.end_all("cancelled")
         except BaseException as error:
-            LOG.exception("the engine's thread ends")
+            if not isinstance(error, UserError):
+                LOG.exception("the engine's thread ends")
             self._fail(error)
+
+    def _prepared(self) -> bool:
+        """Prepare -> False if the worker was closed meanwhile."""
+        return not any(self._closing for _ in self._prepare)
+
+    def _steps(self) -> None:
+        """Run steps until the worker is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._busy() or self._closing or self._cancelled)
+                if self._closing:
+                    return
+                self._beat = time.monotonic()
+            self._accept()
+            self.engine.step()
+            self._beat = time.monotonic()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -1,6 +1,7 @@
 """The thread of an engine: clients on other threads, cancellation, errors."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -109,6 +110,31 @@ def test_requests_that_come_during_a_step_count_as_waiting(started: Any) -> None
     device.gate.set()
     assert {client.finish for client in clients} == {"length"}
     assert wait_until(lambda: worker.statistics().requests == 0)
+
+
+def test_the_thread_prepares_before_its_first_step_and_stops_preparing_when_closed(started: Any) -> None:
+    go, parts = threading.Event(), []
+
+    def prepare() -> Iterator[None]:
+        for part in range(3):
+            assert go.wait(20)
+            parts.append(part)
+            yield
+
+    worker, client = started(Gated(rows=1), prepare=prepare()), Waiting("a", (1, 2))
+    worker.submit(client.request)
+    assert not worker.ready and not client.began.wait(0.05)
+    go.set()
+    assert client.finish == "length" and worker.ready and parts == [0, 1, 2]
+
+    go.clear()
+    closed = started(Gated(rows=1), prepare=prepare())
+    closing = threading.Thread(target=closed.close)
+    closing.start()
+    assert wait_until(lambda: closed._closing)
+    go.set()
+    closing.join(20)
+    assert not closed.ready and parts == [0, 1, 2, 0]
 
 
 def test_refusals_are_raised_where_the_request_is_submitted(started: Any) -> None:

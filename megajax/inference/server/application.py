@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megajax import __version__
 from megajax.config.errors import UserError
-from megajax.inference.server.body import RequestError, invalid, large_head, read_object, shutting_down
+from megajax.inference.server.body import RequestError, invalid, large_head, read_object
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
 from megajax.inference.server.fields import (
@@ -178,8 +178,8 @@ class Routes:
     def _generate(self, fields: Fields, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             values = await self._values(request, fields)
-            if self._readiness.draining or self._readiness.failed():
-                raise shutting_down()
+            if (refusal := self._readiness.refusal()) is not None:
+                raise RequestError(503, refusal)
             job = await read_job(values, self._model, self._config)
             log = request.state.log
             log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))

@@ -9,7 +9,7 @@ from megajax.command_line.help import field_texts
 from megajax.inference.engine import Statistics
 from megajax.inference.worker import Worker
 
-type Status = Literal["ok", "draining", "stalled", "failed"]
+type Status = Literal["ok", "starting", "draining", "stalled", "failed"]
 
 PREFIX, VLLM = "megajax_", "vllm:"
 """Of names: ours, and those by which dashboards for vLLM find the same values."""
@@ -143,7 +143,15 @@ class Readiness:
             return "failed"
         if self.draining:
             return "draining"
+        if not self._worker.ready:
+            return "starting"
         return "ok" if self._worker.healthy() else "stalled"
+
+    def refusal(self) -> str | None:
+        """Why no request is accepted now; None if requests are."""
+        ending, starting = "the server is shutting down", "the server is starting: it compiles its programs"
+        reasons: dict[Status, str] = {"failed": ending, "draining": ending, "starting": starting}
+        return reasons.get(self.status())
 
     def failed(self) -> bool:
         """Whether the engine has failed."""

@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from http import HTTPStatus
 from math import prod
@@ -68,11 +68,11 @@ class Serving:
         """Run until the server ends -> exit code.
 
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
-        settings that requests do not name; warm_up: whether to compile all steps before the first request.
+        settings that requests do not name; warm_up: whether to compile all steps before the first request, while
+        /health answers "starting".
         """
-        if warm_up:
-            _compile(device.programs)
-        worker = Worker(engine, patience=self._config.stall_seconds)
+        prepare = _compile(device.programs) if warm_up else ()
+        worker = Worker(engine, patience=self._config.stall_seconds, prepare=prepare)
         model = ServedModel(
             name=name,
             worker=worker,
@@ -88,6 +88,8 @@ class Serving:
         worker.start()
         server.run([self._socket])
         worker.close()
+        if isinstance(worker.failure, UserError):
+            raise worker.failure
         return server.exit_code
 
     def _section(self, sampling: Sampling) -> Section:
@@ -106,10 +108,12 @@ def described(sampling: Sampling) -> str:
     return f"{', '.join(values)} by generation_config.json" if values else "OpenAI's defaults"
 
 
-def _compile(programs: Programs) -> None:
+def _compile(programs: Programs) -> Iterator[None]:
+    """Compiles a program at each step."""
     began = time.monotonic()
     for number, name in enumerate(programs.compile(), 1):
         _log(f"compiled {number} of {programs.count} programs: {name}")
+        yield
     _log(f"compiled all programs in {time.monotonic() - began:.1f} s")
 
 
@@ -118,7 +122,7 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) 
     dtypes = ", ".join(sorted({array.dtype.name for array in jax.tree.leaves(loaded.weights)}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
-    when = f"{programs.count} programs compiled" if compiled else "compiled when first needed"
+    when = f"{programs.count} programs, compiled before the first request" if compiled else "compiled when first needed"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
         ("model", [("name", model.name), ("parameters", f"{count(parameter_count(loaded))} in {dtypes}, of {where}")]),

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,11 @@ def start(
     template: str | None = "plain",
     access: Access | None = None,
     sampling: Sampling | None = None,
+    prepare: Iterable[object] = (),
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
     engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=_guide)
-    worker = Worker(engine, patience=config.stall_seconds)
+    worker = Worker(engine, patience=config.stall_seconds, prepare=prepare)
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
     model = ServedModel(

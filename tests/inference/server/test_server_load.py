@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,6 +116,27 @@ def test_an_error_of_one_request_ends_only_that_request(small: Running) -> None:
     assert small.ask("/health", method="GET").status_code == 503
     assert small.complete(prompt="ab", max_tokens=2).status_code == 200
     assert small.ask("/health", method="GET").status_code == 200
+
+
+def test_a_server_that_compiles_says_so() -> None:
+    compiled = threading.Event()
+
+    def prepare() -> Iterator[None]:
+        assert compiled.wait(20)
+        yield
+
+    running = start(ServerConfig(), prepare=prepare())
+    try:
+        health = running.ask("/health", method="GET")
+        assert health.status_code == 503 and health.json() == {"status": "starting"}
+        refused = running.complete(prompt="ab", max_tokens=2)
+        assert refused.status_code == 503 and "compiles its programs" in refused.json()["error"]["message"]
+        compiled.set()
+        assert wait_until(lambda: running.ask("/health", method="GET").status_code == 200)
+        assert running.complete(prompt="ab", max_tokens=2).json()["choices"][0]["text"] == "ab"
+    finally:
+        compiled.set()
+        stop(running)
 
 
 def test_health_reports_a_hanging_engine(small: Running) -> None:
