@@ -260,10 +260,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 """For all programs, with penalties that count the tokens of drafts."""
 
 
-@pytest.fixture(scope="module")
-def devices() -> tuple[ModelDevice, ModelDevice]:
+@pytest.fixture(
+    scope="module", params=[{}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=["one", "replicas"]
+)
+def devices(request: pytest.FixtureRequest) -> tuple[ModelDevice, ModelDevice]:
     """Without and with drafts; all programs are compiled."""
-    model, made = loaded(replace(LLAMA, sequence_length=64), {}), []
+    model, made = loaded(replace(LLAMA, sequence_length=64), request.param), []
     for drafts in (0, 4):
         programs = programs_of(
             model, choosers(VOCABULARY), chunks=(0, 8), tile=4, drafts=drafts, blocks=24, length=64, rows=3
@@ -283,7 +285,8 @@ def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: An
         clients, engine = [Client(prompt, max_tokens=40, **kind) for prompt, kind in prompts], Engine(device)
         for client in clients:
             engine.submit(client.request)
-        for sequence in engine.schedulers[0].waiting if runs else ():
+        waiting = [sequence for scheduler in engine.schedulers for sequence in scheduler.waiting]
+        for sequence in waiting if runs else ():
             number, choice = sequence.order
             tokens = *prompts[number][0], *runs[0][0][number].answers()[choice].tokens
             sequence.drafter = Known(tokens, wrong=0.2)

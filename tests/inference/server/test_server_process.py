@@ -128,6 +128,7 @@ def test_a_trained_run_is_served(tmp_path: Path) -> None:
     train = [*module, "megajax.train", "--devices=cpu:1", *settings]
     subprocess.run(train, check=True, capture_output=True, timeout=300)
     settings = ["--inference.rows=2", "--inference.chunk=32", "--inference.template=plain", "--inference.warm_up=false"]
+    settings.append("--inference.speculate=2")
     command = [*module, "megajax.serve", f"--run={run}", "--port=0", "--devices=cpu:1", *settings]
     server, banner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), list[str]()
     assert server.stdout
@@ -139,6 +140,7 @@ def test_a_trained_run_is_served(tmp_path: Path) -> None:
     try:
         assert rows["parameters"].startswith("918.9k ")  # Without padding of the vocabulary, as in training.
         assert rows["name"] == "small" and rows["cache"].startswith("256 tokens") and rows["kernel"]
+        assert rows["drafts"] == "up to 2 tokens of earlier text in a step"
         demand_answers(f"{rows['address']}/v1")
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
