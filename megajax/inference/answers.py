@@ -1,11 +1,14 @@
 """The answers of a request during generation: results of the device become outputs.
 
-`Answers` delivers the sampled tokens, `BestAnswers` keeps them until all answers have ended, and `BeamAnswers` runs a
-beam search.
+`Answers` delivers the sampled tokens, `BestAnswers` keeps them until all answers have ended, `BeamAnswers` runs a beam
+search, and `Embedding` delivers the vector of a prompt in place of an answer.
 """
 
 from collections import abc
 from hashlib import blake2b
+from typing import Any
+
+import numpy as np
 
 from megajax.inference.detokenizer import Detokenizer, TextStream
 from megajax.inference.request import Finish, Output, Request, Sampled, Sequence, TokenScore
@@ -27,6 +30,7 @@ class ActiveRequest:
         self.sequences = list(sequences)
         self._open = set(range(request.sampling.n))
         self._prompt_scores: list[TokenScore | None] = [None]
+        self._state_sum: Any = 0
         for sequence in sequences:
             scheduler.add(sequence)
 
@@ -44,6 +48,9 @@ class ActiveRequest:
             last = min(computed + 1, sequence.prompt)
             self._prompt_scores[last - len(result.prompt) :] = result.prompt
             sequence.unscored = computed < sequence.prompt
+        if result.pooled is not None:
+            # A preempted prompt is computed again from its first token on.
+            self._state_sum = result.pooled.total + (self._state_sum if result.pooled.first else 0)
         complete = computed == len(sequence.tokens)
         if not result.finite or (complete and result.token < 0):
             self.faults += 1
@@ -159,6 +166,29 @@ class BestAnswers(Answers):
         """Descending mean log-probability; answers with a fault last."""
         sequence = self._all[answer.choice]
         return answer.finish not in ("stop", "length"), -sequence.logprob / max(1, sequence.generated)
+
+
+class Embedding(ActiveRequest):
+    """The embedding of a prompt, delivered when the whole prompt was computed."""
+
+    def __init__(
+        self, request: Request, sequences: abc.Sequence[Sequence], detokenizer: Detokenizer, scheduler: Scheduler
+    ):
+        """sequences: a single one, whose limit is its prompt."""
+        super().__init__(request, sequences, scheduler)
+
+    def end(self, sequence: Sequence, finish: Finish) -> None:
+        embedding: tuple[float, ...] = ()
+        if finish == "length":
+            # The mean has the direction of the sum.
+            norm = float(np.linalg.norm(self._state_sum))
+            if 0 < norm < np.inf:
+                embedding = tuple((self._state_sum / norm).tolist())
+            else:
+                self.faults, finish = self.faults + 1, "error"
+        self.free(sequence)
+        shared, admitted = self.take_start(sequence)
+        self.send(Output(0, finish=finish, shared=shared, admitted=admitted, embedding=embedding))
 
 
 class BeamAnswers(ActiveRequest):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from megajax.inference.embedder import Embedder
 from megajax.inference.programs import Programs
 from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 from megajax.inference.sampling.choose import Chosen
@@ -24,7 +25,7 @@ class ModelDevice:
         self.choosers: abc.Sequence[RowChooser] = [
             chooser for chooser in programs.choosers if isinstance(chooser, RowChooser)
         ]
-        self.scorer = PromptScorer(vocabulary)
+        self.scorer, self.embedder = PromptScorer(vocabulary), Embedder(programs.tile)
         self.rows, self.chunk, self.tile, self.length = programs.rows, programs.chunk, programs.tile, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.drafts, self.prefix_sharing = programs.drafts, programs.prefix_sharing
@@ -39,14 +40,19 @@ class ModelDevice:
         scores: PromptScores | None = None
         if any(row.unscored for step in work if step is not None for row, _, _ in step.prompts):
             scores = self.programs.score(result, self.scorer, self.scorer.targets(work, result.bucket))
+        sums: Any = None
+        if any(row.pooling for step in work if step is not None for row, _, _ in step.prompts):
+            sums = self.programs.score(result, self.embedder, self.embedder.targets(work, result.bucket))
         chosen: Chosen
-        chosen, scores = jax.device_get((result.chosen, scores))
+        chosen, scores, sums = jax.device_get((result.chosen, scores, sums))
         results = []
         for replica, step in enumerate(work):
             parts = [] if step is None else step.parts()
             results.append([_row(row, chosen, result.row(replica, number)) for number, (row, _) in enumerate(parts)])
             if step is not None and scores is not None:
                 _add_prompt_scores(results[replica], step, replica, result.bucket, scores)
+            if step is not None and sums is not None:
+                self.embedder.add_to(results[replica], step, sums[replica * result.bucket.tiles :])
         return results
 
 

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from megajax.config.errors import Problem, UserError
-from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, seed_of
+from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.drafts import EarlierText
 from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, Step
@@ -145,7 +145,8 @@ class Engine:
         scheduler = min(self.schedulers, key=lambda scheduler: len(scheduler.running) + len(scheduler.waiting))
         orders = [(number, choice) for choice in range(sampling.choices() if sampling.beams == 1 else 1)]
         sequences = [self._sequence(request, order, seed_of(seed, order[1])) for order in orders]
-        kind = BeamAnswers if sampling.beams > 1 else Answers if sampling.best_of is None else BestAnswers
+        kind = Answers if sampling.best_of is None else BestAnswers
+        kind = Embedding if request.pooling else BeamAnswers if sampling.beams > 1 else kind
         self._active[number] = kind(request, sequences, self._detokenizer, scheduler)
         self._open[request.identifier] = number
 
@@ -219,6 +220,8 @@ class Engine:
             elif tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
                 invalid_token = min(tokens) if min(tokens) < 0 else max(tokens)
                 problems.append(Problem(name, f"has the token {invalid_token}; ids go from 0 to {vocabulary - 1}"))
+        if request.pooling and (sampling.max_tokens or sampling.choices() > 1 or sampling.beams > 1):
+            problems.append(Problem("pooling", "is given: an embedding has max_tokens=0 and n=1"))
         if not request.prompt:
             problems.append(Problem("prompt", "has no tokens"))
         if bool(request.memory) != bool(self.device.memory):
@@ -263,6 +266,7 @@ class Engine:
             end_tokens=self._end_tokens_of(sampling),
             memory=request.memory,
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
+            pooling=request.pooling,
             top=sampling.logprobs,
             guide=self._start_of(sampling),
             drafter=EarlierText(self.device.drafts) if drafted else None,

@@ -95,12 +95,12 @@ class Chooser(Protocol):
 
 
 class Scorer(Protocol):
-    """A way to score the tokens of prompts; hashable."""
+    """A use of the states of prompts' tokens; hashable."""
 
-    def __call__(self, layout: Layout, logits_of: Callable[[Array], Array], states: Array, targets: Array) -> Any:
+    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> Any:
         """States of `StepOutput.prompts` and int32 [chunk] targets -> a pytree of arrays.
 
-        logits_of: states [T, 1, D] -> logits float32 [T, V].
+        model: a `megajax.models.protocol.GeneratingModel`.
         """
         ...
 
@@ -274,8 +274,7 @@ class Programs:
         loaded = self.loaded
 
         def score(weights: Params, states: Array, targets: Array) -> Any:
-            model = loaded.bound(weights)
-            return scorer(loaded.layout, lambda x: model.next_logits(x)[:, 0], states, targets)
+            return scorer(loaded.layout, loaded.bound(weights), states, targets)
 
         def lower() -> jax.stages.Lowered:
             targets = self._like((self.replicas * bucket.chunk,))

@@ -16,6 +16,9 @@ type Finish = Literal["stop", "length", "cancelled", "error"]
 """Why an answer ended: a stop string, a stop token or the end of the text; `max_tokens` or the maximum row length;
 `cancel`; a fault of this request alone, for example non-finite logits."""
 
+type Pooling = Literal["last", "mean"]
+"""The states of an embedding: that of the prompt's last token, or the mean over its tokens."""
+
 
 class TokenScore(NamedTuple):
     """A token and its log-probability."""
@@ -48,6 +51,8 @@ class Output(NamedTuple):
     """Tokens of the prompt found in the cache, in the first output of choice 0."""
     admitted: float | None = None
     """`time.monotonic()` when the answer left the queue, in its first output; else None."""
+    embedding: tuple[float, ...] = ()
+    """The embedding of the prompt, of length 1, if `Request.pooling` asks for it."""
 
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
@@ -60,6 +65,7 @@ class Output(NamedTuple):
             self.prompt_scores + following.prompt_scores,
             self.shared + following.shared,
             following.admitted if self.admitted is None else self.admitted,
+            self.embedding + following.embedding,
         )
 
 
@@ -74,6 +80,8 @@ class Request:
     """Called on the engine's thread; it must not block."""
     memory: tuple[int, ...] = ()
     """Tokens for the model's encoder, if it has one; the prompt is then the start of the answer."""
+    pooling: Pooling | None = None
+    """Which embedding of the prompt to deliver, in place of an answer; then `sampling` must have max_tokens=0."""
 
 
 class Refused(UserError):
@@ -116,7 +124,9 @@ class Sequence:
     memory: tuple[int, ...] = ()
     """Tokens for the encoder, which reads them when the sequence starts."""
     unscored: bool = False
-    """Scores of the prompt are requested and incomplete: the whole prompt is computed, without sharing blocks."""
+    """Scores of the prompt are requested and incomplete."""
+    pooling: Pooling | None = None
+    """Which embedding of the prompt is requested."""
     top: int | None = None
     """Number of most likely tokens to report with each token; None for neither these nor ranks."""
     guide: Any = None
@@ -159,6 +169,11 @@ class Sequence:
         """Tokens that may not be chosen next, or after this many more tokens."""
         return self.end_tokens if self.generated + ahead < self.sampling.min_tokens else frozenset()
 
+    @property
+    def whole(self) -> bool:
+        """Whether the whole prompt is computed, without sharing blocks."""
+        return self.unscored or self.pooling == "mean"
+
 
 class Step(NamedTuple):
     """The work of a replica in a step of the device."""
@@ -174,6 +189,15 @@ class Step(NamedTuple):
         without drafts."""
         decoded = [(sequence, at + 1) for sequence, at in self.decode]
         return decoded + [(sequence, at + count) for sequence, at, count in self.prompts]
+
+
+class Pooled(NamedTuple):
+    """The states of a prompt's tokens in a step."""
+
+    first: int
+    """Position of the first of these tokens."""
+    total: Any
+    """Sum of the final norm's outputs, float32 [D]."""
 
 
 class Sampled(NamedTuple):
@@ -195,6 +219,8 @@ class Sampled(NamedTuple):
     `Sampling.prompt_logprobs` most likely tokens."""
     following: "tuple[Sampled, ...]" = ()
     """The results after each token of `Sequence.draft`; without meaning after a token that was not chosen."""
+    pooled: Pooled | None = None
+    """If `Sequence.pooling` and if the step has such tokens: their states."""
 
     def score(self, count: int) -> TokenScore:
         """The score of the chosen token, with the `count` most likely tokens."""

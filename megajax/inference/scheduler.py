@@ -217,7 +217,7 @@ class Scheduler:
     def _share(self, sequence: Sequence) -> None:
         """Share existing blocks that continue a prompt. At least one token remains to be computed."""
         before = len(sequence.blocks)
-        if not self.prefix_sharing or sequence.unscored or sequence.computed != before * self.pool.size:
+        if not self.prefix_sharing or sequence.whole or sequence.computed != before * self.pool.size:
             return
         for number in range(before, (len(sequence.tokens) - 1) // self.pool.size):
             block = self.pool.share(self._digest(sequence, number))
@@ -298,6 +298,7 @@ class Scheduler:
 
 
 def _in_prompt(sequence: Sequence) -> bool:
-    """Whether the sequence needs a chunk of prompt tokens."""
+    """Whether the sequence needs a chunk of prompt tokens; the last token of an embedding is part of one."""
     remaining = len(sequence.tokens) - sequence.computed
-    return not sequence.paused and (remaining > 1 or (remaining == 1 and sequence.computed == 0))
+    begins = sequence.computed == 0 or sequence.pooling is not None
+    return not sequence.paused and (remaining > 1 or (remaining == 1 and begins))

@@ -226,6 +226,10 @@ class GeneratingModel(Model, Protocol):
         """
         ...
 
+    def final_norm(self, x: Array) -> Array:
+        """Output x of `step` -> normalised, [T, 1, D]."""
+        ...
+
     def next_logits(self, x: Array) -> Array:
         """Output x of `step` -> logits of the next token, float32 [T, 1, V], laid out (batch, seq, vocab).
 

@@ -141,9 +141,10 @@ class PromptScorer(NamedTuple):
     size: int
     """Number of ids in use."""
 
-    def __call__(
-        self, layout: Layout, logits_of: Callable[[Array], Array], states: Array, targets: Array
-    ) -> PromptScores:
+    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> PromptScores:
+        def logits_of(states: Array) -> Array:
+            return model.next_logits(states)[:, 0]
+
         return prompt_scores(layout, self.size, PROMPT_TOP, logits_of, states, targets)
 
     def targets(self, work: abc.Sequence[Step | None], bucket: Bucket) -> np.ndarray:

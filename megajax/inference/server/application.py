@@ -24,6 +24,7 @@ from megajax.config.errors import UserError
 from megajax.inference.server.body import RequestError, invalid, large_head, read_object
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
+from megajax.inference.server.embeddings import EMBEDDINGS, embedding_job
 from megajax.inference.server.fields import (
     CHAT,
     COMPLETIONS,
@@ -45,6 +46,8 @@ type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 
 PUBLIC_ROUTES = ("/health", "/ping")
 """Routes that require neither a key nor a known host name."""
+PROMPTS = ("prompt", "messages", "prompts", "input")
+"""Fields with the text of a request, for the log."""
 CLIENT_GONE = 499
 """Status in the log if a client closed the connection before the answer."""
 SAFE_METHODS = ("GET", "HEAD")
@@ -95,6 +98,7 @@ class Routes:
         """All routes, as they are served and as /openapi.json describes them."""
         completions, chat = self._generate(COMPLETIONS, completion_job), self._generate(CHAT, chat_job)
         responses = self._generate(RESPONSES, response_job)
+        embeddings = self._generate(EMBEDDINGS, embedding_job)
         scored, megatron = self._generate(COMPLETIONS, _megatron_completions), self._generate(FIELDS, megatron_job)
         return [
             Endpoint("/", "GET", "The page for trying prompts.", self.page),
@@ -108,6 +112,7 @@ class Routes:
             Endpoint("/v1/completions", "POST", "Continues texts.", completions, COMPLETIONS),
             Endpoint("/v1/chat/completions", "POST", "Answers messages.", chat, CHAT),
             Endpoint("/v1/responses", "POST", "Answers messages and outputs of functions.", responses, RESPONSES),
+            Endpoint("/v1/embeddings", "POST", "Vectors of texts.", embeddings, EMBEDDINGS),
             Endpoint("/completions", "POST", "Continues texts, with log-probabilities.", scored, COMPLETIONS),
             Endpoint("/chat/completions", "POST", "Answers messages.", chat, CHAT),
             Endpoint("/api", "PUT", "Continues texts, as Megatron-LM's server.", megatron, FIELDS),
@@ -185,11 +190,11 @@ class Routes:
             log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))
             logged = self._log_prompts and not values.get("no_log", False)
             if logged:
-                log.update(prompt=values.get("prompt") or values.get("messages") or values.get("prompts"))
+                log.update(prompt=next((values[name] for name in PROMPTS if values.get(name)), None))
             call = Call(self._model.worker, self._metrics, job.names)
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
-                call.submit(prompts, job.sampling)
+                call.submit(prompts, job.sampling, job.pooling)
             else:  # Compiles the schema, which takes time.
                 await asyncio.to_thread(call.submit, prompts, job.sampling)
             if job.stream is not None:

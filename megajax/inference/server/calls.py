@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from uuid import uuid4
 
-from megajax.inference.request import Output, Refused, Request
+from megajax.inference.request import Output, Pooling, Refused, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.body import failed, refused, shutting_down
 from megajax.inference.server.metrics import ServerMetrics
@@ -33,14 +33,18 @@ class Call:
         self.generated = 0
         """Tokens of all answers."""
 
-    def submit(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> None:
-        """Submit all prompts. Raises RequestError if the engine rejects one of them; then none runs."""
+    def submit(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, pooling: Pooling | None = None) -> None:
+        """Submit all prompts. Raises RequestError if the engine rejects one of them; then none runs.
+
+        pooling: which embedding to deliver in place of an answer.
+        """
         for number, prompt in enumerate(prompts):
             identifier = uuid4().hex
             request = Request(
                 identifier=identifier,
                 prompt=prompt,
                 sampling=sampling,
+                pooling=pooling,
                 deliver=lambda output, first=number * sampling.n: self._deliver(
                     output._replace(choice=first + output.choice)
                 ),

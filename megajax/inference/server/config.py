@@ -28,6 +28,8 @@ class ServerConfig:
     after <|python_tag|>. None: found in the chat template."""
     reasoning: bool = False
     """Split the text between <think> and </think> at the start of chat answers off into `reasoning_content`."""
+    pooling: Literal["last", "mean"] = "last"
+    """What /v1/embeddings answers: the state of the last token of a text, or the mean over its tokens."""
     queue: int = 128
     """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128

@@ -119,15 +119,17 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": message.get("content", ""), **{n: message[n] for n in names if n in message}}
 
 
-async def read_prompts(values: Mapping[str, Any], model: ServedModel, most: int) -> list[list[int]]:
-    """Tokens of each prompt.
+async def read_prompts(
+    values: Mapping[str, Any], model: ServedModel, most: int, name: str = "prompt"
+) -> list[list[int]]:
+    """Tokens of each prompt. name: the field of the prompts.
 
     Raises RequestError for a value of another type, an empty prompt, more than `most` prompts, or tokens outside the
     vocabulary.
     """
-    prompts = split_prompts(values.get("prompt", None), most)
+    prompts = split_prompts(values.get(name, None), most, name)
     flags = values.get("special_tokens", False), values.get("add_special_tokens", True)
-    return [await _encode(prompt, model, *flags) for prompt in prompts]
+    return [await _encode(prompt, model, name, *flags) for prompt in prompts]
 
 
 def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:
@@ -145,14 +147,16 @@ def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | lis
     if len(kinds) > 1:
         raise invalid(name, f"{name} must be {PROMPT_TYPES}, got strings and lists")
     if any(len(prompt) == 0 for prompt in prompts):
-        raise invalid(name, f"{name} is empty: a model continues at least one token")
+        raise invalid(name, f"{name} is empty: a model reads at least one token")
     return prompts
 
 
-async def _encode(prompt: str | Sequence[int], model: ServedModel, special_tokens: bool, prefix: bool) -> list[int]:
+async def _encode(
+    prompt: str | Sequence[int], model: ServedModel, name: str, special_tokens: bool, prefix: bool
+) -> list[int]:
     if isinstance(prompt, str):
         return await model.encode(prompt, special_tokens=special_tokens, prefix=prefix)
-    model.demand_tokens(prompt, "prompt")
+    model.demand_tokens(prompt, name)
     return list(prompt)
 
 

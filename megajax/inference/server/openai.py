@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
-from megajax.inference.request import Output, TokenScore
+from megajax.inference.request import Output, Pooling, TokenScore
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.answer_parts import THINK, AnswerParts, Reasoning, Stage
 from megajax.inference.server.body import RequestError, invalid
@@ -133,6 +133,8 @@ class Job:
     """The format of events; None for a single response."""
     names: dict[str, str]
     """Settings of `Sampling` -> fields of the request."""
+    pooling: Pooling | None = None
+    """Which embeddings of the prompts are requested, in place of answers."""
 
 
 class EventForm(Protocol):

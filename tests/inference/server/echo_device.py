@@ -5,7 +5,10 @@ import time
 from collections import abc
 from contextlib import contextmanager
 
-from megajax.inference.request import Sampled, Sequence, Step, TokenScore
+import numpy as np
+
+from megajax.inference.embedder import pooled_positions
+from megajax.inference.request import Pooled, Sampled, Sequence, Step, TokenScore
 
 BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
 """Prompts with nonfinite logits, and prompts that lose the device."""
@@ -38,7 +41,13 @@ class EchoDevice:
         (step,) = work
         assert step is not None
         self.seen = [row for row, _ in step.parts()]
-        return [[self._next(row, computed) for row, computed in step.parts()]]
+        results = [self._next(row, computed) for row, computed in step.parts()]
+        for number, (row, _, _) in enumerate(step.prompts):
+            if positions := pooled_positions(step, number):
+                states = np.array([state_of(row.tokens[at]) for at in positions], np.float32)
+                place = len(step.decode) + number
+                results[place] = results[place]._replace(pooled=Pooled(positions[0], states.sum(0)))
+        return [results]
 
     def _next(self, row: Sequence, computed: int) -> Sampled:
         prompt = tuple(row.tokens[: row.prompt])
@@ -49,6 +58,11 @@ class EchoDevice:
         token = prompt[max(0, computed - row.prompt) % row.prompt]
         scores = tuple(_score(item) for item in prompt[1:]) if row.unscored and computed == row.prompt else ()
         return Sampled(token, -0.5, 1, _score(token).top, prompt=scores)
+
+
+def state_of(token: int) -> list[int]:
+    """The state of a token, for embeddings."""
+    return [token, 100, token % 7 - 3]
 
 
 def _score(token: int) -> TokenScore:

@@ -1,0 +1,78 @@
+"""OpenAI's route of embeddings: a vector of each text."""
+
+import math
+import struct
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.inference.request import Output
+from megajax.inference.sampling_settings import Limit, Sampling
+from megajax.inference.server.body import invalid
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.fields import FLAG, NO_EFFECT, STRING, Field, Fields, Unsupported, Values, bounds, choice
+from megajax.inference.server.models import ServedModel, read_prompts
+from megajax.inference.server.openai import Job
+
+DIMENSIONS = Limit(int, 1, 2**20)
+
+
+def _dimensions(value: Any) -> int:
+    if DIMENSIONS.error(value):
+        raise ValueError
+    return value
+
+
+EMBEDDINGS: Fields = {
+    **NO_EFFECT,
+    "model": STRING,
+    "input": Field(
+        "a string, a list of strings, a list of token ids, or a list of such lists",
+        {"type": ["string", "array"]},
+        required=True,
+    ),
+    "encoding_format": choice("float", "base64"),
+    "dimensions": Field("an integer, at least 1", bounds(DIMENSIONS), _dimensions),
+    "special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+    "truncate_prompt_tokens": Unsupported("shorten the text before it is sent"),
+    "input_type": Unsupported("write the instruction into the text"),
+}
+"""Fields of /v1/embeddings."""
+
+
+class EmbeddingForm:
+    """Format of /v1/embeddings."""
+
+    def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], values: Values):
+        self._name, self._tokens = model.name, sum(map(len, prompts))
+        self._dimensions, self._binary = values.get("dimensions"), values.get("encoding_format") == "base64"
+
+    def response(self, answers: Sequence[Output]) -> dict[str, Any]:
+        """The vectors. Raises RequestError if they have fewer dimensions than requested."""
+        data = [
+            {"object": "embedding", "index": answer.choice, "embedding": self._vector(answer.embedding)}
+            for answer in answers
+        ]
+        usage = {"prompt_tokens": self._tokens, "total_tokens": self._tokens}
+        return {"object": "list", "data": data, "model": self._name, "usage": usage}
+
+    def _vector(self, vector: Sequence[float]) -> list[float] | str:
+        if self._dimensions is not None:
+            if self._dimensions > len(vector):
+                message = f"dimensions is {self._dimensions}, embeddings of this model have {len(vector)}"
+                raise invalid("dimensions", message)
+            vector = vector[: self._dimensions]
+            norm = math.hypot(*vector) or 1.0
+            vector = [value / norm for value in vector]
+        # Clients read the bytes as little-endian float32.
+        return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if self._binary else list(vector)
+
+
+async def embedding_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
+    """The job of a body of /v1/embeddings. Raises RequestError."""
+    model.demand_name(values)
+    prompts = await read_prompts(values, model, config.prompts, "input")
+    form, names = EmbeddingForm(model, prompts, values), {"prompt": "input"}
+    sampling = Sampling(max_tokens=0)
+    return Job(prompts=prompts, sampling=sampling, response=form.response, names=names, pooling=config.pooling)
