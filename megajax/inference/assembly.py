@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
+from megajax.inference.adapter_table import AdapterTable
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
@@ -77,9 +78,9 @@ def make_engine(
     )
     whitespace = config.json_whitespace
     guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens, whitespace=whitespace)
-    return Engine(
-        ModelDevice(programs, vocabulary), tokenizer=tokenizer, end_tokens=end_tokens, queue=queue, guide=guides
-    )
+    adapters = None if model.adapters is None else AdapterTable(model.adapters.count, programs.write_adapter)
+    device = ModelDevice(programs, vocabulary)
+    return Engine(device, tokenizer=tokenizer, end_tokens=end_tokens, queue=queue, guide=guides, adapters=adapters)
 
 
 def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored: str) -> PagedKernel:

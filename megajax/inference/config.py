@@ -55,6 +55,10 @@ class InferenceConfig:
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
     json_whitespace: bool = False
     """Allow spaces and line ends in answers that match a JSON schema. False: none, which takes the fewest tokens."""
+    adapters: int = 0
+    """Number of low-rank adapters that may be loaded at the same time, one for each request."""
+    adapter_rank: int = 16
+    """Maximum rank of these adapters. Each step computes `adapters` x `adapter_rank` columns beside each matrix."""
     template: PathText | None = None
     """Chat template: Jinja2 text, a file with a template, or a name such as chatml (see data.template). None: the
     template of the run's data or of the tokenizer's files."""
@@ -72,6 +76,9 @@ class InferenceConfig:
             )
             if (value := getattr(self, name)) is not None and value < least
         ]
+        for name, least in (("adapters", 0), ("adapter_rank", 1)):
+            if (value := getattr(self, name)) < least:
+                problems.append(Problem(name, f"must be at least {least}, got {value}"))
         if not 0 < self.memory_share <= 1:
             problems.append(Problem("memory_share", f"must be above 0 and at most 1, got {self.memory_share:g}"))
         if self.cache_tokens is not None and self.cache_tokens < self.block:

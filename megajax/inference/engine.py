@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 from megajax.config.errors import Problem, UserError
+from megajax.inference.adapter_table import AdapterTable
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.drafts import EarlierText
@@ -83,13 +84,15 @@ class Engine:
         queue: int = 128,
         seed: int | None = None,
         guide: Callable[[Any], Any] | None = None,
+        adapters: AdapterTable | None = None,
     ):
         """tokenizer: None for answers without text. end_tokens: tokens that end a text; None for the tokenizer's.
 
         queue: maximum number of unfinished requests beyond one for each row of the device. seed: seed of the random
         seeds of requests without one; None for different ones each time. guide: makes the state of a constraint from
-        `Sampling.guide`; raises UserError if that is invalid.
+        `Sampling.guide`; raises UserError if that is invalid. adapters: of the device; None: it has no slots for any.
         """
+        self.adapters = adapters or AdapterTable()
         self.device, self.tokenizer = device, tokenizer
         self.capacity = device.rows * device.replicas + queue
         """Maximum number of unfinished requests."""
@@ -121,6 +124,7 @@ class Engine:
         """Raises Refused for a request that can never run."""
         if self.failed:
             raise Refused("draining", "the device failed; a new engine is needed")
+        self.adapters.find(request.adapter)
         sampling, prompt = request.sampling, request.prompt
         problems = sampling.problems() or list(self._problems(request))
         if problems:
@@ -149,6 +153,19 @@ class Engine:
         kind = Embedding if request.pooling else BeamAnswers if sampling.beams > 1 else kind
         self._active[number] = kind(request, sequences, self._detokenizer, scheduler)
         self._open[request.identifier] = number
+
+    def load_adapter(self, name: str, values: Any) -> None:
+        """Load an adapter for the following requests that name it.
+
+        values: see `megajax.inference.adapter_values.slot_values`. Raises UserError for a name in use, and if no slot
+        is free.
+        """
+        rows = [row for active in self._active.values() for row in active.sequences]
+        self.adapters.load(name, values, {row.adapter.slot for row in rows if row.adapter is not None})
+
+    def drop_adapter(self, name: str) -> None:
+        """Refuse further requests for an adapter; unfinished ones go on. Raises UserError for an unknown name."""
+        self.adapters.drop(name)
 
     def cancel(self, identifier: str) -> None:
         """End a request and free its blocks. Does nothing if the request has ended."""
@@ -265,6 +282,7 @@ class Engine:
             seed=seed,
             end_tokens=self._end_tokens_of(sampling),
             memory=request.memory,
+            adapter=self.adapters.find(request.adapter),
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             pooling=request.pooling,
             top=sampling.logprobs,

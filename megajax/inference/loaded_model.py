@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.layers.decoding import LayerLoop, rolled, unrolled
-from megajax.layers.param import Observation, bind, specs
+from megajax.layers.lora.add_adapters import AdapterSlots
+from megajax.layers.param import Adapter, Observation, bind, specs
 from megajax.mesh.layout import Layout
 
 
@@ -33,6 +34,8 @@ class LoadedModel:
     """jax_default_matmul_precision of its steps."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Compiler options."""
+    adapters: AdapterSlots | None = None
+    """Room for adapters beside the matrices, whose arrays are among `weights`; None: there is none."""
     loop: LayerLoop = rolled
     """The loop over layers in a step; `unrolled` if `weights` are those of `layers_apart`."""
 
@@ -46,13 +49,15 @@ class LoadedModel:
 def layers_apart(loaded: LoadedModel) -> LoadedModel:
     """The model with each layer's row of a stacked weight as an array of its own, without a copy on CPUs.
 
-    A CPU copies the row of a stack that a loop indexes, which takes as long as a product with few rows.
+    A CPU copies the row of a stack that a loop indexes, which takes as long as a product with few rows. Slots of
+    adapters stay stacked, because they are written while the engine runs.
     """
-    declared = {**specs(loaded.model), **specs(loaded.model, Observation)}
+    written = specs(loaded.model, Adapter).keys() if loaded.adapters else ()
+    declared, plan = {**specs(loaded.model), **specs(loaded.model, Observation)}, loaded.layout.plan
 
     def rows(path: str, stack: Array) -> Any:
-        axes = declared[path].axes[1:]
-        sharding = NamedSharding(loaded.mesh, loaded.layout.plan.compute.spec(axes))
+        axes = plan.axes_in_step(declared[path].axes)[1:]
+        sharding = NamedSharding(loaded.mesh, plan.compute.spec(axes))
         shards = [(np.asarray(shard.data), shard.device) for shard in stack.addressable_shards]
         return tuple(
             jax.make_array_from_single_device_arrays(
@@ -61,5 +66,6 @@ def layers_apart(loaded: LoadedModel) -> LoadedModel:
             for number in range(len(stack))
         )
 
-    weights = {path: rows(path, w) if declared[path].layers else w for path, w in loaded.weights.items()}
+    apart = {path for path, spec in declared.items() if spec.layers and path not in written}
+    weights = {path: rows(path, w) if path in apart else w for path, w in loaded.weights.items()}
     return replace(loaded, weights=weights, loop=unrolled)

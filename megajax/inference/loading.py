@@ -5,6 +5,7 @@ more than about one weight.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, placed
 from megajax.config.errors import UserError
 from megajax.inference.loaded_model import LoadedModel
-from megajax.layers.param import Observation, ParamSpec, specs
+from megajax.layers.lora.add_adapters import AdapterSlots
+from megajax.layers.param import Adapter, Observation, ParamSpec, specs
 from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -33,17 +35,22 @@ def load_weights(
     mesh: Mesh,
     precision: PrecisionConfig,
     options: Mapping[str, Any],
+    adapters: AdapterSlots | None = None,
 ) -> LoadedModel:
     """A model with the weights of a source, and with its observations as layers use them.
 
-    cfg: a `megajax.models.protocol.ModelConfig`; options: compiler options of the model's steps.
+    cfg: a `megajax.models.protocol.ModelConfig`; options: compiler options of the model's steps; adapters: empty slots
+    beside the matrices.
     Raises UserError for a model that cannot generate, and for missing weights or wrong shapes, listing all of them.
     """
     layout = Layout(Plan.of(parallel))
     demand_device(cfg, mesh.devices.flat[0])
     cfg.cache_leaves(mesh.shape["tensor"])
-    abstract: nnx.Module = nnx.eval_shape(lambda: cfg.build(layout))
-    declared, observed, weights = specs(abstract), specs(abstract, Observation), {}
+    built = cfg if adapters is None else replace(cfg, lora=adapters)
+    abstract: nnx.Module = nnx.eval_shape(lambda: built.build(layout))
+    slots = {} if adapters is None else specs(abstract, Adapter)
+    declared = {path: spec for path, spec in specs(abstract).items() if path not in slots}
+    observed, weights = specs(abstract, Observation), {}
     demand_shapes(source, declared)
 
     def like(spec: ParamSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -54,13 +61,16 @@ def load_weights(
             target = like(spec, spec.shape, spec.dtype if spec.keeps_dtype() else precision.compute)
             stored = placed(source, path, target, _rows(spec))
             weights[path] = jax.block_until_ready(copy_heads(layout, stored, spec.axes))
+        for path, spec in slots.items():
+            target = like(spec, spec.shape, precision.compute)
+            weights[path] = copy_heads(layout, jnp.zeros(target.shape, target.dtype, device=target.sharding), spec.axes)
         for path, spec in observed.items():
             updater = spec.observed()
             target = like(spec, updater.shape(spec.shape), jnp.float32)
             present = path in source.shapes()
             state = placed(source, path, target, _rows(spec)) if present else jnp.zeros(target.shape, jnp.float32)
             weights[path] = jax.device_put(updater.used(state, jnp.ones((), jnp.float32)), target.sharding)
-    return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
+    return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options, adapters)
 
 
 def model_on_mesh(

@@ -28,6 +28,7 @@ from megajax.inference.step_arrays import (
     Bucket,
     StepArrays,
     Texts,
+    adapter_slots,
     bucket_for,
     joined,
     lengths_up_to,
@@ -38,7 +39,8 @@ from megajax.inference.step_arrays import (
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, LayerLoop, StepRows, write
+from megajax.layers.decoding import Cache, StepRows, write
+from megajax.layers.param import Adapter, specs
 from megajax.mesh.layout import Layout
 
 
@@ -171,6 +173,8 @@ class Programs:
         """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache."""
         self.loaded, self.size, self.buckets, self.length, self.kernel = loaded, size, tuple(buckets), length, kernel
         self.choosers = tuple(choosers)
+        self.weights = dict(loaded.weights)
+        """Those of `loaded`, with the adapters that were loaded since."""
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
         self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
@@ -215,7 +219,8 @@ class Programs:
     def count(self) -> int:
         """Programs that `compile` compiles."""
         choices = {bucket.without_prompts() for bucket in self.buckets}
-        return len(self.text_lengths) + len(self.buckets) + len(choices) * len(self.choosers)
+        others = len(self.text_lengths) + (self.loaded.adapters is not None)
+        return others + len(self.buckets) + len(choices) * len(self.choosers)
 
     def compile(self) -> Iterator[str]:
         """Compile all programs but scorers, which few requests need; yields the name of each after its compilation."""
@@ -229,6 +234,9 @@ class Programs:
             for chooser in self.choosers:
                 self._choice(bucket, chooser)
                 yield f"{chooser}, {decoding}"
+        if self.loaded.adapters is not None:
+            self._adapter_writer()
+            yield "loading of adapters"
         # Created now, so that the first request does not wait for it or run out of memory.
         jax.block_until_ready(self.cache)
 
@@ -248,7 +256,7 @@ class Programs:
         loaded = self.loaded
 
         def step(weights: Params, cache: Cache, arrays: StepArrays) -> tuple[StepOutput, Cache]:
-            rows = step_rows(arrays, bucket.groups(), self.kernel, loaded.loop)
+            rows = step_rows(arrays, bucket.groups(), self.kernel, loaded)
             return step_output(loaded.bound(weights), loaded.layout, cache, arrays, rows)
 
         # The programs that read the output are compiled for these layouts.
@@ -294,18 +302,51 @@ class Programs:
             self.encode_texts(starting)
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
-        out, self.cache = self._step(bucket)(self.loaded.weights, self.cache, arrays)
+        if self.loaded.adapters is not None:
+            arrays = arrays._replace(adapters=np.concatenate([adapter_slots(step, bucket) for step in work]))
+        out, self.cache = self._step(bucket)(self.weights, self.cache, arrays)
         chosen = self._choice(bucket, chooser)(out.logits, out.tokens, inputs(bucket))
         return StepResult(bucket, chosen, out.prompts)
 
     def score(self, result: StepResult, scorer: Scorer, targets: np.ndarray) -> Any:
         """Score the prompts' tokens of a step. targets: int32 [replicas * chunk], as in `Scorer`."""
-        return self._scores(result.bucket, scorer)(self.loaded.weights, result.prompts, targets)
+        return self._scores(result.bucket, scorer)(self.weights, result.prompts, targets)
+
+    def write_adapter(self, slot: int, values: Params) -> None:
+        """Replace the adapter in a slot for the following steps. values: see `adapter_values.slot_values`."""
+        old = {path: self.weights[path] for path in values}
+        self.weights |= self._adapter_writer()(old, values, np.int32(slot))
+
+    def _adapter_writer(self) -> jax.stages.Compiled:
+        """The program that writes a slot: (arrays of all slots, those of an adapter, int32 slot) -> arrays."""
+        if self.loaded.adapters is None:
+            raise ValueError("the model has no slots for adapters")
+        declared, rank = specs(self.loaded.model, Adapter), self.loaded.adapters.rank
+
+        def write(leaves: Params, values: Params, slot: Array) -> Params:
+            axis_of = {path: declared[path].axes.index("rank") for path in leaves}
+            return {
+                path: jax.lax.dynamic_update_slice_in_dim(leaf, values[path], slot * rank, axis_of[path])
+                for path, leaf in leaves.items()
+            }
+
+        def lower() -> jax.stages.Lowered:
+            likes = {path: _like(self.weights[path]) for path in declared}
+            of_one = {}
+            for path, like in likes.items():
+                axis = declared[path].axes.index("rank")
+                shape = (*like.shape[:axis], rank, *like.shape[axis + 1 :])
+                of_one[path] = jax.ShapeDtypeStruct(shape, like.dtype, sharding=like.sharding)
+            shardings = {path: like.sharding for path, like in likes.items()}
+            jitted = jax.jit(write, donate_argnums=0, out_shardings=shardings)
+            return jitted.lower(likes, of_one, jax.ShapeDtypeStruct((), jnp.int32))
+
+        return self._compiled("adapters", lower)
 
     def encode_texts(self, rows: abc.Sequence[Sequence | None]) -> None:
         """Run the encoder on the texts of rows, one of each replica, and write its output into their slots."""
         texts = texts_of(rows, self.text_lengths)
-        self.cache = self._encoder(texts.tokens.shape[1])(self.loaded.weights, self.cache, texts)
+        self.cache = self._encoder(texts.tokens.shape[1])(self.weights, self.cache, texts)
 
     def _encoder(self, length: int) -> jax.stages.Compiled:
         """The encoder program of a text length."""
@@ -340,7 +381,8 @@ class Programs:
         tables = tuple(self._like((rows, self.width)) for rows in group_rows)
         counts = tuple(self._like((rows,)) for rows in group_rows)
         last = self._like((self.replicas * bucket.choices,))
-        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last)
+        adapters = None if self.loaded.adapters is None else self._like((tokens,))
+        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last, adapters)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding("batch", *[None] * (len(shape) - 1)))
@@ -350,7 +392,7 @@ class Programs:
 
 
 def step_rows(
-    arrays: StepArrays, groups: tuple[tuple[int, int], ...], kernel: PagedKernel, loop: LayerLoop
+    arrays: StepArrays, groups: tuple[tuple[int, int], ...], kernel: PagedKernel, loaded: LoadedModel
 ) -> StepRows:
     """The rows of a step."""
     return StepRows(
@@ -361,7 +403,8 @@ def step_rows(
         counts=arrays.counts,
         states=arrays.states,
         layer=jnp.int32(0),
-        loop=loop,
+        loop=loaded.loop,
+        columns=None if loaded.adapters is None else loaded.adapters.columns(arrays.adapters),
     )
 
 

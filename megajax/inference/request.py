@@ -32,6 +32,15 @@ class TokenScore(NamedTuple):
     """The most likely tokens and their log-probabilities, in descending order."""
 
 
+class LoadedAdapter(NamedTuple):
+    """An adapter in a slot of the model's matrices."""
+
+    name: str
+    slot: int
+    identity: bytes
+    """Random; differs each time that an adapter is loaded, so that no block of another one is shared."""
+
+
 class Output(NamedTuple):
     """New text and tokens of an answer; merged, the whole answer."""
 
@@ -82,6 +91,8 @@ class Request:
     """Tokens for the model's encoder, if it has one; the prompt is then the start of the answer."""
     pooling: Pooling | None = None
     """Which embedding of the prompt to deliver, in place of an answer; then `sampling` must have max_tokens=0."""
+    adapter: str | None = None
+    """Name of the adapter that changes the model, see `Engine.load_adapter`; None: the model itself."""
 
 
 class Refused(UserError):
@@ -123,6 +134,8 @@ class Sequence:
     """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
     memory: tuple[int, ...] = ()
     """Tokens for the encoder, which reads them when the sequence starts."""
+    adapter: LoadedAdapter | None = None
+    """The adapter that changes the model for this sequence."""
     unscored: bool = False
     """Scores of the prompt are requested and incomplete."""
     pooling: Pooling | None = None

@@ -6,8 +6,9 @@ prompt does not hold up those behind it, nor they it. Sequences are admitted in 
 the youngest running sequence is preempted: it releases its blocks, waits ahead of later arrivals, and is recomputed.
 
 Blocks know their tokens, so that equal prefixes of prompts are computed once: a full block is identified by a hash of
-all tokens up to its end. Only full blocks are shared. A step writes all tokens before it reads any, so a prompt shares
-the blocks that another one fills in the same step. A block is never written after that, so copy-on-write is not needed.
+all tokens up to its end, and of the adapter that computed them. Only full blocks are shared. A step writes all tokens
+before it reads any, so a prompt shares the blocks that another one fills in the same step. A block is never written
+after that, so copy-on-write is not needed.
 All of it is plain Python.
 """
 
@@ -56,7 +57,10 @@ class Pool:
         return self.blocks - self.available
 
     def digest(self, before: bytes, tokens: abc.Sequence[int]) -> bytes:
-        """The hash of a full block, from the hash of the previous block (empty for the first) and its tokens."""
+        """The hash of a full block, from the hash of the previous block and its tokens.
+
+        before: for the first block, the identity of the adapter, or empty.
+        """
         return blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST, key=self._key).digest()
 
     def allocate(self) -> int:
@@ -248,7 +252,8 @@ class Scheduler:
         size = self.pool.size
         while len(sequence.digests) <= number:
             first = len(sequence.digests) * size
-            before = sequence.digests[-1] if sequence.digests else b""
+            origin = b"" if sequence.adapter is None else sequence.adapter.identity
+            before = sequence.digests[-1] if sequence.digests else origin
             sequence.digests.append(self.pool.digest(before, sequence.tokens[first : first + size]))
         return sequence.digests[number]
 

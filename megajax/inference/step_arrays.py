@@ -72,6 +72,8 @@ class StepArrays(NamedTuple):
     states: tuple[Any, ...]
     last: Any
     """int32 [choices]: indices, within the replica, of the tokens whose logits are computed."""
+    adapters: Any = None
+    """int32 [T]: slot of each token's adapter, -1 for none; None for a model without slots."""
 
 
 NOWHERE = 2**30
@@ -148,6 +150,21 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
         counts[1][place], states[1][place] = count, row.slot
         last[(len(decode) + number) * wide] = begin + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
+
+
+def adapter_slots(step: Step | None, bucket: Bucket) -> np.ndarray:
+    """`StepArrays.adapters` of a replica's step."""
+    slots = np.full(bucket.tokens, -1, np.int32)
+    if step is not None:
+        slots[: len(step.decode) * bucket.width] = np.repeat([_slot(row) for row, _ in step.decode], bucket.width)
+        for place, (number, _, _) in enumerate(prompt_tiles(step, bucket.tile)):
+            begin = bucket.choices + place * bucket.tile
+            slots[begin : begin + bucket.tile] = _slot(step.prompts[number][0])
+    return slots
+
+
+def _slot(row: Sequence) -> int:
+    return -1 if row.adapter is None else row.adapter.slot
 
 
 def joined(replicas: abc.Sequence[StepArrays]) -> StepArrays:

@@ -8,9 +8,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.inference.engine import Engine, Statistics
@@ -33,6 +35,7 @@ class Worker:
         self._patience, self._prepare = patience, prepare
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
+        self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._closing = False
         self._beat = time.monotonic()
         self._changed = threading.Condition()
@@ -64,6 +67,16 @@ class Worker:
         with self._changed:
             self._cancelled.append(identifier)
             self._changed.notify()
+
+    def call[T](self, work: Callable[[Engine], T]) -> Future[T]:
+        """Run `work` on the engine's thread between two steps -> its result. Raises Refused if the engine has ended."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closing or self.failure is not None:
+                raise Refused("draining", "the engine has ended")
+            self._calls.append((work, future))
+            self._changed.notify()
+        return future
 
     def close(self) -> None:
         """Cancel unfinished requests, and end the thread."""
@@ -109,7 +122,7 @@ class Worker:
         """Run steps until the worker is closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._busy() or self._closing or self._cancelled)
+                self._changed.wait_for(lambda: self._busy() or self._closing or self._cancelled or self._calls)
                 if self._closing:
                     return
                 self._beat = time.monotonic()
@@ -124,9 +137,12 @@ class Worker:
         for request in self._inbox:
             _end(request)
         self._inbox.clear()
+        for _, future in self._calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Refused("draining", "the engine has ended"))
 
     def _accept(self) -> None:
-        """Process requests and cancellations since the last step."""
+        """Process requests, cancellations and calls since the last step."""
         while self._inbox:
             request = self._inbox[0]
             try:
@@ -137,6 +153,14 @@ class Worker:
             self._inbox.popleft()
         while self._cancelled:
             self.engine.cancel(self._cancelled.popleft())
+        while self._calls:
+            work, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work(self.engine))
+            except Exception as error:
+                future.set_exception(error)
 
 
 def _end(request: Request) -> None:

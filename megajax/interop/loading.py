@@ -1,12 +1,16 @@
 """Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
+from megajax.inference.adapter_values import AdapterWeights, slot_values
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
@@ -15,10 +19,11 @@ from megajax.inference.loading import load_weights
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
-from megajax.interop.peft.folder import JoinedWeights, MergedWeights, read_adapter
+from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
+from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
@@ -60,9 +65,11 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     weights = quantized_weights(origin, config.model)
     precision = PrecisionConfig(compute=config.inference.compute)
     options = inference_options(config.xla, mesh.devices.flat[0])
+    inference = config.inference
+    adapters = AdapterSlots(inference.adapters, inference.adapter_rank) if inference.adapters else None
     return Loaded(
         config,
-        load_weights(config.model, weights, parallel, mesh, precision, options),
+        load_weights(config.model, weights, parallel, mesh, precision, options, adapters),
         tokenizer,
         end_tokens_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
         None if template is None else Conversation(template, tokenizer),
@@ -85,30 +92,64 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
 
     Raises UserError for an adapter of another model.
     """
-    adapter, family = origin.adapter, ""
     if origin.run is not None:
         step = open_step(origin.run, trusted=origin.trusted)
-        weights, family = run_weights(step, model), step.meta.get("source", {}).get("family", "")
+        weights, family = run_weights(step, model), _family(step)
     else:
         stored = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore))
         stored.demand_fit()
         weights, family = stored.weights, stored.origin.family
         if stored.note:
             print(f"{weights.where}: {stored.note}", file=sys.stderr)
-    if adapter is None:
+    if origin.adapter is None:
         return weights
-    if (adapter / PEFT_CONFIG).is_file():
-        peft = read_adapter(adapter, model, family_for(model, recorded=family).rows(model))
-        return merged(JoinedWeights(weights, peft), peft.model)
-    step = open_step(adapter, trusted=origin.trusted)
+    adapter, adapted = stored_adapter(origin.adapter, model, family, trusted=origin.trusted)
+    return merged(JoinedWeights(weights, adapter), adapted)
+
+
+def stored_adapter(folder: Path, model: Any, family: str, *, trusted: bool) -> tuple[WeightSource, Any]:
+    """A source with the adapter of a PEFT folder or a run, and its model config, with `lora`.
+
+    model: the adapted one; family: the recorded name of its table of names, or empty; trusted: as in `Origin`. Raises
+    UserError for an adapter of another model.
+    """
+    if (folder / PEFT_CONFIG).is_file():
+        peft = read_adapter(folder, model, family_for(model, recorded=family).rows(model))
+        return peft, peft.model
+    step = open_step(folder, trusted=trusted)
     adapted = step.config.model
     if getattr(adapted, "lora", None) is None:
-        raise UserError(f"--adapter={adapter}: its run has no adapters (model.lora)")
+        raise UserError(f"{folder}: its run has no adapters (model.lora)")
     pairs = [pair for pair in differences(without_adapters(adapted), model) if pair.name != "sequence_length"]
     if pairs:
         lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
-        raise UserError(f"--adapter={adapter} (here) belongs to another model than {weights.where} (there):\n{lines}")
-    return merged(JoinedWeights(weights, step.weights()), adapted)
+        raise UserError(f"the adapter of {folder} (here) belongs to another model (there):\n{lines}")
+    return step.weights(), adapted
+
+
+def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:
+    """Reads an adapter of a loaded model, a PEFT folder or a run, as the values of `Engine.load_adapter`.
+
+    It may be called from any thread. Raises UserError for an adapter that does not fit the model or its slots.
+    """
+    model: Any = loaded.config.model
+    if getattr(model, "quantization", None) is not None:
+        model = replace(model, quantization=None)
+    if origin.run is not None:
+        family = _family(open_step(origin.run, trusted=origin.trusted))
+    else:
+        family = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore)).origin.family
+
+    def read(folder: Path) -> Params:
+        source, adapted = stored_adapter(folder, model, family, trusted=origin.trusted)
+        paths = [path for path in source.shapes() if path.endswith((LORA_A, LORA_B))]
+        return slot_values(loaded.model, AdapterWeights(source, paths, adapted.lora.rank, adapted.lora.scale()))
+
+    return read
+
+
+def _family(step: RunModel) -> str:
+    return step.meta.get("source", {}).get("family", "")
 
 
 def run_weights(step: RunModel, model: Any) -> WeightSource:

@@ -51,7 +51,7 @@ def unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slots", "tables", "counts", "states", "layer"],
+    data_fields=["slots", "tables", "counts", "states", "layer", "columns"],
     meta_fields=["groups", "kernel", "loop"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,8 @@ class StepRows:
     """int32 []: index of the layer along the leading dimension of the cache."""
     loop: LayerLoop = rolled
     """The loop over layers."""
+    columns: Array | None = None
+    """bool [T, R]: the columns of adapters that each token uses; None: all tokens use all columns."""
 
     def parts(self) -> list[slice]:
         """The slice of the tokens of each group."""
@@ -86,6 +88,7 @@ class StepRows:
         """This pytree with the logical axes of each array in its place."""
         row, count = (("batch", None),) * len(self.groups), (("batch",),) * len(self.groups)
         axes: dict[str, Any] = {"slots": ("batch",), "tables": row, "counts": count, "states": count, "layer": ()}
+        axes["columns"] = None if self.columns is None else ("batch", None)
         return StepRows(groups=self.groups, kernel=self.kernel, loop=self.loop, **axes)
 
 

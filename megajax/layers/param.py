@@ -165,25 +165,33 @@ class LowRank:
     """Dropout rate of the adapter's input."""
     drop: Callable[..., Array] | None = field(default=None, compare=False)
     """(x, rate, logical axes of x) -> x after dropout; None for a deterministic forward pass."""
+    choose: Callable[[Array], Array] | None = field(default=None, compare=False)
+    """Product of x and A [T, ..., rank] -> the product with zeros in the columns that a token does not use; None: all
+    tokens use all columns."""
 
     def __call__(self, layout: Layout, equation: str, x: Array, a: Array, b: Array, *out: str | None) -> Array:
         """The adapter's term for einsum(equation, x, w), in x's dtype; never computed in 8 bits.
 
         a: [*inputs, rank]; b: [rank, *outputs]; out: logical axes of the result. The product of x and a is not sharded
         along the sequence by `tensor`, so none of the three gradients needs a sum over `tensor`.
-        Raises ValueError if the equation does not sum over exactly the inputs.
+        An equation may also sum over some outputs, as a product with the transposed matrix: then x is multiplied by b
+        first. Raises ValueError for other equations.
         """
         first, second, result = equation.replace("->", ",").split(",")
         inputs, outputs = second[: len(self.inputs)], second[len(self.inputs) :]
-        if {*inputs} != {*first} - {*result} or not {*outputs} <= {*result} - {*first}:
+        summed, (down, up) = {*first} - {*result}, (f"{inputs}{RANK}", f"{RANK}{outputs}")
+        if summed and summed <= {*outputs} and self.drop is None:
+            (down, up), (a, b) = (up, down), (b, a)
+        elif summed != {*inputs}:
             raise ValueError(f"{equation} does not sum over the first {len(self.inputs)} dimensions of its matrix")
         axis_of = {letter: "seq" if axis == "seq_residual" else axis for letter, axis in zip(result, out, strict=True)}
-        middle = [letter for letter in first if letter not in inputs]
+        middle = [letter for letter in first if letter not in summed]
         if self.drop is not None:
             x = self.drop(x, self.rate, (*[axis_of[letter] for letter in middle], *self.inputs))
-        inner = exact(f"{first},{inputs}{RANK}->{''.join(middle)}{RANK}", x, a)
+        inner = exact(f"{first},{down}->{''.join(middle)}{RANK}", x, a)
         inner = layout.act(inner, *[axis_of[letter] for letter in middle], "rank") * self.scale
-        return exact(f"{''.join(middle)}{RANK},{RANK}{outputs}->{result}", inner, b)
+        inner = inner if self.choose is None else self.choose(inner)
+        return exact(f"{''.join(middle)}{RANK},{up}->{result}", inner, b)
 
     def grouped(self, x: Array, a: Array, b: Array, sizes: Array, kernel: GroupedKernel) -> Array:
         """The adapter's term for grouped_matmul(x, w, ...): x [T, K], a [E, K, rank], b [E, rank, N] -> [T, N].

@@ -19,15 +19,17 @@ from megajax.convert import main as convert
 from megajax.data.chat.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
+from megajax.inference.request import Output, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import family_for
-from megajax.interop.loading import Loaded, load, start_engine
+from megajax.interop.loading import Loaded, adapter_reader, load, start_engine
 from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, generation_config, origin_of
 from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.param import bind
+from megajax.layers.param import bind, matrices_of
+from megajax.layers.quantization.config import QuantizationConfig
 from megajax.serve import main as serve
 
 LORA = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mlp.down"))
@@ -195,3 +197,67 @@ def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match=r"the cache has no room: 1\.5 KiB are free on a device, and a block of 16"):
         cache_size(config, 32, model.model, "float32")
     assert start_engine(model, queue=4).capacity == 2 * 2 + 4
+
+
+def logprobs(model: Loaded, origin: Origin, adapters: dict[str, Path], names: tuple[str | None, ...]) -> list[Any]:
+    """Tokens and scores of the same prompt with these adapters, in the same steps."""
+    engine, outputs = start_engine(model, queue=8), dict[int, Output]()
+    for name, path in adapters.items():
+        engine.load_adapter(name, adapter_reader(model, origin)(path))
+    for number, name in enumerate(names):
+        outputs[number] = Output(0)
+
+        def deliver(output: Output, number: int = number) -> None:
+            outputs[number] = outputs[number].merge(output)
+
+        sampling = Sampling(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+        engine.submit(
+            Request(identifier=str(number), prompt=(1, 2, 3), sampling=sampling, deliver=deliver, adapter=name)
+        )
+    while engine.step():
+        pass
+    return [(output.tokens, [score.logprob for score in output.scores]) for output in outputs.values()]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}], ids=["one device", "copied heads"])
+def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: dict[str, int]) -> None:
+    """The answers are those of the engine whose weights have the adapter merged."""
+    origin = Origin(hf=folder / "base")
+    few: dict[str, Any] = {"rows": 4, "batch_invariant": True}
+    model = loaded(origin, **sizes, adapters=2, adapter_rank=3, **few)
+    paths = {"peft": folder / "adapter", "run": folder / "lora"}
+    found = logprobs(model, origin, paths, ("peft", None, "run"))
+    ((base,), (merged,)) = (
+        logprobs(loaded(of, **sizes, **few), of, {}, (None,)) for of in (origin, Origin(run=folder / "merged"))
+    )
+    assert base[0] != merged[0]
+    for (tokens, scores), expected in zip(found, (merged, base, merged), strict=True):
+        assert tokens == expected[0]
+        np.testing.assert_allclose(scores, expected[1], rtol=0, atol=1e-5)
+
+
+def test_adapters_of_single_requests_on_quantized_weights(folder: Path) -> None:
+    """The answers are those of float weights: what the 8 bits stand for, plus the adapter."""
+    origin, paths = Origin(hf=folder / "base"), {"peft": folder / "adapter"}
+    config = generation_config(origin, GenerationConfig).base
+    slots: dict[str, Any] = {"adapters": 1, "adapter_rank": 2, "batch_invariant": True}
+    engine = replace(config.inference, compute="float32", cache_tokens=128, rows=2, **slots)
+    eight_bit = replace(config.model, quantization=QuantizationConfig(weights="int8"))
+    model = load(replace(config, model=eight_bit, inference=engine), origin)
+    bound, whole = matrices_of(bind(model.model.model, model.model.weights)), loaded(origin, **slots)
+    for path, matrix in bound.items():
+        whole.model.weights[path] = jax.device_put(matrix[...], whole.model.weights[path].sharding)
+    found, expected = (logprobs(one, origin, paths, ("peft", None)) for one in (model, whole))
+    for (tokens, scores), (other_tokens, other_scores) in zip(found, expected, strict=True):
+        assert tokens == other_tokens
+        np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-5)
+    assert found[0][0] != found[1][0]
+
+
+def test_adapters_of_other_models(folder: Path) -> None:
+    origin = Origin(hf=folder / "base")
+    read = adapter_reader(loaded(origin, adapters=1, adapter_rank=1), origin)
+    with pytest.raises(UserError, match=r"adapter has rank 2, and slots have rank 1: set inference\.adapter_rank=2"):
+        read(folder / "adapter")
+    with pytest.raises(UserError, match=r"its run has no adapters \(model\.lora\)"):
+        read(folder / "run")

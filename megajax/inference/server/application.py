@@ -36,6 +36,7 @@ from megajax.inference.server.fields import (
 )
 from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
+from megajax.inference.server.model_list import LOAD_ADAPTER, UNLOAD_ADAPTER, ModelList
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import EventForm, Job, chat_job, completion_job
 from megajax.inference.server.openapi import Endpoint, document
@@ -82,7 +83,7 @@ class Routes:
 
     def __init__(
         self,
-        model: ServedModel,
+        models: ModelList,
         config: ServerConfig,
         metrics: ServerMetrics,
         readiness: Readiness,
@@ -91,7 +92,7 @@ class Routes:
         log_prompts: bool,
     ):
         self._unknown, self._log_prompts = unknown, log_prompts
-        self._model, self._config, self._metrics, self._readiness = model, config, metrics, readiness
+        self._models, self._config, self._metrics, self._readiness = models, config, metrics, readiness
         self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
     def endpoints(self) -> list[Endpoint]:
@@ -100,7 +101,12 @@ class Routes:
         responses = self._generate(RESPONSES, response_job)
         embeddings = self._generate(EMBEDDINGS, embedding_job)
         scored, megatron = self._generate(COMPLETIONS, _megatron_completions), self._generate(FIELDS, megatron_job)
+        adapters = [
+            Endpoint("/v1/load_lora_adapter", "POST", "Loads an adapter.", self.load_adapter, LOAD_ADAPTER),
+            Endpoint("/v1/unload_lora_adapter", "POST", "Drops an adapter.", self.unload_adapter, UNLOAD_ADAPTER),
+        ]
         return [
+            *(adapters if self._config.load_adapters else []),
             Endpoint("/", "GET", "The page for trying prompts.", self.page),
             Endpoint("/health", "GET", "Status 200 while the server answers requests, else 503.", self.health),
             Endpoint("/ping", "GET", "The same as /health.", self.health),
@@ -148,20 +154,31 @@ class Routes:
         return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """The list of models, with a single entry."""
+        """The list of models: that of the server, and its adapters."""
         del request
-        return JSONResponse({"object": "list", "data": [self._model.card()]})
+        return JSONResponse({"object": "list", "data": self._models.cards()})
 
     async def model(self, request: Request) -> Response:
         """The model's entry. Raises RequestError 404 for another name."""
-        self._model.demand_name({"model": request.path_params["name"]})
-        return JSONResponse(self._model.card())
+        return JSONResponse(self._models.named({"model": request.path_params["name"]}).card())
+
+    async def load_adapter(self, request: Request) -> Response:
+        """The entry of an adapter, after it was loaded from a folder of the server."""
+        values = await self._values(request, LOAD_ADAPTER)
+        self._demand_ready()
+        return JSONResponse((await self._models.load(values)).card())
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """The name of an adapter that no further request can use."""
+        values = await self._values(request, UNLOAD_ADAPTER)
+        self._demand_ready()
+        await self._models.unload(values)
+        return JSONResponse({"id": values["lora_name"], "object": "model", "deleted": True})
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt, or of messages followed by the header of an answer."""
         values = await self._values(request, TOKENIZE)
-        model = self._model
-        model.demand_name(values)
+        model = self._models.named(values)
         if ("prompt" in values) == ("messages" in values):
             raise invalid("prompt", "give one of prompt and messages")
         if "messages" in values:
@@ -174,8 +191,12 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
         values = await self._values(request, DETOKENIZE)
-        self._model.demand_name(values)
-        return JSONResponse({"prompt": self._model.decode(values["tokens"])})
+        return JSONResponse({"prompt": self._models.named(values).decode(values["tokens"])})
+
+    def _demand_ready(self) -> None:
+        """Raises RequestError 503 while the server starts or shuts down."""
+        if (refusal := self._readiness.refusal()) is not None:
+            raise RequestError(503, refusal)
 
     async def _values(self, request: Request, fields: Fields) -> Values:
         return Values(await read_object(request, self._config), fields, self._unknown)
@@ -183,15 +204,15 @@ class Routes:
     def _generate(self, fields: Fields, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             values = await self._values(request, fields)
-            if (refusal := self._readiness.refusal()) is not None:
-                raise RequestError(503, refusal)
-            job = await read_job(values, self._model, self._config)
+            self._demand_ready()
+            model = self._models.named(values)
+            job = await read_job(values, model, self._config)
             log = request.state.log
-            log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))
+            log.update(model=model.name, prompt_tokens=sum(map(len, job.prompts)))
             logged = self._log_prompts and not values.get("no_log", False)
             if logged:
                 log.update(prompt=next((values[name] for name in PROMPTS if values.get(name)), None))
-            call = Call(self._model.worker, self._metrics, job.names)
+            call = Call(model.worker, self._metrics, job.names, model.adapter)
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
                 call.submit(prompts, job.sampling, job.pooling)
@@ -367,16 +388,16 @@ class Gate:
 
 
 def build_application(
-    model: ServedModel,
+    models: ModelList,
     config: ServerConfig,
     access: Access,
     readiness: Readiness,
     log: Callable[[str], None],
 ) -> Gate:
-    """The ASGI application of a model. Raises UserError for an invalid file of keys."""
-    metrics = ServerMetrics(model.name)
+    """The ASGI application of a model and its adapters. Raises UserError for an invalid file of keys."""
+    metrics = ServerMetrics(models.base.name)
     unknown = UnknownFields(strict=config.strict, log=log)
-    endpoints = Routes(model, config, metrics, readiness, unknown, log_prompts=access.log_prompts).endpoints()
+    endpoints = Routes(models, config, metrics, readiness, unknown, log_prompts=access.log_prompts).endpoints()
     routes = [Route(endpoint.path, endpoint.answer, methods=[endpoint.method]) for endpoint in endpoints]
     handlers: dict[Any, Any] = dict.fromkeys((RequestError, UserError, HTTPException, Exception), _answer_error)
     app = Starlette(routes=routes, exception_handlers=handlers)

@@ -20,9 +20,10 @@ class Call:
     and its answers stay in memory.
     """
 
-    def __init__(self, worker: Worker, metrics: ServerMetrics, names: dict[str, str]):
-        """names: settings of `Sampling` -> fields of the request, for messages."""
-        self._worker, self._metrics, self._names = worker, metrics, names
+    def __init__(self, worker: Worker, metrics: ServerMetrics, names: dict[str, str], adapter: str | None = None):
+        """names: settings of `Sampling` -> fields of the request, for messages; adapter: the engine's, by name."""
+        self._worker, self._metrics, self._adapter = worker, metrics, adapter
+        self._names = {"adapter": "model", **names}
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._running: set[str] = set()
@@ -45,6 +46,7 @@ class Call:
                 prompt=prompt,
                 sampling=sampling,
                 pooling=pooling,
+                adapter=self._adapter,
                 deliver=lambda output, first=number * sampling.n: self._deliver(
                     output._replace(choice=first + output.choice)
                 ),

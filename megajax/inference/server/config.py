@@ -30,6 +30,9 @@ class ServerConfig:
     """Split the text between <think> and </think> at the start of chat answers off into `reasoning_content`."""
     pooling: Literal["last", "mean"] = "last"
     """What /v1/embeddings answers: the state of the last token of a text, or the mean over its tokens."""
+    load_adapters: bool = False
+    """Routes that load an adapter from any folder that the server can read, and drop it: /v1/load_lora_adapter and
+    /v1/unload_lora_adapter. For trusted clients only."""
     queue: int = 128
     """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128

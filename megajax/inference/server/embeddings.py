@@ -71,7 +71,6 @@ class EmbeddingForm:
 
 async def embedding_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/embeddings. Raises RequestError."""
-    model.demand_name(values)
     prompts = await read_prompts(values, model, config.prompts, "input")
     form, names = EmbeddingForm(model, prompts, values), {"prompt": "input"}
     sampling = Sampling(max_tokens=0)

@@ -79,7 +79,6 @@ class MegatronForm:
 
 async def megatron_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of PUT /api. Raises RequestError."""
-    model.demand_name(values)
     settings, scored = _settings(values), values.get("logprobs", False)
     texts = values["prompts"]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):

@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.inference.sampling_settings import Sampling, abbreviated
-from megajax.inference.server.body import RequestError, invalid
+from megajax.inference.server.body import invalid
 from megajax.inference.server.fields import Values
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
@@ -35,6 +35,8 @@ class ServedModel:
     """Maximum number of tokens of a prompt and its answer."""
     sampling: Sampling = field(default_factory=Sampling)
     """Settings of OpenAI's routes that a request does not name."""
+    parent: str | None = None
+    """For an adapter, the name of the model that it changes; its own name is that of the engine's adapter."""
     created: int = field(default_factory=lambda: int(time.time()))
     plain: Tokenizer = field(init=False)
     """Encodes text from clients: names of special tokens are plain text."""
@@ -42,17 +44,19 @@ class ServedModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.tokenizer.plain())
 
-    def demand_name(self, values: Mapping[str, Any]) -> None:
-        """Raises RequestError 404 if the field `model` names another model."""
-        if (name := values.get("model", self.name)) != self.name:
-            raise RequestError(404, f"no model {abbreviated(name)}: there is {self.name}", "model")
+    @property
+    def adapter(self) -> str | None:
+        """The engine's adapter for requests to this model."""
+        return None if self.parent is None else self.name
 
     def card(self) -> dict[str, Any]:
         """The model's entry in /v1/models.
 
-        `max_model_len` and `chat_template` (whether the model answers messages) are not OpenAI's.
+        `parent` (of an adapter), `max_model_len` and `chat_template` (whether the model answers messages) are not
+        OpenAI's.
         """
         entry = {"id": self.name, "object": "model", "created": self.created, "owned_by": "megajax"}
+        entry |= {} if self.parent is None else {"parent": self.parent}
         return entry | {"max_model_len": self.length, "chat_template": self.conversation is not None}
 
     async def encode(self, text: str, *, special_tokens: bool, prefix: bool) -> list[int]:

@@ -341,7 +341,6 @@ class Chat(NamedTuple):
 
 async def completion_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/completions. Raises RequestError."""
-    model.demand_name(values)
     settings = values.sampling(_defaults(values, model))
     if values.get("echo", False) and settings.logprobs is not None:
         settings = replace(settings, prompt_logprobs=max(settings.logprobs, settings.prompt_logprobs or 0))
@@ -355,7 +354,6 @@ async def completion_job(values: Values, model: ServedModel, config: ServerConfi
 
 async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/chat/completions. Raises RequestError."""
-    model.demand_name(values)
     scored, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
     if top is not None and not scored:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")

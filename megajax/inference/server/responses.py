@@ -216,7 +216,6 @@ def _settings_of(settings: Sampling, values: Values) -> dict[str, Any]:
 
 async def response_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/responses. Raises RequestError."""
-    model.demand_name(values)
     system = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
     values["messages"] = [*system, *values["input"]]
     if "effort" in values.get("reasoning", {}):

@@ -5,10 +5,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from megajax.inference.server.application import Gate, build_application
 from megajax.inference.server.body import RequestError, large_head
 from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
+from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
 from megajax.inference.worker import Worker
 from megajax.models.facts import facts_of
@@ -64,12 +66,14 @@ class Serving:
         where: str,
         sampling: Sampling,
         warm_up: bool,
+        adapters: Mapping[str, Path],
+        read_adapter: Callable[[Path], Any] | None,
     ) -> int:
         """Run until the server ends -> exit code.
 
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
         settings that requests do not name; warm_up: whether to compile all steps before the first request, while
-        /health answers "starting".
+        /health answers "starting"; adapters: folders by name, loaded first; read_adapter: as in `ModelList`.
         """
         prepare = _compile(device.programs) if warm_up else ()
         worker = Worker(engine, patience=self._config.stall_seconds, prepare=prepare)
@@ -82,7 +86,11 @@ class Serving:
             sampling=sampling,
         )
         readiness = Readiness(name, worker)
-        app = build_application(model, self._config, self._access, readiness, _log)
+        models = ModelList(model, read_adapter)
+        for adapter, folder in adapters.items():
+            engine.load_adapter(adapter, models.read(adapter, folder))
+            models.add(adapter)
+        app = build_application(models, self._config, self._access, readiness, _log)
         server = Server(app, self._config, readiness, _log)
         _log(plain("megajax serve", [*_banner(device.programs, model, where, warm_up), self._section(sampling)]))
         worker.start()
@@ -118,7 +126,8 @@ def _compile(programs: Programs) -> Iterator[None]:
 
 
 def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) -> list[Section]:
-    loaded, size = programs.loaded, programs.size
+    loaded, size, slots = programs.loaded, programs.size, programs.loaded.adapters
+    names = ", ".join(model.worker.engine.adapters.names()) or "none"
     dtypes = ", ".join(sorted({array.dtype.name for array in jax.tree.leaves(loaded.weights)}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
@@ -135,6 +144,7 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) 
                 ("cache", pool),
                 ("drafts", f"up to {programs.drafts} tokens of earlier text in a step" if programs.drafts else "none"),
                 ("request", f"at most {model.length:,} tokens, prompt and answer"),
+                *([] if slots is None else [("adapters", f"{names}; {slots.count} slots of rank {slots.rank}")]),
             ],
         ),
     ]

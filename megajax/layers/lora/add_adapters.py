@@ -1,9 +1,11 @@
-"""Adding low-rank adapters to a built model, and dropout of their inputs."""
+"""Adding low-rank adapters to a built model, dropout of their inputs, and several adapters in one matrix."""
 
 import zlib
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -57,6 +59,46 @@ def drop_inputs(block: nnx.Module, ctx: Context) -> None:
         if matrix.low_rank is not None and matrix.low_rank.rate:
             place = zlib.crc32(path.encode()) >> 1
             matrix.low_rank = replace(matrix.low_rank, drop=partial(_dropped, ctx, place, matrix.layout))
+
+
+class AdapterSlots(NamedTuple):
+    """Room for several adapters beside each matrix: `build(model)` adds it, as a config of adapters does.
+
+    A and B of a matrix hold all slots: slot s is the columns s * rank to (s + 1) * rank of A, and the same rows of B.
+    The scale of an adapter is part of its B.
+    """
+
+    count: int
+    rank: int
+    """Maximum rank of an adapter."""
+
+    def build[M: nnx.Module](self, model: M) -> M:
+        """The model with slots beside the matrices that `Stack.step` multiplies by, except those of experts."""
+        for path, matrix in matrices_of(model).items():
+            if path.startswith(STACKED) and "expert" not in matrix.array.axes:
+                matrix.adapt(self.count * self.rank, 1.0, 0.0)
+        return model
+
+    def columns(self, slots: Array) -> Array:
+        """Slot of each token int32 [T], -1 for none -> its columns of A, bool [T, count * rank]."""
+        return slots[:, None] == jnp.repeat(jnp.arange(self.count), self.rank)[None]
+
+
+STACKED = "stack.blocks."
+"""Prefix of the paths of matrices that decoding steps multiply by."""
+
+
+def choose_adapters(block: nnx.Module, columns: Array | None) -> None:
+    """Lets each token of a decoding step use some columns of the adapters' A in a block, bool [T, R]; None: all."""
+    if columns is None:
+        return
+    for matrix in matrices_of(block).values():
+        if matrix.low_rank is not None:
+            matrix.low_rank = replace(matrix.low_rank, choose=partial(_chosen, columns))
+
+
+def _chosen(columns: Array, inner: Array) -> Array:
+    return jnp.where(columns.reshape(len(columns), *[1] * (inner.ndim - 2), -1), inner, 0)
 
 
 def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, axes: LogicalAxes) -> Array:

@@ -32,6 +32,7 @@ from megajax.layers.block.config import shared_bias
 from megajax.layers.cache_spec import below
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, in_layer, rows_of
+from megajax.layers.lora.add_adapters import choose_adapters
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.recompute import Recomputing, SavePolicy
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
@@ -121,6 +122,7 @@ class Stack(nnx.Module):
                         w = jax.lax.dynamic_index_in_dim(weights[f"{place.block}.{path}"], row, keepdims=False)
                         used[path] = self.layout.gather(w, leaf.axes[1:])
                     block, layer_cache = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
+                    choose_adapters(block, rows_of(ctx).columns)
                     x, layer_cache = apply(block, x, layer_cache, in_layer(ctx, row))
                     cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in layer_cache.items()}}
                 return x, cache

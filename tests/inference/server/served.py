@@ -3,8 +3,9 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,11 +13,13 @@ from echo_device import EchoDevice
 from waiting import wait_until
 
 from megajax.config.errors import UserError
+from megajax.inference.adapter_table import AdapterTable
 from megajax.inference.engine import Engine
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
+from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.worker import Worker
@@ -73,10 +76,12 @@ def start(
     template: str | None = "plain",
     access: Access | None = None,
     sampling: Sampling | None = None,
+    slots: int = 0,
+    read_adapter: Callable[[Path], Any] | None = None,
     prepare: Iterable[object] = (),
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
-    engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=_guide)
+    engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=_guide, adapters=AdapterTable(slots))
     worker = Worker(engine, patience=config.stall_seconds, prepare=prepare)
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
@@ -90,7 +95,10 @@ def start(
     )
     readiness, log = Readiness("tiny", worker), list[str]()
     server = Server(
-        build_application(model, config, access or Access(), readiness, log.append), config, readiness, log.append
+        build_application(ModelList(model, read_adapter), config, access or Access(), readiness, log.append),
+        config,
+        readiness,
+        log.append,
     )
     bound = listening_socket(Access(port=0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
@@ -118,7 +126,7 @@ def main() -> int:
     )
     config, readiness = ServerConfig(drain_seconds=20), Readiness("tiny", worker)
     bound = listening_socket(Access(port=0))
-    server = Server(build_application(model, config, Access(), readiness, print), config, readiness, print)
+    server = Server(build_application(ModelList(model), config, Access(), readiness, print), config, readiness, print)
     worker.start()
     bound.listen()
     print(address(bound), flush=True)

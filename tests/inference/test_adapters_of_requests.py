@@ -1,0 +1,283 @@
+"""Several adapters in one engine: each request gets the tokens and scores of the model with its adapter merged."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_steps import CHUNK, loaded, programs_of
+from flax import nnx
+from jax.sharding import NamedSharding
+from test_engine import Client, idle, serve
+from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
+
+from megajax.config.errors import UserError
+from megajax.inference.adapter_table import AdapterTable
+from megajax.inference.adapter_values import AdapterWeights, slot_values
+from megajax.inference.device import ModelDevice
+from megajax.inference.engine import Engine
+from megajax.inference.loaded_model import LoadedModel, layers_apart
+from megajax.inference.programs import Programs
+from megajax.inference.request import Refused
+from megajax.inference.sampling.chooser import choosers
+from megajax.layers.lora.add_adapters import AdapterSlots
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.param import Adapter, specs
+
+LLAMA = decoder(replace(HEADS, rope=ROPE), repeats=2)
+ONE_MATRIX = LoRAConfig(rank=2, alpha=3, targets=("*.mixer.query",))
+
+
+class Drawn:
+    """The arrays of an adapter, a `WeightSource`."""
+
+    def __init__(self, cfg: Any, lora: LoRAConfig, seed: int):
+        draw, self.where, self.lora = np.random.default_rng(seed), f"adapter {seed}", lora
+        self.declared = specs(nnx.eval_shape(lambda: replace(cfg, lora=lora).build(loaded(cfg, {}).layout)), Adapter)
+        self.arrays = {path: draw.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in self.declared.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: array.shape for path, array in self.arrays.items()}
+
+    def read(self, path: str, box: Any) -> np.ndarray:
+        return self.arrays[path][box]
+
+    def stored(self) -> AdapterWeights:
+        return AdapterWeights(self, self.arrays.keys(), self.lora.rank, self.lora.scale())
+
+    def merged(self, model: LoadedModel) -> LoadedModel:
+        weights = dict(model.weights)
+        for path, a in self.arrays.items():
+            matrix, _, leaf = path.rpartition(".")
+            if leaf == "lora_a":
+                b, w = self.arrays[f"{matrix}.lora_b"], weights[matrix]
+                delta = np.einsum("lir,lro->lio", a.reshape(len(a), -1, a.shape[-1]), b.reshape(*b.shape[:2], -1))
+                weights[matrix] = jax.device_put(w + self.lora.scale() * delta.reshape(w.shape), w.sharding)
+        return replace(model, weights=weights)
+
+
+def with_slots(model: LoadedModel, slots: AdapterSlots) -> LoadedModel:
+    cfg = replace(model.cfg, lora=slots)
+    abstract, weights = nnx.eval_shape(lambda: cfg.build(model.layout)), dict(model.weights)
+    for path, spec in specs(abstract, Adapter).items():
+        sharding = NamedSharding(model.mesh, model.layout.plan.compute.spec(spec.axes))
+        weights[path] = jnp.zeros(spec.shape, jnp.float32, device=sharding)
+    return replace(model, model=abstract, weights=weights, adapters=slots)
+
+
+def compiled(model: LoadedModel) -> Programs:
+    return programs_of(model, choosers(VOCABULARY), rows=4, tile=4, chunks=(0, CHUNK), blocks=64)
+
+
+def engine_of(programs: Programs, slots: int = 0, blocks: int = 64) -> Engine:
+    """With this many of the slots and blocks."""
+    device = ModelDevice(programs, VOCABULARY)
+    device.blocks = blocks
+    return Engine(device, adapters=AdapterTable(slots, programs.write_adapter))
+
+
+def load(engine: Engine, name: str, adapter: Drawn) -> None:
+    assert isinstance(engine.device, ModelDevice)
+    engine.load_adapter(name, slot_values(engine.device.programs.loaded, adapter.stored()))
+
+
+def client(prompt: Iterable[int], adapter: str | None, **settings: Any) -> Client:
+    asked = Client(list(prompt), **{"max_tokens": 12, "logprobs": 2, **settings})
+    asked.request.adapter = adapter
+    return asked
+
+
+def demand_same(found: list[Client], expected: list[Client]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.answer.tokens == other.answer.tokens and one.answer.finish == other.answer.finish == "length"
+        scores = ([score.logprob for score in client.answer.scores] for client in (one, other))
+        np.testing.assert_allclose(*scores, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base() -> LoadedModel:
+    return loaded(LLAMA, {})
+
+
+@pytest.fixture(scope="module")
+def adapters() -> dict[str, Drawn]:
+    """On all matrices, and on one with a lower rank."""
+    return {"a": Drawn(LLAMA, LoRAConfig(rank=3, alpha=4.5), 1), "b": Drawn(LLAMA, ONE_MATRIX, 2)}
+
+
+PROMPT = (7, 3, 99, 5, 18, 44, 2, 60, 31)
+
+
+def prompts() -> list[tuple[int, ...]]:
+    draw = np.random.default_rng(3)
+    return [(*PROMPT, *draw.integers(0, VOCABULARY, draw.integers(0, 5)).tolist()) for _ in range(9)]
+
+
+@pytest.fixture(scope="module")
+def slots(base: LoadedModel) -> Programs:
+    """The programs of a model with three slots of rank 4."""
+    return compiled(layers_apart(with_slots(base, AdapterSlots(3, 4))))
+
+
+@pytest.fixture(scope="module")
+def merged(base: LoadedModel, adapters: dict[str, Drawn]) -> dict[str | None, Engine]:
+    """Engines of the model itself, and of the model with each adapter merged."""
+    models = {None: base} | {name: adapter.merged(base) for name, adapter in adapters.items()}
+    return {name: engine_of(compiled(model)) for name, model in models.items()}
+
+
+def answered(merged: dict[str | None, Engine], asked: list[Client]) -> list[Client]:
+    """The same requests to the engines of merged weights."""
+    clients = []
+    for one in asked:
+        clients.append(client(one.request.prompt, None))
+        clients[-1].request.sampling = one.request.sampling
+        serve(merged[one.request.adapter], clients[-1])
+    return clients
+
+
+@pytest.mark.parametrize("blocks", [64, 14])
+def test_rows_of_different_adapters_in_the_same_steps(
+    slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn], blocks: int
+) -> None:
+    """Also with preempted rows, and with equal prompts, whose blocks are shared by requests of one adapter alone."""
+    engine = engine_of(slots, 3, blocks)
+    for name, adapter in adapters.items():
+        load(engine, name, adapter)
+    names = [None, "a", "b"] * 3
+    asked = [client(prompt, name) for prompt, name in zip(prompts(), names, strict=True)]
+    asked += [client(PROMPT, name) for name in names]
+    serve(engine, *asked)
+    statistics = engine.statistics()
+    assert (statistics.preemptions_total > 2) == (blocks == 14)
+    assert statistics.shared_tokens_total > 0
+    demand_same(asked, answered(merged, asked))
+    tokens = {one.answer.tokens for one in asked[9:]}
+    assert len(tokens) == 3, "the adapters change the answer to the same prompt"
+
+
+def test_no_block_is_shared_between_adapters(
+    slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
+) -> None:
+    """Nor between adapters that had the same slot or the same name one after the other."""
+    engine = engine_of(slots, 1)
+    answers, shared = [], []
+    for adapter in adapters.values():
+        load(engine, "mine", adapter)
+        for _ in range(2):
+            answers.append(client(PROMPT, "mine"))
+            serve(engine, answers[-1])
+            shared.append(answers[-1].answer.shared)
+        engine.drop_adapter("mine")
+    plain = client(PROMPT, None)
+    serve(engine, plain)
+    assert shared == [0, 8, 0, 8] and plain.answer.shared == 0
+    asked = [client(PROMPT, name) for name in ("a", "a", "b", "b", None)]
+    demand_same([*answers, plain], answered(merged, asked))
+
+
+def test_adapters_are_loaded_and_dropped_while_requests_run(
+    slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
+) -> None:
+    engine = engine_of(slots, 2)
+    asked = [client(PROMPT, None), client(PROMPT, "a")]
+    engine.submit(asked[0].request)
+    engine.step()
+    load(engine, "a", adapters["a"])
+    engine.submit(asked[1].request)
+    engine.step()
+    load(engine, "b", adapters["b"])
+    asked.append(client(PROMPT, "b"))
+    engine.submit(asked[2].request)
+    engine.step()
+    engine.drop_adapter("a")
+    with pytest.raises(UserError, match=r"no slot is free for adapter 'c': of 2 .* 1 are loaded, 1 dropped ones"):
+        load(engine, "c", adapters["a"])
+    with pytest.raises(Refused, match=r"adapter 'a' is not loaded: there are \['b'\]"):
+        engine.submit(client(PROMPT, "a").request)
+    while engine.step():
+        pass
+    idle(engine)
+    load(engine, "c", adapters["a"])
+    asked.append(client(PROMPT, "c"))
+    serve(engine, asked[3])
+    same = [client(PROMPT, name) for name in (None, "a", "b", "a")]
+    demand_same(asked, answered(merged, same))
+
+
+def test_loading_compiles_nothing_after_the_warm_up(base: LoadedModel, adapters: dict[str, Drawn]) -> None:
+    programs = programs_of(with_slots(base, AdapterSlots(1, 4)), choosers(VOCABULARY)[:1], chunks=(0, CHUNK), blocks=16)
+    engine = engine_of(programs, 1, 16)
+    assert len(list(programs.compile())) == programs.count
+    compiled = dict(programs.compiled)
+    load(engine, "a", adapters["a"])
+    serve(engine, client(PROMPT, "a", logprobs=None))
+    assert programs.compiled == compiled
+
+
+def test_refusals(base: LoadedModel, slots: Programs, adapters: dict[str, Drawn]) -> None:
+    engine = engine_of(slots, 2)
+    load(engine, "a", adapters["a"])
+    with pytest.raises(UserError, match="'a' is loaded"):
+        load(engine, "a", adapters["b"])
+    with pytest.raises(UserError, match="'b' is not loaded"):
+        engine.drop_adapter("b")
+    with pytest.raises(UserError, match=r"rank 6, and slots have rank 4: set inference\.adapter_rank=6"):
+        load(engine, "b", Drawn(LLAMA, LoRAConfig(rank=6), 5))
+    other = adapters["b"].stored()._replace(paths=["stack.blocks.0.mlp.experts.up.lora_a"])
+    with pytest.raises(
+        UserError, match=r"adapts stack\.blocks\.0\.mlp\.experts\.up, which can't have several adapters"
+    ):
+        slot_values(slots.loaded, other)
+    plain = engine_of(programs_of(base, [], blocks=4))
+    with pytest.raises(UserError, match=r"no slots for adapters: set inference\.adapters"):
+        load(plain, "a", adapters["a"])
+    with pytest.raises(Refused, match="'a' is not loaded"):
+        plain.check(client(PROMPT, "a").request)
+
+
+def test_beams_and_scores_of_prompts(
+    slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
+) -> None:
+    engine = engine_of(slots, 2)
+    load(engine, "b", adapters["b"])
+    load(engine, "a", adapters["a"])
+    for settings in ({"beams": 3, "n": 2}, {"prompt_logprobs": 0, "max_tokens": 0, "logprobs": None}):
+        one, other = client(PROMPT, "a", **settings), client(PROMPT, None, **settings)
+        serve(engine, client(PROMPT, "b"), one)
+        serve(merged["a"], other)
+        assert [answer.tokens for answer in one.answers()] == [answer.tokens for answer in other.answers()]
+        scores = [[s.logprob for s in c.answers()[0].prompt_scores if s] for c in (one, other)]
+        np.testing.assert_allclose(*scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("latent", {}),
+        pytest.param("gpt", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("window, sinks, gate", {}, marks=pytest.mark.slow),
+        pytest.param("mamba 1", {}, marks=pytest.mark.slow),
+        pytest.param("mamba 2", {}, marks=pytest.mark.slow),
+        pytest.param("nemotron-h", {"data": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_all_layers(name: str, sizes: dict[str, int]) -> None:
+    """All matrices of these layers may have adapters, on several devices too."""
+    cfg = MODELS[name]
+    base, adapter = loaded(cfg, sizes), Drawn(cfg, LoRAConfig(rank=2), 1)
+    programs = [
+        programs_of(model, choosers(VOCABULARY), chunks=(0, CHUNK), blocks=24)
+        for model in (with_slots(base, AdapterSlots(2, 2)), adapter.merged(base))
+    ]
+    engines = [Engine(ModelDevice(one, VOCABULARY), adapters=AdapterTable(2, one.write_adapter)) for one in programs]
+    load(engines[0], "a", adapter)
+    asked = [client(PROMPT, name, max_tokens=LENGTH - len(PROMPT)) for name in ("a", None, "a")]
+    serve(engines[0], *asked)
+    other = client(PROMPT, None, max_tokens=LENGTH - len(PROMPT))
+    serve(engines[1], other)
+    demand_same([asked[0], asked[2]], [other, other])
+    assert asked[1].answer.tokens != other.answer.tokens
