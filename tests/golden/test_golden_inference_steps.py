@@ -60,6 +60,7 @@ def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
 STEPS = {
     "llama3_8b": ("llama3.py:llama3_8b", 1, Bucket(64)),
     "llama3_8b_prompt": ("llama3.py:llama3_8b", 1, Bucket(64, 16, 32)),
+    "llama3_8b_drafts": ("llama3.py:llama3_8b", 1, Bucket(64, drafts=4)),
     "llama3_70b_tensor_8": ("llama3.py:llama3_70b", 8, Bucket(64)),
 }
 
