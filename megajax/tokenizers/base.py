@@ -23,6 +23,7 @@ class Tokenizer(Protocol):
         sentinels: ids of <extra_id_0>, <extra_id_1>, …, which replace masked spans in T5's texts.
         prefix: ids that by default precede a text that a model reads, such as the beginning of a sequence; `encode`
             does not add them.
+        suffix: ids that by default follow a text that is embedded, such as the end of a sequence.
         table: bytes of each id, None for an id without a token, if a text is the concatenated bytes of its tokens, as
             UTF-8; empty for other decoders.
         continues: bool [vocabulary], whether the token continues the word before it; None: words are unknown.
@@ -36,6 +37,7 @@ class Tokenizer(Protocol):
     identity: str
     sentinels: Sequence[int] = ()
     prefix: Sequence[int] = ()
+    suffix: Sequence[int] = ()
     table: Sequence[bytes | None] = ()
     continues: np.ndarray | None = None
 

@@ -73,6 +73,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.specials = usual_specials(vocabulary)
         self.pad = self.specials.pop("pad", None)
         self.sentinels = sentinels_of(vocabulary)
+        self.suffix = tuple(number for number, _ in takewhile(itemgetter(1), reversed(self._marks())))[::-1]
         self.prefix = self._prefix(os.path.join(os.path.dirname(path), "tokenizer_config.json"))
         if isinstance(self.engine.decoder, tokenizers.decoders.ByteLevel):
             self.table = byte_level_table(vocabulary, self.vocabulary_size)
@@ -90,6 +91,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def plain(self) -> Tokenizer:
         return HuggingFaceTokenizer(replace(self._config, special_tokens_in_text=False))
 
+    def _marks(self) -> list[tuple[int, int]]:
+        """Ids of a text with those that the post-processor of tokenizer.json adds, and whether it added them."""
+        encoding = self.engine.encode("a")
+        return list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+
     def _prefix(self, path: str) -> tuple[int, ...]:
         """The prefix by `add_bos_token` of tokenizer_config.json, as in transformers, or else the ids that the
         post-processor of tokenizer.json puts before a text.
@@ -105,9 +111,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if not isinstance(settings, dict):
             raise UserError(f"{path}: a JSON {type(settings).__name__}, not an object.")
         if settings.get("add_bos_token") is None:
-            encoding = self.engine.encode("a")
-            marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-            return tuple(number for number, _ in takewhile(itemgetter(1), marks))
+            return tuple(number for number, _ in takewhile(itemgetter(1), self._marks()))
         name = settings.get("bos_token")
         name = name.get("content") if isinstance(name, dict) else name
         number = self.token_id(name) if isinstance(name, str) else self.specials.get("bos")

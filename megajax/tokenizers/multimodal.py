@@ -34,7 +34,8 @@ class MultimodalTokenizer(Tokenizer):
             if number is None:
                 number, self.vocabulary_size = self.vocabulary_size, self.vocabulary_size + 1
             self.specials[role], self._names[number] = number, token
-        self.eod, self.pad, self.prefix = self.base.eod, self.base.pad, self.base.prefix
+        self.eod, self.pad = self.base.eod, self.base.pad
+        self.prefix, self.suffix = self.base.prefix, self.base.suffix
         self.sentinels, self.continues = self.base.sentinels, self.base.continues
         if self.continues is not None:
             self.continues = np.append(self.continues, np.zeros(self.vocabulary_size - len(self.continues), bool))

@@ -154,8 +154,8 @@ def test_missing_package_names_the_extra(path, monkeypatch):
         HuggingFaceTokenizerConfig(path=path).build()
 
 
-def test_prefix(trained, tmp_path):
-    """By the post-processor, unless add_bos_token of tokenizer_config.json states it; `encode` omits it."""
+def test_tokens_around_a_text(trained, tmp_path):
+    """By the post-processor, unless add_bos_token of tokenizer_config.json states the prefix; `encode` omits them."""
     file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     trained.save(str(file))
     content = json.loads(file.read_text())
@@ -164,9 +164,10 @@ def test_prefix(trained, tmp_path):
     content["added_tokens"] += [content["added_tokens"][0] | {"id": n, "content": name} for name, n in names.items()]
     file.write_text(json.dumps(content))
 
-    def prefix() -> list[int]:
+    def prefix(suffix: tuple[int, ...] = ()) -> list[int]:
         tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
         assert tokenizer.encode("it is").tolist() == trained.encode("it is", add_special_tokens=False).ids
+        assert tokenizer.suffix == suffix
         return list(tokenizer.prefix)
 
     assert prefix() == []
@@ -178,13 +179,17 @@ def test_prefix(trained, tmp_path):
     }
     file.write_text(json.dumps(content))
     assert prefix() == [size]
+    content["post_processor"]["single"].append({"SpecialToken": {"id": "<t>", "type_id": 0}})
+    content["post_processor"]["special_tokens"]["<t>"] = {"id": "<t>", "ids": [size + 1], "tokens": ["<t>"]}
+    file.write_text(json.dumps(content))
+    assert prefix((size + 1,)) == [size]
     for json_text, expected in (
         ({"bos_token": "<s>"}, [size]),
         ({"bos_token": "<s>", "add_bos_token": False}, []),
         ({"bos_token": {"content": "<t>"}, "add_bos_token": True}, [size + 1]),
     ):
         settings.write_text(json.dumps(json_text))
-        assert prefix() == expected
+        assert prefix((size + 1,)) == expected
     settings.write_text('{"bos_token": "<none>", "add_bos_token": true}')
     with pytest.raises(UserError, match=r"tokenizer_config\.json: add_bos_token is set, and bos_token, '<none>', is"):
         prefix()

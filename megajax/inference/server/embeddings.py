@@ -71,7 +71,8 @@ class EmbeddingForm:
 
 async def embedding_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/embeddings. Raises RequestError."""
-    prompts = await read_prompts(values, model, config.prompts, "input")
+    suffix = model.tokenizer.suffix if values.get("add_special_tokens", True) else ()
+    prompts = await read_prompts(values, model, config.prompts, "input", suffix)
     form, names = EmbeddingForm(model, prompts, values), {"prompt": "input"}
     sampling = Sampling(max_tokens=0)
     return Job(prompts=prompts, sampling=sampling, response=form.response, names=names, pooling=config.pooling)

@@ -124,16 +124,16 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def read_prompts(
-    values: Mapping[str, Any], model: ServedModel, most: int, name: str = "prompt"
+    values: Mapping[str, Any], model: ServedModel, most: int, name: str = "prompt", suffix: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Tokens of each prompt. name: the field of the prompts.
+    """Tokens of each prompt. name: the field of the prompts; suffix: tokens after each text.
 
     Raises RequestError for a value of another type, an empty prompt, more than `most` prompts, or tokens outside the
     vocabulary.
     """
     prompts = split_prompts(values.get(name, None), most, name)
     flags = values.get("special_tokens", False), values.get("add_special_tokens", True)
-    return [await _encode(prompt, model, name, *flags) for prompt in prompts]
+    return [await _encode(prompt, model, name, *flags, suffix) for prompt in prompts]
 
 
 def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:
@@ -156,10 +156,15 @@ def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | lis
 
 
 async def _encode(
-    prompt: str | Sequence[int], model: ServedModel, name: str, special_tokens: bool, prefix: bool
+    prompt: str | Sequence[int],
+    model: ServedModel,
+    name: str,
+    special_tokens: bool,
+    prefix: bool,
+    suffix: Sequence[int],
 ) -> list[int]:
     if isinstance(prompt, str):
-        return await model.encode(prompt, special_tokens=special_tokens, prefix=prefix)
+        return [*await model.encode(prompt, special_tokens=special_tokens, prefix=prefix), *suffix]
     model.demand_tokens(prompt, name)
     return list(prompt)
 

@@ -97,6 +97,17 @@ def test_what_is_refused(running: Running, body: dict[str, Any], param: str) -> 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+def test_tokens_around_a_text(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.worker.engine.tokenizer, "suffix", (2,))
+    for text, more, content in (
+        ("ab", {}, b"ab\x02"),
+        ("ab", {"add_special_tokens": False}, b"ab"),
+        (list(b"ab"), {}, b"ab"),
+    ):
+        vector = embed(running, input=text, **more)["data"][0]["embedding"]
+        np.testing.assert_allclose(vector, vector_of(running, content), atol=1e-6)
+
+
 def test_a_text_as_long_as_a_row(running: Running) -> None:
     vector = embed(running, input="a" * EchoDevice().length)["data"][0]["embedding"]
     np.testing.assert_allclose(vector, vector_of(running, b"a"), atol=1e-6)
