@@ -1,5 +1,6 @@
 """A device without a model: the next token is a hash of the row's tokens, read back from the blocks of its cache."""
 
+import random
 from collections import abc
 from hashlib import blake2b
 
@@ -92,6 +93,17 @@ class StandIn:
         first = hashed(tokens, self.vocabulary, seed)
         order = [(first + place) % self.vocabulary for place in range(self.vocabulary)]
         return [token for token in order if token not in row.forbidden(ahead)]
+
+
+class Known:
+    """Drafts of a text that is known, with a share of wrong tokens."""
+
+    def __init__(self, tokens: abc.Sequence[int], wrong: float):
+        self.tokens, self.wrong, self.draw = tokens, wrong, random.Random(1)
+
+    def draft(self, tokens: list[int]) -> list[int]:
+        right = self.tokens[len(tokens) : len(tokens) + 4]
+        return [7 if self.draw.random() < self.wrong else token for token in right]
 
 
 def expected(prompt: abc.Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from compiled_steps import CHUNK, loaded, programs_of
 from flax import nnx
 from jax.sharding import NamedSharding
+from stand_in import Known
 from test_engine import Client, idle, serve
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
 
@@ -157,6 +158,27 @@ def test_rows_of_different_adapters_in_the_same_steps(
     demand_same(asked, answered(merged, asked))
     tokens = {one.answer.tokens for one in asked[9:]}
     assert len(tokens) == 3, "the adapters change the answer to the same prompt"
+
+
+@pytest.mark.slow
+def test_drafts_are_verified_with_the_adapter_of_their_row(
+    base: LoadedModel, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
+) -> None:
+    model = layers_apart(with_slots(base, AdapterSlots(3, 4)))
+    sizes: dict[str, Any] = {"rows": 4, "tile": 4, "chunks": (0, CHUNK), "blocks": 64}
+    engine = engine_of(programs_of(model, choosers(VOCABULARY), drafts=4, **sizes), 3)
+    for name, adapter in adapters.items():
+        load(engine, name, adapter)
+    asked = [client(prompt, name) for prompt, name in zip(prompts(), [None, "a", "b"] * 3, strict=True)]
+    expected = answered(merged, asked)
+    for one in asked:
+        engine.submit(one.request)
+    for sequence in engine.schedulers[0].waiting:
+        known = expected[sequence.order[0]]
+        sequence.drafter = Known((*known.request.prompt, *known.answer.tokens), wrong=0.2)
+    serve(engine)
+    demand_same(asked, expected)
+    assert engine.statistics().accepted_tokens_total > 40
 
 
 def test_no_block_is_shared_between_adapters(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_steps import Logits, Row, Step, loaded, programs_of, whole_logits
-from stand_in import StandIn, check, hashed
+from stand_in import Known, StandIn, check, hashed
 from test_engine import Client, serve
 from test_generate_terminal import session
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
@@ -159,17 +159,6 @@ def test_a_fault_in_a_draft_ends_its_answer_where_it_would_end_without() -> None
     (plain, _), (drafted, engine) = run(0), run(4)
     assert plain == drafted and engine.statistics().errors_total == 1
     assert [(len(answer.tokens), answer.finish) for answer in drafted] == [(26, "error"), (50, "length")]
-
-
-class Known:
-    """Drafts of a text that is known, with a share of wrong tokens."""
-
-    def __init__(self, tokens: abc.Sequence[int], wrong: float):
-        self.tokens, self.wrong, self.draw = tokens, wrong, random.Random(1)
-
-    def draft(self, tokens: list[int]) -> list[int]:
-        right = self.tokens[len(tokens) : len(tokens) + 4]
-        return [7 if self.draw.random() < self.wrong else token for token in right]
 
 
 def test_a_draft_leaves_a_block_for_each_running_row() -> None:
