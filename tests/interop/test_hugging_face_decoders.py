@@ -17,6 +17,7 @@ from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, dema
 from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.folder import rename_tensors
 from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
@@ -190,6 +191,19 @@ PRESETS = {
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
 }
+
+
+def test_the_class_without_a_head_has_no_prefix() -> None:
+    """Embedding models are stored so."""
+    model = replace(read("qwen3"), tied=True)
+    family = families()["qwen3"]
+    table = resolved(family.rows(model), declared_by(model))
+    tensors = {tensor.name: np.zeros(tensor.shape(), np.float32) for tensor in table}
+    stored = Arrays({name.removeprefix("model."): array for name, array in tensors.items()})
+    by_name, adjusted = rename_tensors(stored, family, model)
+    demand_fit(by_name, table, family.ignored)
+    assert adjusted == model
+    assert by_name.names == {name: name.removeprefix("model.") for name in tensors}
 
 
 @pytest.mark.parametrize("kind", PRESETS)

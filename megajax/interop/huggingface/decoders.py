@@ -182,6 +182,8 @@ def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **par
         task="CAUSAL_LM",
         heads={"lm_head.weight": "model.embed_tokens.weight"},
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq", *ignored),
+        # The class without a head, in which embedding models are stored, has no prefix.
+        renamed=((r"^(embed_tokens|layers|norm)\.", r"model.\1."),),
         **parts,
     )
 
