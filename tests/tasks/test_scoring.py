@@ -187,4 +187,4 @@ def test_models_that_are_not_causal_are_refused():
     cfg = RunConfig(model=bert("debug"), data=MockConfig())
     program = scorer().program
     with pytest.raises(UserError, match="which tasks require"):
-        Scorer(type(program)(**{**vars(program), "cfg": cfg}), scorer().tokenizer, {})
+        Scorer(replace(program, cfg=cfg), scorer().tokenizer, {})
