@@ -86,20 +86,36 @@ def _is_not_raised(record: logging.LogRecord) -> bool:
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
-class _IgnoreLateCallbacks:
-    """sys.excepthook that ignores errors of TensorStore callbacks on an event loop that Orbax has closed.
+def _is_late(error: BaseException | None, trace: TracebackType | None) -> bool:
+    """Whether it is the error of a TensorStore callback on an event loop that Orbax has closed.
 
     Orbax closes the loop at the first error of a save, and that error is raised by the save itself.
     """
+    # The outermost frame of a callback from C++; a call from Python has a caller.
+    outermost = "" if trace is None else trace.tb_frame.f_code.co_name
+    return outermost == "call_soon_threadsafe" and str(error) == "Event loop is closed"
+
+
+class _IgnoreLateCallbacks:
+    """sys.excepthook that ignores errors of late callbacks."""
 
     def __init__(self, previous_hook: Callable[..., Any]):
         self._previous_hook = previous_hook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # The outermost frame of a callback from C++; a call from Python has a caller.
-        outermost = "" if trace is None else trace.tb_frame.f_code.co_name
-        if not (outermost == "call_soon_threadsafe" and str(error) == "Event loop is closed"):
+        if not _is_late(error, trace):
             self._previous_hook(kind, error, trace)
+
+
+class _IgnoreLateUnraisable:
+    """sys.unraisablehook that ignores them: callbacks report their errors in either way."""
+
+    def __init__(self, previous_hook: Callable[..., Any]):
+        self._previous_hook = previous_hook
+
+    def __call__(self, raised: Any) -> None:
+        if not _is_late(raised.exc_value, raised.exc_traceback):
+            self._previous_hook(raised)
 
 
 def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Any:
@@ -111,6 +127,8 @@ def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Any:
     logging.getLogger("absl").addFilter(_is_not_raised)  # adding the same filter again has no effect
     if not isinstance(sys.excepthook, _IgnoreLateCallbacks):
         sys.excepthook = _IgnoreLateCallbacks(sys.excepthook)
+    if not isinstance(sys.unraisablehook, _IgnoreLateUnraisable):
+        sys.unraisablehook = _IgnoreLateUnraisable(sys.unraisablehook)
     with _context():
         return ocp.save_async(str(path), dict(arrays))
 

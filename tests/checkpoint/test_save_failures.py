@@ -5,6 +5,7 @@ import errno
 import os
 import subprocess
 import sys
+import types
 import weakref
 
 import jax.numpy as jnp
@@ -166,9 +167,16 @@ def test_the_last_save_of_a_program_without_close_is_finished_at_its_end(tmp_pat
     assert manager.steps() == [1] and "waiting for checkpoint step 1" in capfd.readouterr().err
 
 
+def unraisable(error, trace):
+    """As the argument of sys.unraisablehook."""
+    return types.SimpleNamespace(exc_type=type(error), exc_value=error, exc_traceback=trace, err_msg=None, object=None)
+
+
 def test_callbacks_that_come_after_a_failed_save_print_nothing(tmp_path, capsys, monkeypatch):
     """TensorStore's futures call an event loop that Orbax has closed; other errors are still printed."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    unraisables = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisables.append)
     arrays.start_writing(tmp_path / "arrays", {"a": jnp.zeros(2)}).result()
     loop = asyncio.new_event_loop()
     loop.close()
@@ -182,8 +190,11 @@ def test_callbacks_that_come_after_a_failed_save_print_nothing(tmp_path, capsys,
     while trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
         trace = trace.tb_next  # as from C++, where there is no caller
     sys.excepthook(RuntimeError, first_error.value, trace)
-    assert capsys.readouterr().err == ""
+    sys.unraisablehook(unraisable(first_error.value, trace))
+    assert capsys.readouterr().err == "" and not unraisables
     with pytest.raises(RuntimeError) as second_error:
         from_python()
     sys.excepthook(RuntimeError, second_error.value, second_error.value.__traceback__)
     assert "Event loop is closed" in capsys.readouterr().err
+    sys.unraisablehook(other := unraisable(second_error.value, second_error.value.__traceback__))
+    assert unraisables == [other]
