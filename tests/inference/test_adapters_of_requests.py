@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from stand_in import Known
 from test_engine import Client, idle, serve
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
+from test_steps_of_variants import mixture
 
 from megajax.config.errors import UserError
 from megajax.inference.adapter_table import AdapterTable
@@ -261,25 +262,35 @@ def test_refusals(base: LoadedModel, slots: Programs, adapters: dict[str, Drawn]
         plain.check(client(PROMPT, "a").request)
 
 
-def test_beams_and_scores_of_prompts(
+def test_beams_scores_of_prompts_and_embeddings(
     slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
 ) -> None:
     engine = engine_of(slots, 2)
     load(engine, "b", adapters["b"])
     load(engine, "a", adapters["a"])
-    for settings in ({"beams": 3, "n": 2}, {"prompt_logprobs": 0, "max_tokens": 0, "logprobs": None}):
+    scored: dict[str, Any] = {"prompt_logprobs": 0, "max_tokens": 0, "logprobs": None}
+    for settings, pooling in (
+        ({"beams": 3, "n": 2}, None),
+        (scored, None),
+        (scored | {"prompt_logprobs": None}, "mean"),
+    ):
         one, other = client(PROMPT, "a", **settings), client(PROMPT, None, **settings)
+        one.request.pooling = other.request.pooling = pooling
         serve(engine, client(PROMPT, "b"), one)
         serve(merged["a"], other)
         assert [answer.tokens for answer in one.answers()] == [answer.tokens for answer in other.answers()]
         scores = [[s.logprob for s in c.answers()[0].prompt_scores if s] for c in (one, other)]
         np.testing.assert_allclose(*scores, rtol=0, atol=1e-5)
+        vectors = [c.answers()[0].embedding for c in (one, other)]
+        assert len(vectors[0]) == (LLAMA.hidden if pooling else 0)
+        np.testing.assert_allclose(*vectors, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("latent", {}),
+        pytest.param("mixture", {}, marks=pytest.mark.slow),
         pytest.param("gpt", {"tensor": 2}, marks=pytest.mark.slow),
         pytest.param("window, sinks, gate", {}, marks=pytest.mark.slow),
         pytest.param("mamba 1", {}, marks=pytest.mark.slow),
@@ -288,9 +299,10 @@ def test_beams_and_scores_of_prompts(
     ],
 )
 def test_all_layers(name: str, sizes: dict[str, int]) -> None:
-    """All matrices of these layers may have adapters, on several devices too."""
-    cfg = MODELS[name]
-    base, adapter = loaded(cfg, sizes), Drawn(cfg, LoRAConfig(rank=2), 1)
+    """All matrices of these layers may have adapters, on several devices too; but not those of experts."""
+    cfg = mixture() if name == "mixture" else MODELS[name]
+    targets = ("*.mixer.*",) if name == "mixture" else ("*.blocks.*",)
+    base, adapter = loaded(cfg, sizes), Drawn(cfg, LoRAConfig(rank=2, alpha=1, targets=targets), 1)
     programs = [
         programs_of(model, choosers(VOCABULARY), chunks=(0, CHUNK), blocks=24)
         for model in (with_slots(base, AdapterSlots(2, 2)), adapter.merged(base))

@@ -1,17 +1,22 @@
 """Models loaded for text generation: from folders and runs, with adapters, on several layouts."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hugging_face_folders import write_llama
 from safetensors.numpy import save_file
+from waiting import wait_until
 
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import ConfigError, UserError
@@ -261,3 +266,45 @@ def test_adapters_of_other_models(folder: Path) -> None:
         read(folder / "adapter")
     with pytest.raises(UserError, match=r"its run has no adapters \(model\.lora\)"):
         read(folder / "run")
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", verify=False).status_code == 200
+    except httpx2.ConnectError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_folder_is_served_with_adapters(folder: Path) -> None:
+    """`python -m megajax.serve --adapters=...` answers as the model with the adapter merged, also after a load."""
+    settings = ["--inference.rows=2", "--inference.warm_up=false", "--inference.compute=float32", "--port=0"]
+    slots = ["--inference.adapters=2", "--inference.adapter_rank=2", "--server.load_adapters=true"]
+    models = [[f"--run={folder / 'merged'}"], [f"--hf={folder / 'base'}", f"--adapters=a={folder / 'adapter'}", *slots]]
+    scores = {}
+    for model in models:
+        command = [sys.executable, "-m", "megajax.serve", "--devices=cpu:1", *model, *settings]
+        server, banner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), dict[str, str]()
+        try:
+            assert server.stdout
+            while "sampling" not in banner:
+                name, _, value = server.stdout.readline().strip().partition(" ")
+                banner[name] = value.strip()
+            ask = partial(httpx2.post, verify=False, timeout=120)
+            url, names = banner["address"], [None]
+            assert wait_until(lambda url=url: answers(url))
+            if slots[0] in model:
+                assert banner["adapters"] == "a; 2 slots of rank 2"
+                body = {"lora_name": "b", "lora_path": str(folder / "lora")}
+                assert ask(f"{url}/v1/load_lora_adapter", json=body).json()["parent"] == "base"
+                names = [None, "a", "b"]
+            for name in names:
+                body = {"model": name, "prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0, "logprobs": 0}
+                (answer,) = ask(f"{url}/v1/completions", json=body).json()["choices"]
+                scores[model[0], name] = answer["logprobs"]["token_logprobs"]
+        finally:
+            server.kill()
+            server.communicate()
+    merged, base, peft, run = scores.values()
+    np.testing.assert_allclose([peft, run], [merged, merged], rtol=0, atol=1e-5)
+    assert not np.allclose(base, merged, atol=1e-2)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class ModelList:
 
     def add(self, name: str) -> ServedModel:
         """List an adapter that the engine has loaded."""
-        self._adapters[name] = replace(self.base, name=name, parent=self.base.name)
+        self._adapters[name] = self.base.with_adapter(name)
         return self._adapters[name]
 
     async def load(self, values: Mapping[str, Any]) -> ServedModel:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,10 @@ class ServedModel:
     def adapter(self) -> str | None:
         """The engine's adapter for requests to this model."""
         return None if self.parent is None else self.name
+
+    def with_adapter(self, name: str) -> "ServedModel":
+        """The model with an adapter that the engine has loaded now."""
+        return replace(self, name=name, parent=self.name, created=int(time.time()))
 
     def card(self) -> dict[str, Any]:
         """The model's entry in /v1/models.
