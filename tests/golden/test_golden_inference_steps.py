@@ -16,6 +16,7 @@ from megajax.config import load
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.programs import CacheSize, Programs
 from megajax.inference.step_arrays import Bucket
+from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -34,12 +35,13 @@ MIB = 2**20
 SIZE = CacheSize(blocks=4096, block=16, slots=64)
 
 
-def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
-    """Steps of a model with bfloat16 weights on this number of H100s."""
+def programs(name: str, tensor: int, bucket: Bucket, slots: AdapterSlots | None = None) -> Programs:
+    """Steps of a model with bfloat16 weights on this number of H100s. slots: of adapters."""
     cfg, parallel = load(name).model, ParallelConfig(tensor=tensor, data=1, data_sharding="replicate", sequence=False)
     mesh = build_mesh(parallel, devices.virtual_devices(Cluster(GPUS["h100"], tensor, 8)))
     layout = Layout(Plan.of(parallel))
-    abstract = nnx.eval_shape(lambda: cfg.build(layout))
+    built = cfg if slots is None else replace(cfg, lora=slots)
+    abstract = nnx.eval_shape(lambda: built.build(layout))
     weights: dict[str, Any] = {
         path: jax.ShapeDtypeStruct(
             one.shape, jnp.bfloat16, sharding=NamedSharding(mesh, layout.plan.compute.spec(one.axes))
@@ -47,7 +49,15 @@ def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
         for path, one in specs(abstract).items()
     }
     return Programs(
-        LoadedModel(cfg, abstract, weights, mesh, layout, options=compiler_options(*GPU, *INFERENCE, *DEVICELESS)),
+        LoadedModel(
+            cfg,
+            abstract,
+            weights,
+            mesh,
+            layout,
+            options=compiler_options(*GPU, *INFERENCE, *DEVICELESS),
+            adapters=slots,
+        ),
         SIZE,
         buckets=[bucket],
         choosers=[],
@@ -100,6 +110,24 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
         *counts(actual),
     ]
     golden(f"inference_{step}", "\n".join(lines) + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_slots_of_adapters_add_their_arrays_alone() -> None:
+    """Nothing is copied, and the products of a layer with 8 slots need no more temporary memory."""
+    memory = []
+    for slots in (None, AdapterSlots(8, 16)):
+        steps = programs("llama3.py:llama3_8b", 1, Bucket(64), slots)
+        program = steps.lowered(Bucket(64)).compile(steps.loaded.options)
+        memory.append(program.memory_analysis())
+        assert audit(program.as_text()).by_class()["copies"] < 2 * MIB
+    plain, adapted = memory
+    assert adapted.temp_size_in_bytes - plain.temp_size_in_bytes < 2 * MIB
+    # Inputs and outputs of query and output, of key and value, and of the three matrices of the MLP, for each layer.
+    sides = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    expected = sides * 8 * 16 * 2
+    assert abs(adapted.argument_size_in_bytes - plain.argument_size_in_bytes - expected) < MIB
 
 
 def test_inference_options_depend_on_the_platform() -> None:

@@ -207,3 +207,33 @@ def test_bad_logits_are_not_healthy_until_the_next_good_step(started: Any) -> No
         worker.submit(client.request)
         assert client.finish == finish
         assert wait_until(lambda healthy=healthy: worker.healthy() == healthy)
+
+
+def test_calls_run_between_steps(started: Any) -> None:
+    """On the engine's thread, also without requests; an exception is the caller's alone."""
+    worker = started(device := Gated())
+    assert worker.call(lambda engine: threading.current_thread().name).result(20) == "engine"
+    device.gate.clear()
+    client = Waiting("a", (1, 2))
+    worker.submit(client.request)
+    after, cancelled = worker.call(lambda engine: device.steps), worker.call(lambda engine: 1 / 0)
+    failing = worker.call(lambda engine: 1 / 0)
+    assert cancelled.cancel()
+    device.gate.set()
+    assert client.finish == "length" and 0 <= after.result(20) < 9
+    with pytest.raises(ZeroDivisionError):
+        failing.result(20)
+    worker.close()
+    with pytest.raises(Refused, match="the engine has ended"):
+        worker.call(lambda engine: None)
+
+
+def test_calls_that_wait_end_with_the_engine(started: Any) -> None:
+    worker = started(device := Gated(fails=0))
+    device.gate.clear()
+    worker.submit(Waiting("a", (1, 2)).request)
+    assert wait_until(lambda: worker.engine.requests == 1)
+    call = worker.call(lambda engine: None)
+    device.gate.set()
+    with pytest.raises(Refused, match="the engine has ended"):
+        call.result(20)
