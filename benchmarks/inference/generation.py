@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from megajax.inference.assembly import TILE
+from megajax.inference.assembly import TILE, for_steps
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
@@ -128,9 +128,10 @@ def stream_bandwidth() -> float:
 def engine_of(
     model: LoadedModel, *, rows: int = BATCH, drafts: int = 0, vocabulary: int = SIZES["vocab_size"]
 ) -> Engine:
-    """An engine with all of its greedy steps compiled. vocabulary: number of ids that may be chosen."""
+    """An engine with all of its greedy steps compiled, as a server makes it on this machine. vocabulary: number of ids
+    that may be chosen."""
     steps = Programs(
-        model,
+        for_steps(model),
         CacheSize(blocks=rows * LENGTH // BLOCK, block=BLOCK, slots=rows),
         buckets=[
             *(Bucket(rows, drafts=most) for most in dict.fromkeys((0, drafts))),

@@ -63,10 +63,8 @@ def make_engine(
     if config.speculate and not tiled:
         reason = "the model has layers with a state per request (or an encoder), from which no token can be taken back"
         raise UserError(f"inference.speculate={config.speculate}: {reason}. Set inference.speculate=0")
-    if model.mesh.devices.flat[0].platform == "cpu":
-        model = layers_apart(model)
     programs = Programs(
-        model,
+        for_steps(model),
         cache_size(config, length, model, dtype),
         buckets=buckets_up_to(
             max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=config.batch_invariant
@@ -81,6 +79,11 @@ def make_engine(
     adapters = None if model.adapters is None else AdapterTable(model.adapters.count, programs.write_adapter)
     device = ModelDevice(programs, vocabulary)
     return Engine(device, tokenizer=tokenizer, end_tokens=end_tokens, queue=queue, guide=guides, adapters=adapters)
+
+
+def for_steps(model: LoadedModel) -> LoadedModel:
+    """The model with its weights as steps read them without a copy: those of each layer apart on CPUs."""
+    return layers_apart(model) if model.mesh.devices.flat[0].platform == "cpu" else model
 
 
 def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored: str) -> PagedKernel:
