@@ -143,6 +143,21 @@ class Worker:
 
     def _accept(self) -> None:
         """Process requests, cancellations and calls since the last step."""
+        self._submit_all()
+        while self._cancelled:
+            self.engine.cancel(self._cancelled.popleft())
+        while self._calls:
+            work, future = self._calls.popleft()
+            # A call may refuse what was accepted before it, such as requests for an adapter that it drops.
+            self._submit_all()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work(self.engine))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _submit_all(self) -> None:
         while self._inbox:
             request = self._inbox[0]
             try:
@@ -151,16 +166,6 @@ class Worker:
                 LOG.error("request %s was accepted, then rejected: %s", request.identifier, refusal)
                 _end(request)
             self._inbox.popleft()
-        while self._cancelled:
-            self.engine.cancel(self._cancelled.popleft())
-        while self._calls:
-            work, future = self._calls.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work(self.engine))
-            except Exception as error:
-                future.set_exception(error)
 
 
 def _end(request: Request) -> None:

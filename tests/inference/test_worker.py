@@ -237,3 +237,16 @@ def test_calls_that_wait_end_with_the_engine(started: Any) -> None:
     device.gate.set()
     with pytest.raises(Refused, match="the engine has ended"):
         call.result(20)
+
+
+def test_a_call_follows_the_requests_before_it(started: Any) -> None:
+    """Also those that were submitted after the engine has looked for requests."""
+    worker = started(Gated())
+    client, numbers = Waiting("a", (1, 2)), list[int]()
+
+    def first(engine: Engine) -> None:
+        worker.submit(client.request)
+        worker.call(lambda engine: numbers.append(engine.requests))
+
+    worker.call(first).result(20)
+    assert client.finish == "length" and numbers == [1]
