@@ -73,7 +73,7 @@ def slot_values(loaded: LoadedModel, adapter: AdapterWeights) -> Params:
     with jax.set_mesh(loaded.mesh):
         for path, spec in declared.items():
             sharding = NamedSharding(loaded.mesh, rules.spec(spec.axes))
-            like = jax.ShapeDtypeStruct(shapes[path], loaded.weights[path].dtype, sharding=sharding)
+            like = jax.ShapeDtypeStruct(shapes[path], jax.tree.leaves(loaded.weights[path])[0].dtype, sharding=sharding)
             stored = placed(source, path, like, range(len(spec.layers)))
             values[path] = jax.block_until_ready(copy_heads(loaded.layout, stored, spec.axes))
     return values

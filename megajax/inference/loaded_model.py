@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.batch import Params
 from megajax.layers.decoding import LayerLoop, rolled, unrolled
 from megajax.layers.lora.add_adapters import AdapterSlots
-from megajax.layers.param import Adapter, Observation, bind, specs
+from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.layout import Layout
 
 
@@ -35,7 +35,8 @@ class LoadedModel:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Compiler options."""
     adapters: AdapterSlots | None = None
-    """Room for adapters beside the matrices, whose arrays are among `weights`; None: there is none."""
+    """Room for adapters beside the matrices, whose arrays are among `weights`; None: there is none. An engine writes
+    adapters into these arrays: other engines cannot use them."""
     loop: LayerLoop = rolled
     """The loop over layers in a step; `unrolled` if `weights` are those of `layers_apart`."""
 
@@ -49,10 +50,8 @@ class LoadedModel:
 def layers_apart(loaded: LoadedModel) -> LoadedModel:
     """The model with each layer's row of a stacked weight as an array of its own, without a copy on CPUs.
 
-    A CPU copies the row of a stack that a loop indexes, which takes as long as a product with few rows. Slots of
-    adapters stay stacked, because they are written while the engine runs.
+    A CPU copies the row of a stack that a loop indexes, which takes as long as a product with few rows.
     """
-    written = specs(loaded.model, Adapter).keys() if loaded.adapters else ()
     declared, plan = {**specs(loaded.model), **specs(loaded.model, Observation)}, loaded.layout.plan
 
     def rows(path: str, stack: Array) -> Any:
@@ -66,6 +65,5 @@ def layers_apart(loaded: LoadedModel) -> LoadedModel:
             for number in range(len(stack))
         )
 
-    apart = {path for path, spec in declared.items() if spec.layers and path not in written}
-    weights = {path: rows(path, w) if path in apart else w for path, w in loaded.weights.items()}
+    weights = {path: rows(path, w) if declared[path].layers else w for path, w in loaded.weights.items()}
     return replace(loaded, weights=weights, loop=unrolled)

@@ -322,22 +322,24 @@ class Programs:
         if self.loaded.adapters is None:
             raise ValueError("the model has no slots for adapters")
         declared, rank = specs(self.loaded.model, Adapter), self.loaded.adapters.rank
+        axis_of = {path: spec.axes.index("rank") for path, spec in declared.items()}
 
-        def write(leaves: Params, values: Params, slot: Array) -> Params:
-            axis_of = {path: declared[path].axes.index("rank") for path in leaves}
-            return {
-                path: jax.lax.dynamic_update_slice_in_dim(leaf, values[path], slot * rank, axis_of[path])
-                for path, leaf in leaves.items()
-            }
+        def written(leaf: Any, values: Array, first: Array, axis: int) -> Any:
+            if isinstance(leaf, tuple):  # As `layers_apart` has them.
+                return tuple(written(row, values[number], first, axis - 1) for number, row in enumerate(leaf))
+            return jax.lax.dynamic_update_slice_in_dim(leaf, values, first, axis)
+
+        def write(leaves: Mapping[str, Any], values: Params, slot: Array) -> Mapping[str, Any]:
+            return {path: written(leaf, values[path], slot * rank, axis_of[path]) for path, leaf in leaves.items()}
 
         def lower() -> jax.stages.Lowered:
-            likes = {path: _like(self.weights[path]) for path in declared}
-            of_one = {}
+            likes, of_one = jax.tree.map(_like, {path: self.weights[path] for path in declared}), {}
             for path, like in likes.items():
-                axis = declared[path].axes.index("rank")
-                shape = (*like.shape[:axis], rank, *like.shape[axis + 1 :])
-                of_one[path] = jax.ShapeDtypeStruct(shape, like.dtype, sharding=like.sharding)
-            shardings = {path: like.sharding for path, like in likes.items()}
+                shape = (len(like), *like[0].shape) if isinstance(like, tuple) else like.shape
+                shape, axes = list(shape), self.loaded.layout.plan.axes_in_step(declared[path].axes)
+                shape[axis_of[path]], dtype = rank, jax.tree.leaves(like)[0].dtype
+                of_one[path] = jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self._sharding(*axes))
+            shardings = jax.tree.map(lambda like: like.sharding, likes)
             jitted = jax.jit(write, donate_argnums=0, out_shardings=shardings)
             return jitted.lower(likes, of_one, jax.ShapeDtypeStruct((), jnp.int32))
 
