@@ -50,7 +50,7 @@ LIMITS: Mapping[str, Limit] = {
     "top_k": Limit(int, 0, 2**20),
     "top_p": Limit(float, 0, 1, above=True),
     "min_p": Limit(float, 0, 1),
-    "repetition_penalty": Limit(float, 0, 10, above=True),
+    "repetition_penalty": Limit(float, 0.01, 10),
     "presence_penalty": Limit(float, -2, 2),
     "frequency_penalty": Limit(float, -2, 2),
     "seed": Limit(int, 0, 2**63 - 1, optional=True),

@@ -17,6 +17,7 @@ from megajax.inference.sampling.choose import (
     keep_mask,
     mask_disallowed,
 )
+from megajax.inference.sampling_settings import LIMITS
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -195,7 +196,9 @@ def test_scores_are_those_of_the_model_without_settings() -> None:
     np.testing.assert_allclose(result.scores.logprobs, np.take_along_axis(logprobs, order, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
+@pytest.mark.parametrize(
+    "setting", [{"top_p": 1e-9}, {"top_p": 1e-50}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}]
+)
 def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> None:
     logits, rows, tokens = everything(np.random.default_rng(4))
     allowed = rows.edits.allowed
@@ -204,6 +207,22 @@ def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> 
     bits = (allowed[:, np.arange(IDS) // 32] >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
     greedy = np.where(bits, logits, -np.inf)[:, :SIZE].argmax(1)
     np.testing.assert_array_equal(result.token, greedy)
+
+
+@pytest.mark.parametrize("edge", ["least", "most"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_edges_of_a_repetition_penalty_keep_ids_that_are_not_allowed_out(edge: str, temperature: float) -> None:
+    logits, _, _ = everything(np.random.default_rng(8))
+    allowed = np.arange(IDS)[None] == np.arange(ROWS)[:, None]
+    repetition = np.full(ROWS, getattr(LIMITS["repetition_penalty"], edge))
+    # Of every row, all ids but one are not allowed, and penalized.
+    tokens = np.tile(np.arange(SIZE, dtype=np.int32), (ROWS, 1))
+    rows = RowSampling(
+        drawing(temperature=temperature),
+        edits(allowed=mask(allowed), repetition=repetition, prompt=np.zeros(ROWS), length=np.full(ROWS, SIZE)),
+    )
+    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    np.testing.assert_array_equal(result.token, np.arange(ROWS))
 
 
 def test_a_huge_temperature_draws_uniformly() -> None:

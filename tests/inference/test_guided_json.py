@@ -206,6 +206,13 @@ def test_rejected_guides(guide: Any, words: str) -> None:
     with pytest.raises(UserError) as error:
         GUIDES(guide)
     assert words in str(error.value)
+    assert "llguidance" not in str(error.value) and "at 2(" not in str(error.value)
+
+
+@pytest.mark.parametrize("guide", [{"$ref": "#"}, "[^\\x00-\\U0010ffff]"])
+def test_guides_that_nothing_matches_are_refused(guide: Any) -> None:
+    with pytest.raises(UserError, match=r"^no text matches the guide$"):
+        GUIDES(guide)
 
 
 def test_guides_that_are_too_large_are_refused() -> None:

@@ -311,7 +311,8 @@ def _top_k(x: Array, keep: Array, rows: Array, k: Array, shard: VocabularyShard)
 
 def _top_p(x: Array, keep: Array, rows: Array, p: Array, shard: VocabularyShard) -> Array:
     order, weights = order_of(x), jnp.where(keep, jnp.exp(x), 0)
-    enough = p * shard.sum(weights.sum(-1))
+    # A p that is 0 in float32 keeps the most likely token as well.
+    enough = jnp.maximum(p * shard.sum(weights.sum(-1)), jnp.finfo(x.dtype).tiny)
     lowest = threshold(order, lambda part: shard.sum(jnp.where(part, weights, 0).sum(-1)) >= enough)
     return keep & (order >= jnp.where(rows, lowest, 0)[:, None])
 

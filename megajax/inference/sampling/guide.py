@@ -5,6 +5,7 @@ tokens, so the tokenizer's division of the text does not matter.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
 from types import ModuleType, SimpleNamespace
@@ -39,12 +40,15 @@ class Guided:
     """The state of a text under its guide. Immutable, so that copies of a row share it."""
 
     def __init__(self, matcher: Any, end_tokens: Collection[int]):
-        """matcher: an LLMatcher, which must not change. Raises UserError if the guide exceeds its limits."""
+        """matcher: an LLMatcher, which must not change. Raises UserError if the guide exceeds its limits, or
+        if no text matches it."""
         self._matcher, self._end_tokens = matcher, end_tokens
         self.mask = np.frombuffer(matcher.compute_bitmask(), "<u4")
         """The tokens that may follow, uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 stands for token i."""
         if matcher.is_error():
-            raise UserError(f"the guide is too large: {matcher.get_error()}")
+            error = matcher.get_error()
+            nothing = "NoExtension" in error
+            raise UserError("no text matches the guide" if nothing else f"the guide is too large: {_reason(error)}")
 
     @property
     def complete(self) -> bool:
@@ -124,8 +128,13 @@ class Guides:
         limits = _library().LLParserLimits(verbose_errors=False)
         matcher = matching(self._tokenizer, grammar, limits=limits, log_level=0)
         if error := matcher.get_error():
-            raise UserError(f"{'regular expression' if isinstance(value, str) else 'JSON schema'}: {error}")
+            raise UserError(f"{'regular expression' if isinstance(value, str) else 'JSON schema'}: {_reason(error)}")
         return Guided(matcher, self._end_tokens)
+
+
+def _reason(error: str) -> str:
+    """An error of llguidance without places in the grammar, which the client has not written."""
+    return re.split(r"\n +\d+ \| |\n<", re.sub(r"^at \d+\(\d+\): ", "", error))[0].strip()
 
 
 def _library() -> ModuleType:

@@ -66,13 +66,16 @@ class Reasoning:
 
     def add(self, text: str) -> list[Part]:
         self._text += text
+        if self._kind is None:
+            start = self._text.lstrip()
+            if THINK.startswith(start):
+                return []
+            thinks = start.startswith(THINK)
+            # Content without reasoning keeps its whitespace, such as the indentation of code.
+            self._kind, self._trims = "reasoning" if thinks else "content", thinks
+            self._text = start.removeprefix(THINK) if thinks else self._text
         if self._trims:
             self._text = self._text.lstrip()
-        if self._kind is None:
-            if THINK.startswith(self._text):
-                return []
-            self._kind = "reasoning" if self._text.startswith(THINK) else "content"
-            self._text = self._text.removeprefix(THINK).lstrip()
         if self._kind == "content":
             return self._take(len(self._text))
         at = self._text.find(THOUGHT)

@@ -337,7 +337,7 @@ SAMPLING: Fields = {
         )
     },
     "top_k": number("top_k")._replace(read=_all_at_minus_one),
-    "logit_bias": Field("an object of token ids and numbers", {"type": "object"}, _bias, "logit_bias"),
+    "logit_bias": Field('an object such as {"42": -1}, by token id', {"type": "object"}, _bias, "logit_bias"),
     "stop": Field("a string or a list of strings", {"type": ["string", "array"]}, _stop, "stop"),
     "stop_token_ids": TOKENS._replace(setting="stop_tokens"),
     "ignore_eos": FLAG._replace(setting="ignore_eos"),

@@ -95,6 +95,8 @@ def test_calls_in_texts(name: str, text: str, parts: list[Part], size: int) -> N
     ("text", "inside", "parts"),
     [
         ("<think>\nHm.</think>\n\nYes. ", False, [Part("reasoning", "Hm."), Part("content", "Yes. ")]),
+        ("  Yes. ", False, [Part("content", "  Yes. ")]),
+        (" \n", False, [Part("content", " \n")]),
         ("Hm.</think>Yes", True, [Part("reasoning", "Hm."), Part("content", "Yes")]),
         ("Hm. </thin", True, [Part("reasoning", "Hm. </thin")]),
         ("<thinner> a <think>b</think>", False, [Part("content", "<thinner> a <think>b</think>")]),
