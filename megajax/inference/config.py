@@ -28,8 +28,8 @@ class InferenceConfig:
     length: int | None = None
     """Maximum number of tokens of a request, prompt and answer. None: the model's sequence_length."""
     chunk: int = 512
-    """Maximum number of prompt tokens in a step, of one or several prompts. Longer prompts take several steps, while
-    other requests continue."""
+    """Maximum number of prompt tokens in a step, of one or several prompts, rounded up to whole tiles of 32. Longer
+    prompts take several steps, while other requests continue."""
     block: int = 16
     """Tokens of a block of the cache."""
     cache_tokens: int | None = None
