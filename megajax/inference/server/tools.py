@@ -23,6 +23,10 @@ def tool_use(values: Values, model: ServedModel, config: ServerConfig) -> ToolUs
     """How a chat uses its tools. Raises RequestError if the model's template shows none, or has no known format."""
     tools, choice = values.get("tools", []), values.get("tool_choice", "auto")
     by_name = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if len(by_name) < len(tools):
+        names = [tool["function"]["name"] for tool in tools]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise invalid("tools", f"two tools have the name {twice!r}: a call could mean either")
     most = None if values.get("parallel_tool_calls", True) else 1
     if choice not in ("auto", "none"):
         return _demanded(choice, by_name, most)

@@ -231,3 +231,10 @@ def test_the_guide_of_several_tools(running: Running) -> None:
 def test_invalid_tools(running: Running, body: dict[str, Any], param: str) -> None:
     answer = running.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_two_tools_of_one_name_are_refused(running: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TIME, WEATHER, TIME], "max_tokens": 3}
+    answer = running.ask("/v1/chat/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+    assert "two tools have the name 'time'" in answer.json()["error"]["message"]
