@@ -7,7 +7,7 @@ occurred before (prompt lookup).
 from array import array
 
 SHORTEST, LONGEST = 2, 4
-"""Number of last tokens that must have occurred before, and the number of which the longest match is preferred."""
+"""A match has at least SHORTEST tokens. Longer ones are preferred, up to LONGEST tokens."""
 PLACES = 16
 """Earlier places that are compared, the latest first: a bound on the time of a draft."""
 

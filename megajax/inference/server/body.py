@@ -83,9 +83,12 @@ def large_head(most: int) -> RequestError:
     return RequestError(431, f"the first line and the headers must have at most {most:,} bytes (server.header_bytes)")
 
 
+SHUTTING_DOWN = "the server is shutting down"
+
+
 def shutting_down() -> RequestError:
     """A request that arrives, or is unfinished, while the server shuts down."""
-    return RequestError(503, "the server is shutting down")
+    return RequestError(503, SHUTTING_DOWN)
 
 
 async def read_object(request: Request, config: ServerConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megajax.command_line.help import field_texts
 from megajax.inference.engine import Statistics
+from megajax.inference.server.body import SHUTTING_DOWN
 from megajax.inference.worker import Worker
 
 type Status = Literal["ok", "starting", "draining", "stalled", "failed"]
@@ -149,8 +150,8 @@ class Readiness:
 
     def refusal(self) -> str | None:
         """Why no request is accepted now; None if requests are."""
-        ending, starting = "the server is shutting down", "the server is starting: it compiles its programs"
-        reasons: dict[Status, str] = {"failed": ending, "draining": ending, "starting": starting}
+        starting = "the server is starting: it compiles its programs"
+        reasons: dict[Status, str] = {"failed": SHUTTING_DOWN, "draining": SHUTTING_DOWN, "starting": starting}
         return reasons.get(self.status())
 
     def failed(self) -> bool:
