@@ -159,8 +159,8 @@ def engine_refusal(model: ModelConfig, mesh: Mesh) -> str | None:
     """Why no engine can use the weights of a model on this mesh; None if one can."""
     if jax.process_count() > 1:
         return f"the run has {jax.process_count()} processes, an engine has one"
-    if axes := [f"{name}={mesh.shape[name]}" for name in ("pipeline", "expert", "context") if mesh.shape[name] > 1]:
-        return f"the mesh has {' and '.join(axes)}, an engine shards over data and tensor only"
+    if axes := [f"{name}={mesh.shape[name]}" for name in ("pipeline", "context") if mesh.shape[name] > 1]:
+        return f"the mesh has {' and '.join(axes)}, an engine shards over data, expert and tensor only"
     try:
         model.cache_leaves(mesh.shape["tensor"])
     except UserError as error:
@@ -186,7 +186,8 @@ def engine_of_run(
     arrays: weights and observations of a training state; options: compiler options; rows, cache_tokens: as in
     `InferenceConfig`; the others: as in `make_engine`.
     """
-    parallel = ParallelConfig(tensor=mesh.shape["tensor"], data=mesh.shape["data"], data_sharding="replicate")
+    axes = {name: mesh.shape[name] for name in ("data", "expert", "tensor")}
+    parallel = ParallelConfig(**axes, data_sharding="replicate")
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
     config = InferenceConfig(rows=rows, compute=cfg.precision.compute, cache_tokens=cache_tokens)
     return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue)

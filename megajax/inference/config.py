@@ -91,17 +91,20 @@ class InferenceConfig:
 class InferenceParallelConfig:
     """How the devices share the work.
 
-    Example: `mj.InferenceParallelConfig(tensor=4)`
+    Example: `mj.InferenceParallelConfig(expert=4, tensor=8)`
     """
 
     tensor: int = 1
     """Number of devices over which each matrix is sharded."""
+    expert: int = 1
+    """Number of devices over which the experts of a mixture are sharded, each time `tensor` devices. Each of them is a
+    replica of all other layers, with separate requests."""
     data: int | None = None
-    """Replicas of the model, each with separate requests. None: all devices / `tensor`."""
+    """Replicas of the whole model. None: all devices / (`expert` x `tensor`)."""
 
     def layout(self) -> ParallelConfig:
         """The settings of the mesh."""
-        return ParallelConfig(tensor=self.tensor, data=self.data, data_sharding="replicate")
+        return ParallelConfig(tensor=self.tensor, expert=self.expert, data=self.data, data_sharding="replicate")
 
     def problems(self) -> list[Problem]:
         return self.layout().problems()

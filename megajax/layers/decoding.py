@@ -84,6 +84,13 @@ class StepRows:
             first += rows * width
         return parts
 
+    def real(self) -> Array:
+        """bool [T]: the tokens that are not padding."""
+        groups = zip(self.groups, self.counts, strict=True)
+        return jnp.concatenate(
+            [(jnp.arange(width)[None] < counts[:, None]).reshape(-1) for (_, width), counts in groups]
+        )
+
     def axes(self) -> Any:
         """This pytree with the logical axes of each array in its place."""
         row, count = (("batch", None),) * len(self.groups), (("batch",),) * len(self.groups)

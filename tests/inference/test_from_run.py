@@ -56,8 +56,10 @@ def test_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="the prompt has 40 tokens"):
         run.generate("a" * 40)
     mesh: Any = SimpleNamespace(shape=dict(run.mesh.shape) | {"pipeline": 2, "context": 4})
-    why = "the mesh has pipeline=2 and context=4, an engine shards over data and tensor only"
+    why = "the mesh has pipeline=2 and context=4, an engine shards over data, expert and tensor only"
     assert engine_refusal(run.cfg.model, mesh) == why and engine_refusal(run.cfg.model, run.mesh) is None
+    mesh.shape |= {"pipeline": 1, "context": 1, "expert": 2}
+    assert engine_refusal(run.cfg.model, mesh) is None
     assert engine_refusal(mj.load("t5.py:debug").model, run.mesh) == "encoder-decoder models continue no text"
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)

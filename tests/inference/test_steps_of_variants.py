@@ -11,6 +11,8 @@ from compiled_steps import loaded, whole_logits
 from flax import nnx
 from test_programs import HEADS, LENGTH, ROPE, VOCABULARY, compare_steps, decoder, steps_of, tokens_of
 
+from megajax.inference.programs import step_rows
+from megajax.inference.step_arrays import Bucket, pack
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -89,12 +91,14 @@ def test_steps_have_no_capacity() -> None:
     settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=16, std=0.3, output_std=0.3)
     x = np.random.default_rng(0).normal(size=(24, 1, 16)).astype(np.float32)
     ctx = Context(jnp.zeros((24, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    arrays = pack(None, Bucket(24), block=1, width=1)._replace(counts=(np.ones(24, np.int32),))
+    rows = step_rows(arrays, ((24, 1),), "tiled", loaded(MODELS["mixture"], {}))
 
     @partial(jax.jit, static_argnums=(0, 1))
     def run(cfg: MoEConfig, decoding: bool) -> jax.Array:
         abstract = nnx.eval_shape(lambda: cfg.build(settings))
         values = initial_values({**specs(abstract), **specs(abstract, Observation)}, 0)
-        return bind(abstract, values)(x, ctx._replace(rows=object() if decoding else None))
+        return bind(abstract, values)(x, ctx._replace(rows=rows if decoding else None))
 
     every = run(free, False)
     np.testing.assert_array_equal(run(free, True), every)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.layers.context import Context, fold_rows
+from megajax.layers.decoding import StepRows
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.moe.dispatch import Dispatch, dispatched
 from megajax.layers.moe.experts import Experts
@@ -142,24 +143,34 @@ class MixtureOfExperts(nnx.Module):
             weights["router_bias"] = self.router_bias[...]
         axes = {name: (None,) * w.ndim for name, w in weights.items()}
         tokens_axes = ("batch", "seq_residual", None)
-        ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes()
+        step_axes = None if ctx.rows is None else ctx.rows.axes()
+        ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes(), step_axes
         island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, tokens_axes)
-        y = island(tokens, router_input, ctx.index, weights, self.experts.weights())
+        y = island(tokens, router_input, ctx.index, weights, self.experts.weights(), ctx.rows)
         if cfg.latent is None:
             return layout.act(y, *TOKENS)
         return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
 
     def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
-        """(tokens, input of the router, positions, arrays of the router, expert weights) -> outputs on a device."""
+        """(tokens, input of the router, positions, arrays of the router, expert weights, rows of a decoding step or
+        None) -> outputs on a device."""
         axes, sharding = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
 
         def local(
-            x: Array, router_input: Array, index: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]
+            x: Array,
+            router_input: Array,
+            index: Array,
+            arrays: Mapping[str, Array],
+            experts: Mapping[str, Array],
+            step: StepRows | None,
         ) -> Array:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
             routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, training=training)
+            if step is not None:
+                # Padding goes to no expert: all of it would go to the same few, on the same devices.
+                routing = routing._replace(experts=jnp.where(step.real()[:, None], routing.experts, cfg.experts))
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
                 return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, sharding.ffn_shards())
