@@ -77,6 +77,8 @@ def _sample(row: Sequence, rows: Chosen, place: int) -> Sampled:
     if row.top is None or rows.scores is None:
         return sample
     top = _pairs(rows.scores.top[place], rows.scores.logprobs[place], row.top)
+    if row.sampling.logprob_tokens and rows.listed is not None:
+        top = tuple(zip(row.sampling.logprob_tokens, rows.listed[place].tolist(), strict=False))
     return sample._replace(rank=int(rows.scores.rank[place]), top=top)
 
 

@@ -231,6 +231,7 @@ class Engine:
         sampling, vocabulary, problems = request.sampling, self.device.vocabulary, []
         fields: dict[str, Collection[int]] = {"prompt": request.prompt, "memory": request.memory}
         fields |= {"stop_tokens": sampling.stop_tokens, "logit_bias": sampling.logit_bias}
+        fields |= {"logprob_tokens": sampling.logprob_tokens}
         for name, tokens in fields.items():
             if set(map(type, tokens)) - {int}:
                 problems.append(Problem(name, "must be token ids, as integers"))

@@ -74,11 +74,16 @@ BEAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "logprob_tokens": ((),),
     "guide": (None,),
 }
 """Settings that a beam search does not support -> their neutral values."""
 STOPS, STOP_CHARACTERS, STOP_TOKENS = 16, 256, 64
 """Maximum number of stop strings, of characters of each, and of stop tokens."""
+LISTED = 20
+"""Maximum number of `logprob_tokens`."""
+TOKEN_LISTS: Mapping[str, int] = {"stop_tokens": STOP_TOKENS, "logprob_tokens": LISTED}
+"""Settings that are token ids -> their maximum number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +124,8 @@ class Sampling:
     """Number of most likely tokens to report in addition to the chosen one. None: no scores."""
     prompt_logprobs: int | None = None
     """Number of most likely tokens to report for each token of the prompt. None: no scores."""
+    logprob_tokens: tuple[int, ...] = ()
+    """Token ids to report in place of the most likely ones; `logprobs` must be their number."""
     n: int = 1
     """Number of answers."""
     best_of: int | None = None
@@ -137,7 +144,8 @@ class Sampling:
     def problems(self) -> list[Problem]:
         """Invalid settings, by the names of the fields."""
         errors = {name: limit.error(getattr(self, name)) for name, limit in LIMITS.items()}
-        errors |= {"stop": self._stop_error(), "stop_tokens": self._stop_tokens_error()}
+        errors["stop"] = self._stop_error()
+        errors |= {name: self._tokens_error(name, most) for name, most in TOKEN_LISTS.items()}
         errors |= {"logit_bias": self._bias_error()}
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(value := getattr(self, name), bool):
@@ -153,11 +161,11 @@ class Sampling:
         expected = f"each string must have between 1 and {STOP_CHARACTERS} characters"
         return f"{expected}, got one of {lengths[0]:,}" if lengths else ""
 
-    def _stop_tokens_error(self) -> str:
-        if not isinstance(self.stop_tokens, tuple) or any(TOKEN.error(token) for token in self.stop_tokens):
-            return f"must be token ids, got {abbreviated(self.stop_tokens)}"
-        count = len(self.stop_tokens)
-        return f"must be at most {STOP_TOKENS}, got {count:,}" if count > STOP_TOKENS else ""
+    def _tokens_error(self, name: str, most: int) -> str:
+        tokens = getattr(self, name)
+        if not isinstance(tokens, tuple) or any(TOKEN.error(token) for token in tokens):
+            return f"must be token ids, got {abbreviated(tokens)}"
+        return f"must be at most {most}, got {len(tokens):,}" if len(tokens) > most else ""
 
     def _bias_error(self) -> str:
         if not isinstance(self.logit_bias, Mapping):
@@ -185,6 +193,9 @@ class Sampling:
         for name in ("min_tokens", "ignore_eos") if self.guide is not None else ():
             if getattr(self, name):
                 problems.append(Problem(name, "cannot be combined with a guide, which determines the end of a text"))
+        if self.logprob_tokens and self.logprobs != len(self.logprob_tokens):
+            message = f"are {len(self.logprob_tokens)} tokens, but logprobs is {self.logprobs}: set it to their number"
+            problems.append(Problem("logprob_tokens", message))
         if 1 < self.beams < self.n:
             problems.append(Problem("n", f"{self.n} answers are more than the {self.beams} beams"))
         return problems

@@ -27,6 +27,7 @@ ALLOWED = {
     "megajax.inference.server.openai": "`created` in answers",
     "megajax.inference.server.models": "the same",
     "megajax.inference.server.responses": "the same",
+    "megajax.inference.server.pooling.scores": "the same",
 }
 """Module -> what it uses the wall clock for."""
 

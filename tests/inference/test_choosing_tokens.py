@@ -50,8 +50,9 @@ def edits(count: int = ROWS, width: int = 3, **settings: object) -> Edits:
         "frequency": np.zeros(count),
         "prompt": np.full(count, 4),
         "length": np.full(count, 9),
+        "listed": np.tile([5, 60, -1], (count, 1)),
     }
-    dtypes = {"allowed": np.uint32, "tokens": np.int32, "prompt": np.int32, "length": np.int32}
+    dtypes = {"allowed": np.uint32, **dict.fromkeys(("tokens", "prompt", "length", "listed"), np.int32)}
     return Edits(
         **{name: np.asarray(value, dtypes.get(name, np.float32)) for name, value in (neutral | settings).items()}
     )
@@ -194,6 +195,7 @@ def test_scores_are_those_of_the_model_without_settings() -> None:
     order = np.argsort(-logprobs, 1, kind="stable")[:, :TOP]
     np.testing.assert_array_equal(result.scores.top, order)
     np.testing.assert_allclose(result.scores.logprobs, np.take_along_axis(logprobs, order, 1), atol=1e-5)
+    np.testing.assert_allclose(result.listed[:, :2], logprobs[:, [5, 60]], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +305,7 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
     np.testing.assert_array_equal(sharded.scores.top, unsharded.scores.top)
     np.testing.assert_allclose(sharded.logprob, unsharded.logprob, atol=1e-5)
     np.testing.assert_allclose(sharded.scores.logprobs, unsharded.scores.logprobs, atol=1e-5)
+    np.testing.assert_allclose(sharded.listed[:, :2], unsharded.listed[:, :2], atol=1e-5)
     # No device has the logits, or the noise, of more than its part of the vocabulary.
     text = compiled.as_text()
     assert f"f32[{ROWS // data},{IDS // tensor}]" in text

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of, whole_logits
@@ -63,6 +64,19 @@ def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int]
     assert statistics.preemptions_total > 3
     assert (statistics.shared_tokens_total > 30) == engine.device.prefix_sharing
     demand_greedy(model, clients)
+
+
+def test_log_probabilities_of_listed_tokens() -> None:
+    """Those of a forward pass, in the order in which they are listed, at every token of an answer."""
+    model, listed = loaded(LLAMA, {}), (249, 3, 77)
+    client = Client([5, 17, 200], max_tokens=3, temperature=0, logprobs=3, logprob_tokens=listed)
+    serve(Engine(device_of(model, 12, Program.FULL)), client)
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, :6] = [*client.request.prompt, *client.answer.tokens]
+    logprobs = jax.nn.log_softmax(whole_logits(model, row)[0, :, :VOCABULARY])
+    for place, score in enumerate(client.answer.scores, start=2):
+        assert [token for token, _ in score.top] == list(listed)
+        np.testing.assert_allclose([logprob for _, logprob in score.top], logprobs[place, list(listed)], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def test_defaults_fractions_and_numbers_of_answers() -> None:
         ("stop_tokens", (0, 2**31 - 1), (-1,)),
         ("stop_tokens", (0,) * STOP_TOKENS, (0,) * (STOP_TOKENS + 1)),
         ("stop_tokens", (1,), (True,)),
+        ("logprob_tokens", (), (0,) * 21),
         ("logit_bias", {0: -100, 5: 100.0}, {0: 101}),
         ("logit_bias", dict.fromkeys(range(BIASES), 0.5), dict.fromkeys(range(BIASES + 1), 0.5)),
         ("logit_bias", {}, {"a": 1}),
@@ -87,6 +88,8 @@ def test_settings_that_contradict_each_other() -> None:
     assert wrong(length_penalty=0.5) == ["length_penalty"]
     assert wrong(guide={}, min_tokens=1, ignore_eos=True) == ["min_tokens", "ignore_eos"]
     assert wrong(guide={}, presence_penalty=1.0) == []
+    assert wrong(logprob_tokens=(1, 2)) == wrong(logprob_tokens=(1, 2), logprobs=1) == ["logprob_tokens"]
+    assert wrong(logprob_tokens=(1, 2), logprobs=2) == []
 
 
 def test_messages_give_both_values_and_stay_short() -> None:

@@ -80,6 +80,8 @@ class Edits(NamedTuple):
     """int32 [R]: number of tokens of the prompt."""
     length: Values
     """int32 [R]: number of tokens of prompt and answer before the chosen one."""
+    listed: Values
+    """int32 [R, N]: ids whose log-probabilities are requested; -1: unused."""
 
 
 class RowSampling(NamedTuple):
@@ -102,6 +104,8 @@ class Chosen(NamedTuple):
     """bool [R]: whether all logits of the row are finite."""
     scores: "Scores | None" = None
     """Read by Program.FULL."""
+    listed: Array | None = None
+    """float32 [R, N]: log-probabilities of `Edits.listed` under the model; without meaning where it is -1."""
 
 
 class Scores(NamedTuple):
@@ -132,7 +136,9 @@ def choose(
     axes = layout.free_axes("vocab")
     row: Any = ROW
     several: Any = ROWS
-    out: Any = Chosen(row, row, row, Scores(row, several, several) if program == Program.FULL else None)
+    out: Any = Chosen(row, row, row)
+    if program == Program.FULL:
+        out = out._replace(scores=Scores(row, several, several), listed=several)
 
     def local(logits: Array, noise: Array | None, rows: RowSampling, tokens: Array | None) -> Chosen:
         return _choose(shard_of(logits, size, axes), program, k, logits, noise, rows, tokens)
@@ -162,7 +168,7 @@ def _choose(
     used = (ids_of(shard, logits.shape[1]) < shard.size)[None]
     raw = jnp.where(used, logits, -jnp.inf)
     finite = shard.sum((used & ~jnp.isfinite(logits)).sum(-1, dtype=jnp.int32)) == 0
-    x = raw
+    x, listed = raw, None
     if program == Program.FULL:
         if rows.edits is None or tokens is None:
             raise ValueError("Program.FULL needs the edits and tokens of the rows")
@@ -177,8 +183,10 @@ def _choose(
     normaliser = log_sum_exp(raw, shard)
     logit = shard.sum(entries(raw, token, shard))
     scores = scores_of(raw, logit, normaliser, k, shard) if program == Program.FULL else None
+    if program == Program.FULL and rows.edits is not None:
+        listed = shard.sum(entries_of(raw, rows.edits.listed, shard)) - normaliser[:, None]
     usable = finite & (top[:, 0] > -jnp.inf)
-    return Chosen(jnp.where(usable, token, -1), logit - normaliser, finite, scores)
+    return Chosen(jnp.where(usable, token, -1), logit - normaliser, finite, scores, listed)
 
 
 def _sample_tokens(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
@@ -341,10 +349,15 @@ def best(x: Array, k: int, shard: VocabularyShard) -> tuple[Array, Array]:
 
 
 def entries(x: Array, ids: Array, shard: VocabularyShard) -> Array:
-    """x [R, V] at ids int32 [R], float32 [R]. 0 for ids of other devices, so the sum over devices is the entry."""
+    """x [R, V] at ids int32 [R], float32 [R]; see `entries_of`."""
+    return entries_of(x, ids[:, None], shard)[:, 0]
+
+
+def entries_of(x: Array, ids: Array, shard: VocabularyShard) -> Array:
+    """x [R, V] at ids int32 [R, N], float32. 0 for ids of other devices, so the sum over devices is the entry."""
     place = ids - shard.first
     local = (place >= 0) & (place < x.shape[1])
-    return jnp.where(local, jnp.take_along_axis(x, jnp.where(local, place, 0)[:, None], -1)[:, 0], 0)
+    return jnp.where(local, jnp.take_along_axis(x, jnp.where(local, place, 0), -1), 0)
 
 
 def order_of(x: Array) -> Array:

@@ -31,7 +31,7 @@ from megajax.inference.sampling.choose import (
     scores_of,
     shard_of,
 )  # fmt: skip
-from megajax.inference.sampling_settings import BIASES, STOP_TOKENS
+from megajax.inference.sampling_settings import BIASES, LISTED, STOP_TOKENS
 from megajax.inference.step_arrays import Bucket, first_tokens
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along
@@ -208,10 +208,12 @@ def _edits(placed: abc.Sequence[Choice], count: int, size: int) -> Edits:
     allowed = np.full((count, -(-size // WORD)), 2**WORD - 1, np.uint32)
     tokens, biases = np.full((count, EDITED), -1, np.int32), np.zeros((count, EDITED), np.float32)
     prompt, length = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    listed = np.full((count, LISTED), -1, np.int32)
     for place, row, ahead in placed:
         edits: Mapping[int, float] = {**row.sampling.logit_bias, **dict.fromkeys(row.forbidden(ahead), -np.inf)}
         tokens[place, : len(edits)], biases[place, : len(edits)] = list(edits), list(edits.values())
         prompt[place], length[place] = row.prompt, len(row.tokens) + ahead
+        listed[place, : len(row.sampling.logprob_tokens)] = row.sampling.logprob_tokens
         if row.guide is not None:
             mask = row.guide.mask
             allowed[place, : len(mask)], allowed[place, len(mask) :] = mask[: allowed.shape[1]], 0
@@ -224,4 +226,5 @@ def _edits(placed: abc.Sequence[Choice], count: int, size: int) -> Edits:
         frequency=_column(placed, count, 0, "frequency_penalty"),
         prompt=prompt,
         length=length,
+        listed=listed,
     )

@@ -24,7 +24,6 @@ from megajax.config.errors import UserError
 from megajax.inference.server.body import RequestError, invalid, large_head, read_object
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
-from megajax.inference.server.embeddings import EMBEDDINGS, embedding_job
 from megajax.inference.server.fields import (
     CHAT,
     COMPLETIONS,
@@ -40,6 +39,8 @@ from megajax.inference.server.model_list import LOAD_ADAPTER, UNLOAD_ADAPTER, Mo
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import EventForm, Job, chat_job, completion_job
 from megajax.inference.server.openapi import Endpoint, document
+from megajax.inference.server.pooling.embeddings import EMBEDDINGS, embedding_job
+from megajax.inference.server.pooling.scores import RERANK, SCORE, rerank_job, score_job
 from megajax.inference.server.response_fields import RESPONSES
 from megajax.inference.server.responses import response_job
 
@@ -47,7 +48,7 @@ type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 
 PUBLIC_ROUTES = ("/health", "/ping")
 """Routes that require neither a key nor a known host name."""
-PROMPTS = ("prompt", "messages", "prompts", "input")
+PROMPTS = ("prompt", "messages", "prompts", "input", "text_1", "query")
 """Fields with the text of a request, for the log."""
 CLIENT_GONE = 499
 """Status in the log if a client closed the connection before the answer."""
@@ -100,6 +101,7 @@ class Routes:
         completions, chat = self._generate(COMPLETIONS, completion_job), self._generate(CHAT, chat_job)
         responses = self._generate(RESPONSES, response_job)
         embeddings = self._generate(EMBEDDINGS, embedding_job)
+        score, rerank = self._generate(SCORE, score_job), self._generate(RERANK, rerank_job)
         scored, megatron = self._generate(COMPLETIONS, _megatron_completions), self._generate(FIELDS, megatron_job)
         adapters = [
             Endpoint("/v1/load_lora_adapter", "POST", "Loads an adapter.", self.load_adapter, LOAD_ADAPTER),
@@ -119,6 +121,11 @@ class Routes:
             Endpoint("/v1/chat/completions", "POST", "Answers messages.", chat, CHAT),
             Endpoint("/v1/responses", "POST", "Answers messages and outputs of functions.", responses, RESPONSES),
             Endpoint("/v1/embeddings", "POST", "Vectors of texts.", embeddings, EMBEDDINGS),
+            *(Endpoint(path, "POST", "Scores of pairs of texts.", score, SCORE) for path in ("/score", "/v1/score")),
+            *(
+                Endpoint(path, "POST", "Documents in the order of their scores for a query.", rerank, RERANK)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
             Endpoint("/completions", "POST", "Continues texts, with log-probabilities.", scored, COMPLETIONS),
             Endpoint("/chat/completions", "POST", "Answers messages.", chat, CHAT),
             Endpoint("/api", "PUT", "Continues texts, as Megatron-LM's server.", megatron, FIELDS),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from megajax.config.errors import Problem, UserError
+from megajax.config.file_paths import PathText
 from megajax.inference.config import GenerationConfig
 
 
@@ -30,6 +31,12 @@ class ServerConfig:
     """Split the text between <think> and </think> at the start of chat answers off into `reasoning_content`."""
     pooling: Literal["last", "mean"] = "last"
     """What /v1/embeddings answers: the state of the last token of a text, or the mean over its tokens."""
+    score_template: PathText | None = None
+    """Template of a reranker that answers with one of two tokens, for /score and /rerank: Jinja2 text or a file, with
+    the messages of a pair, of the roles query and document, and system for an instruction. None: a pair's score is the
+    cosine of the embeddings of both texts."""
+    score_answers: tuple[str, ...] = ("yes", "no")
+    """With score_template, the two answers, one token each. The score is p(first) / (p(first) + p(second))."""
     load_adapters: bool = False
     """Routes that load an adapter from any folder that the server can read, and drop it: /v1/load_lora_adapter and
     /v1/unload_lora_adapter. For trusted clients only."""
@@ -65,6 +72,8 @@ class ServerConfig:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
+        if len(set(self.score_answers)) != 2 or len(self.score_answers) != 2:
+            problems.append(Problem("score_answers", f"must be two different answers, got {self.score_answers}"))
         if invalid_hosts := [name for name in self.hosts if host_of(name) != name]:
             problems.append(Problem("hosts", f"{invalid_hosts[0]!r} is not a host name in lower case without a port"))
         for name in ("header_seconds", "body_seconds", "write_seconds", "stall_seconds", "drain_seconds"):

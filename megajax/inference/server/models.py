@@ -12,6 +12,7 @@ from megajax.config.read_limits import OverBudget
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid
 from megajax.inference.server.fields import Values
+from megajax.inference.server.pooling.reranker import Reranker
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
@@ -35,6 +36,8 @@ class ServedModel:
     """Maximum number of tokens of a prompt and its answer."""
     sampling: Sampling = field(default_factory=Sampling)
     """Settings of OpenAI's routes that a request does not name."""
+    reranker: Reranker | None = None
+    """Scores pairs of texts by the next token; None: by embeddings."""
     parent: str | None = None
     """For an adapter, the name of the model that it changes; its own name is that of the engine's adapter."""
     created: int = field(default_factory=lambda: int(time.time()))

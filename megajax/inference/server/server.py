@@ -30,6 +30,7 @@ from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
+from megajax.inference.server.pooling.reranker import reranker_of
 from megajax.inference.worker import Worker
 from megajax.models.facts import facts_of
 from megajax.tokenizers.base import Tokenizer
@@ -84,6 +85,7 @@ class Serving:
             conversation=conversation,
             length=engine.length,
             sampling=sampling,
+            reranker=reranker_of(self._config, tokenizer),
         )
         readiness = Readiness(name, worker)
         models = ModelList(model, read_adapter)

@@ -57,7 +57,8 @@ class EchoDevice:
             return Sampled(-1, float("nan"), finite=False)
         token = prompt[max(0, computed - row.prompt) % row.prompt]
         scores = tuple(_score(item) for item in prompt[1:]) if row.unscored and computed == row.prompt else ()
-        return Sampled(token, -0.5, 1, _score(token).top, prompt=scores)
+        listed = tuple((item, -item / 100) for item in row.sampling.logprob_tokens)
+        return Sampled(token, -0.5, 1, listed or _score(token).top, prompt=scores)
 
 
 def state_of(token: int) -> list[int]:

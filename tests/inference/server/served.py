@@ -21,6 +21,7 @@ from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
+from megajax.inference.server.pooling.reranker import reranker_of
 from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.worker import Worker
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -92,6 +93,7 @@ def start(
         conversation=conversation,
         length=engine.length,
         sampling=sampling or Sampling(),
+        reranker=reranker_of(config, tokenizer),
     )
     readiness, log = Readiness("tiny", worker), list[str]()
     server = Server(
