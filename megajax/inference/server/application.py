@@ -24,15 +24,7 @@ from megajax.config.errors import UserError
 from megajax.inference.server.body import RequestError, invalid, large_head, read_object
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
-from megajax.inference.server.fields import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    TOKENIZE,
-    Fields,
-    UnknownFields,
-    Values,
-)
+from megajax.inference.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
 from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.model_list import LOAD_ADAPTER, UNLOAD_ADAPTER, ModelList
@@ -43,6 +35,7 @@ from megajax.inference.server.pooling.embeddings import EMBEDDINGS, embedding_jo
 from megajax.inference.server.pooling.scores import RERANK, SCORE, rerank_job, score_job
 from megajax.inference.server.response_fields import RESPONSES
 from megajax.inference.server.responses import response_job
+from megajax.inference.server.values import Fields, UnknownFields, Values
 
 type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 

@@ -1,188 +1,29 @@
-"""The fields of requests, in one table for each route, and their values.
+"""The fields of requests, in one table for each route.
 
-Bodies are checked by these tables, and /openapi.json is written from them. Limits of numbers are in
-`sampling_settings.LIMITS`. null means everywhere that a field is not given.
+Bodies are checked by these tables, and /openapi.json is written from them.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from megajax.config.hints import did_you_mean
 from megajax.config.read_limits import parse_json
-from megajax.inference.sampling_settings import LIMITS, Limit, Sampling, abbreviated
-from megajax.inference.server.body import RequestError, invalid
+from megajax.inference.server.values import (
+    Field,
+    Fields,
+    Unsupported,
+    Values,
+    choice,
+    instance,
+    items,
+    number,
+    one_of,
+)
 
-REPORTS = 1000
-"""Maximum number of unknown fields that are reported; clients choose their names."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt", "tools")
 """Variables of templates that a request cannot set."""
 JSON_OBJECT = {"type": "object"}
 """The guide of any JSON object."""
-
-
-class Field(NamedTuple):
-    """A field that a request may have."""
-
-    kind: str
-    """Description of the type, for messages."""
-    schema: Mapping[str, Any]
-    """JSON Schema of the type, for /openapi.json."""
-    read: Callable[[Any], Any] = lambda value: value
-    """Value as JSON -> Python value. Raises ValueError for a value of another type."""
-    setting: str | None = None
-    """Setting of `Sampling`, which checks the limits."""
-    fields: "Fields | None" = None
-    """Fields of an object, or of each object of a list; `read` gets `Values`."""
-    required: bool = False
-
-
-class Unsupported(NamedTuple):
-    """A field of other servers, rejected with a reason."""
-
-    reason: str
-    neutral: tuple[Any, ...] = ()
-    """Accepted values, which ask for nothing."""
-
-
-type Fields = Mapping[str, Field | Unsupported]
-
-
-class UnknownFields:
-    """Reports each unknown field once in the life of a server, or refuses it."""
-
-    def __init__(self, *, strict: bool, log: Callable[[str], None]):
-        """strict: refuse unknown fields. log: called with a line for each name."""
-        self._strict, self._log = strict, log
-        self._reported: set[str] = set()
-
-    def report(self, location: str, suggestion: str) -> None:
-        """Raises RequestError if unknown fields are refused. location: the field, with those around it."""
-        described = f"unknown field {location!r}" + f": {suggestion}" * bool(suggestion)
-        if self._strict:
-            raise invalid(location, described)
-        name = re.sub(r"\[\d+\]", "[]", location)
-        if name not in self._reported and len(self._reported) < REPORTS:
-            self._reported.add(name)
-            ignored = described.replace(repr(location), repr(name), 1)
-            self._log(f"warning: {ignored} (ignored, here and in later requests; server.strict=true refuses it)")
-
-
-class Values(dict[str, Any]):
-    """The fields of an object as Python values. Those whose value is null are missing."""
-
-    def __init__(self, body: Mapping[str, Any], fields: Fields, unknown: UnknownFields, where: str = ""):
-        """Checks names and types, and that required fields are there.
-
-        where: location of the object, with a dot at its end. Raises RequestError.
-        """
-        super().__init__()
-        self._fields = {name: field for name, field in fields.items() if isinstance(field, Field)}
-        self._where, self._unknown = where, unknown
-        for name, value in body.items():
-            field, location = fields.get(name), f"{where}{name[:60]}"
-            if field is None:
-                unknown.report(location, did_you_mean(name[:60], list(self._fields)))
-            elif isinstance(field, Unsupported):
-                if value is not None and value not in field.neutral:
-                    raise invalid(location, f"{location}: {field.reason}")
-            elif value is not None:
-                self[name] = self._read(field, value, location)
-        for name, field in self._fields.items():
-            if field.required and name not in self:
-                raise self.invalid(name, "must be given")
-
-    def _read(self, field: Field, value: Any, location: str) -> Any:
-        try:
-            return field.read(value if field.fields is None else self._objects(field.fields, value, location))
-        except ValueError:
-            raise invalid(location, f"{location} must be {field.kind}, got {abbreviated(value)}") from None
-
-    def _objects(self, fields: Fields, value: Any, location: str) -> Any:
-        """An object, or a list of objects, as Values; other values as they are."""
-        if isinstance(value, dict):
-            return Values(value, fields, self._unknown, f"{location}.")
-        if not isinstance(value, list):
-            return value
-        for place, part in enumerate(value):
-            if not isinstance(part, dict):
-                raise invalid(f"{location}[{place}]", f"{location}[{place}] must be an object, got {abbreviated(part)}")
-        return [Values(part, fields, self._unknown, f"{location}[{place}].") for place, part in enumerate(value)]
-
-    def invalid(self, name: str, message: str) -> RequestError:
-        """The error of a field."""
-        return invalid(f"{self._where}{name}", f"{self._where}{name} {message}")
-
-    def sampling(self, base: Sampling) -> Sampling:
-        """The settings of `base`, replaced by those of the fields.
-
-        Raises RequestError for values beyond the limits, and for two fields of one setting with different values.
-        """
-        names_by_setting: dict[str, str] = {}
-        for name, field in self._fields.items():
-            if field.setting is None or self.get(name) is None:
-                continue
-            other = names_by_setting.setdefault(field.setting, name)
-            if self[name] != self[other]:
-                values = f"is {abbreviated(self[name])}, {other} is {abbreviated(self[other])}"
-                raise self.invalid(name, f"{values}: both are the same setting, give one of them")
-        sampling = replace(base, **{setting: self[name] for setting, name in names_by_setting.items()})
-        names = self.names()
-        for problem in sampling.problems():
-            param = names.get(problem.setting, problem.setting)
-            raise invalid(param, f"{param} {problem.message}")
-        return sampling
-
-    def names(self) -> dict[str, str]:
-        """Setting of `Sampling` -> its field; of two fields, the one in the request."""
-        order = sorted(self._fields, key=lambda name: name in self)
-        return {setting: name for name in order if (setting := self._fields[name].setting)}
-
-
-def instance(kind: type) -> Callable[[Any], Any]:
-    """A reader of values of a type."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError
-        return value
-
-    return read
-
-
-def one_of(*choices: Any) -> Callable[[Any], Any]:
-    """A reader of some values only."""
-
-    def read(value: Any) -> Any:
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise ValueError
-        return value
-
-    return read
-
-
-def choice(*choices: str) -> Field:
-    """A string among several."""
-    return Field(f"one of {', '.join(choices)}", {"enum": list(choices)}, one_of(*choices))
-
-
-def number(setting: str) -> Field:
-    """A number with limits in LIMITS."""
-    limit = LIMITS[setting]
-    return Field("an integer" if limit.kind is int else "a number", bounds(limit), setting=setting)
-
-
-def bounds(limit: Limit) -> dict[str, Any]:
-    """The schema of the numbers within limits."""
-    kind = "integer" if limit.kind is int else "number"
-    return {"type": kind, "exclusiveMinimum" if limit.above else "minimum": limit.least, "maximum": limit.most}
-
-
-def items(kind: str) -> dict[str, Any]:
-    """The schema of a list."""
-    return {"type": "array", "items": {"type": kind}}
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ from megajax.inference.request import Output
 from megajax.inference.sampling_settings import TOKEN, Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, STRING, Field, Fields, Unsupported, Values, bounds, items, number
+from megajax.inference.server.fields import FLAG, STRING
 from megajax.inference.server.models import ServedModel, split_prompts
 from megajax.inference.server.openai import Job, TokenTexts, finite
+from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds, items, number
 
 
 def _limited(kind: str, limit: Limit, setting: str | None = None) -> Field:

@@ -9,8 +9,9 @@ from megajax.config.errors import UserError
 from megajax.inference.request import Refused
 from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.body import RequestError, invalid, refused
-from megajax.inference.server.fields import STRING, Field, Fields, Unsupported, instance
+from megajax.inference.server.fields import STRING
 from megajax.inference.server.models import ServedModel
+from megajax.inference.server.values import Field, Fields, Unsupported, instance
 
 UNLOAD_ADAPTER: Fields = {
     "lora_name": STRING._replace(required=True),

@@ -11,8 +11,8 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid
-from megajax.inference.server.fields import Values
 from megajax.inference.server.pooling.reranker import Reranker
+from megajax.inference.server.values import Values
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit

@@ -12,9 +12,9 @@ from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.answer_parts import THINK, AnswerParts, Reasoning, Stage
 from megajax.inference.server.body import RequestError, invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import Values
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.tools import tool_use
+from megajax.inference.server.values import Values
 from megajax.tokenizers.base import Tokenizer
 
 MIN_LOGPROB = -9999.0

@@ -4,25 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config.read_limits import parse_json
-from megajax.inference.server.fields import (
-    FLAG,
-    JSON_OBJECT,
-    NO_EFFECT,
-    OBJECT,
-    RENDERING,
-    SAMPLING,
-    STRING,
-    Field,
-    Fields,
-    Unsupported,
-    Values,
-    choice,
-    instance,
-    items,
-    nonempty,
-    number,
-    one_of,
-)
+from megajax.inference.server.fields import FLAG, JSON_OBJECT, NO_EFFECT, OBJECT, RENDERING, SAMPLING, STRING, nonempty
+from megajax.inference.server.values import Field, Fields, Unsupported, Values, choice, instance, items, number, one_of
 
 ROLES = ("user", "assistant", "system", "developer")
 PART_TEXTS: Mapping[str, str] = {

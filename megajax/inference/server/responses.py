@@ -11,10 +11,10 @@ from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.answer_parts import AnswerParts, Kind, Part, Stage
 from megajax.inference.server.body import RequestError
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import Values
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import Job, read_chat
 from megajax.inference.server.response_fields import guide_of
+from megajax.inference.server.values import Values
 
 type Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

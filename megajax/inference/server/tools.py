@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from megajax.inference.server.answer_parts import CALL_FORMATS, Stage, WholeCalls, call_format
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import Values
 from megajax.inference.server.models import ServedModel
+from megajax.inference.server.values import Values
 
 
 class ToolUse(NamedTuple):

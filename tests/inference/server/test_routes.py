@@ -9,8 +9,9 @@ import jsonschema
 from served import Running
 
 import megajax
-from megajax.inference.server.fields import CHAT, COMPLETIONS, Unsupported
+from megajax.inference.server.fields import CHAT, COMPLETIONS
 from megajax.inference.server.openapi import object_schema
+from megajax.inference.server.values import Unsupported
 
 BOARD = Path(__file__).parents[3] / "launch/grafana_serving.json"
 CHATS = [{"role": "user", "content": "hi"}]

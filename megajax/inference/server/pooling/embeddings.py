@@ -10,9 +10,10 @@ from megajax.inference.request import Output
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, NO_EFFECT, STRING, Field, Fields, Unsupported, Values, bounds, choice
+from megajax.inference.server.fields import FLAG, NO_EFFECT, STRING
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
+from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds, choice
 
 DIMENSIONS = Limit(int, 1, 2**20)
 

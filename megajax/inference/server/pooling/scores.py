@@ -14,19 +14,10 @@ from megajax.inference.request import Output, Pooling
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import (
-    FLAG,
-    NO_EFFECT,
-    STRING,
-    Field,
-    Fields,
-    Unsupported,
-    Values,
-    bounds,
-    nonempty,
-)
+from megajax.inference.server.fields import FLAG, NO_EFFECT, STRING, nonempty
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
+from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds
 from megajax.tokenizers.chat_template import TemplateMisfit
 
 COUNT = Limit(int, 0, 2**20)
