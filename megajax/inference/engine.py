@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -24,7 +25,7 @@ from megajax.inference.drafts import EarlierText
 from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, Step
 from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.scheduler import Pool, Scheduler
+from megajax.inference.scheduler import DIGEST, Pool, Scheduler
 from megajax.tokenizers.base import Tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -240,6 +241,8 @@ class Engine:
                 problems.append(Problem(name, f"has the token {invalid_token}; ids go from 0 to {vocabulary - 1}"))
         if request.pooling and (sampling.max_tokens or sampling.choices() > 1 or sampling.beams > 1):
             problems.append(Problem("pooling", "is given: an embedding has max_tokens=0 and n=1"))
+        if type(request.priority) is not int:
+            problems.append(Problem("priority", f"must be an integer, got {request.priority!r}"))
         if not request.prompt:
             problems.append(Problem("prompt", "has no tokens"))
         if bool(request.memory) != bool(self.device.memory):
@@ -275,15 +278,18 @@ class Engine:
         sampling, prompt = request.sampling, request.prompt
         # The constraint of a text depends on each token, and beams are extended together.
         drafted = self.device.drafts > 0 and sampling.guide is None and sampling.beams == 1
+        adapter = self.adapters.find(request.adapter)
         return Sequence(
             order=order,
+            priority=request.priority,
+            origin=origin_of(b"" if adapter is None else adapter.identity, request.cache_salt),
             tokens=list(prompt),
             limit=min(self.length, len(prompt) + sampling.max_tokens),
             sampling=sampling,
             seed=seed,
             end_tokens=self._end_tokens_of(sampling),
             memory=request.memory,
-            adapter=self.adapters.find(request.adapter),
+            adapter=adapter,
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             pooling=request.pooling,
             top=sampling.logprobs,
@@ -329,6 +335,14 @@ class Engine:
         self._errors += active.faults - faults
         if failed or not active.sequences:
             del self._active[self._open.pop(active.request.identifier)]
+
+
+def origin_of(*parts: bytes) -> bytes:
+    """`Sequence.origin` of what keys depend on."""
+    origin = blake2b(digest_size=DIGEST)
+    for part in parts:
+        origin.update(len(part).to_bytes(8, "big") + part)
+    return origin.digest()
 
 
 def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:

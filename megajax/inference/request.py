@@ -93,6 +93,10 @@ class Request:
     """Which embedding of the prompt to deliver, in place of an answer; then `sampling` must have max_tokens=0."""
     adapter: str | None = None
     """Name of the adapter that changes the model, see `Engine.load_adapter`; None: the model itself."""
+    priority: int = 0
+    """Requests with a lower value are admitted first and preempted last; equal ones in order of arrival."""
+    cache_salt: bytes = b""
+    """Blocks of the cache are shared only between requests with the same one."""
 
 
 class Refused(UserError):
@@ -122,7 +126,11 @@ class Sequence:
     """An unfinished answer: its prompt, its tokens so far, and its place on the device."""
 
     order: tuple[int, int]
-    """(arrival of the request, choice): the sequence with the smallest is never preempted for another."""
+    """(arrival of the request, choice)."""
+    priority: int = 0
+    """The sequence with the smallest (priority, order) is never preempted for another."""
+    origin: bytes = b""
+    """What its keys depend on beside its tokens: sequences of the same origin share blocks."""
     tokens: list[int]
     """Prompt and answer. Grows only at its end; the last token has no keys yet."""
     limit: int

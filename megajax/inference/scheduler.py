@@ -2,11 +2,12 @@
 
 A step computes a token of each decoding sequence, with those of its draft, and a chunk of tokens of prompts. The chunk
 is divided in tiles: the oldest prompt gets half of them, and the others the rest, the shortest first, so that a long
-prompt does not hold up those behind it, nor they it. Sequences are admitted in order of arrival. If no block is left,
-the youngest running sequence is preempted: it releases its blocks, waits ahead of later arrivals, and is recomputed.
+prompt does not hold up those behind it, nor they it. Sequences are admitted by priority, then in order of arrival. If
+no block is left, the last running sequence in this order is preempted: it releases its blocks, waits ahead of those
+after it, and is recomputed. No sequence is preempted for one that waits.
 
 Blocks know their tokens, so that equal prefixes of prompts are computed once: a full block is identified by a hash of
-all tokens up to its end, and of the adapter that computed them. Only full blocks are shared. A step writes all tokens
+all tokens up to its end, and of `Sequence.origin`. Only full blocks are shared. A step writes all tokens
 before it reads any, so a prompt shares the blocks that another one fills in the same step. A block is never written
 after that, so copy-on-write is not needed.
 All of it is plain Python.
@@ -23,7 +24,8 @@ from operator import attrgetter
 
 from megajax.inference.request import Sequence, Step
 
-ORDER = attrgetter("order")
+ORDER = attrgetter("priority", "order")
+"""The order in which sequences are admitted and computed; the last one is preempted first."""
 DIGEST = 16
 """Bytes of a hash."""
 
@@ -59,7 +61,7 @@ class Pool:
     def digest(self, before: bytes, tokens: abc.Sequence[int]) -> bytes:
         """The hash of a full block, from the hash of the previous block and its tokens.
 
-        before: for the first block, the identity of the adapter, or empty.
+        before: for the first block, `Sequence.origin`.
         """
         return blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST, key=self._key).digest()
 
@@ -154,7 +156,7 @@ class Scheduler:
 
     def _step(self) -> Step | None:
         step, tiles, spare = Step([], []), self._tiles(), 0
-        # Sequences are preempted only for older sequences, so never after they are part of this step.
+        # Sequences are preempted only for those before them, so never after they are part of this step.
         for sequence in list(self.running):
             if sequence.paused or sequence.slot < 0:
                 continue
@@ -195,7 +197,7 @@ class Scheduler:
         return -(-tokens // self.tile)
 
     def _admit(self) -> None:
-        """Admit sequences, oldest first, while a step has tiles for more prompts and their next chunks fit."""
+        """Admit sequences, the first in order, while a step has tiles for more prompts and their next chunks fit."""
         while self._slots:
             prompts = [sequence for sequence in self.running if _in_prompt(sequence)]
             sequence = next((sequence for sequence in self.waiting if not sequence.paused), None)
@@ -252,8 +254,7 @@ class Scheduler:
         size = self.pool.size
         while len(sequence.digests) <= number:
             first = len(sequence.digests) * size
-            origin = b"" if sequence.adapter is None else sequence.adapter.identity
-            before = sequence.digests[-1] if sequence.digests else origin
+            before = sequence.digests[-1] if sequence.digests else sequence.origin
             sequence.digests.append(self.pool.digest(before, sequence.tokens[first : first + size]))
         return sequence.digests[number]
 
@@ -279,7 +280,7 @@ class Scheduler:
         return draft[: len(sequence.blocks) * self.pool.size - end]
 
     def _preempt(self) -> Sequence:
-        """Preempt the youngest running sequence -> that sequence."""
+        """Preempt the last running sequence in order -> that sequence."""
         sequence = self.running.pop()
         self._drop(sequence)
         sequence.preempted += 1

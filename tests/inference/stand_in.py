@@ -135,7 +135,7 @@ def check(scheduler: Scheduler) -> None:
     assert sorted([*slots, *scheduler._slots]) == list(range(scheduler.rows)), "a slot was lost, or has two sequences"
     assert all(not waiting.blocks and waiting.slot < 0 and not waiting.computed for waiting in scheduler.waiting)
     for sequences in (scheduler.running, scheduler.waiting):
-        assert sorted(sequences, key=lambda sequence: sequence.order) == sequences
+        assert sorted(sequences, key=lambda sequence: (sequence.priority, sequence.order)) == sequences
     for running in scheduler.running:
         assert running.computed <= len(running.tokens) and len(running.blocks) >= scheduler._blocks(running.computed)
         assert running.published * scheduler.pool.size <= running.computed, "a block without its tokens is shared"

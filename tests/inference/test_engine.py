@@ -21,12 +21,19 @@ NAMES = count()
 class Client:
     """A request, its outputs, and their sum."""
 
-    def __init__(self, prompt: Sequence[int], **settings: Any):
+    def __init__(self, prompt: Sequence[int], *, priority: int = 0, cache_salt: bytes = b"", **settings: Any):
         settings = {"temperature": 0, "ignore_eos": True, **settings}
         self.pieces: list[Output] = []
         name = f"client {next(NAMES)}"
         sampling = Sampling(**settings)
-        self.request = Request(identifier=name, prompt=tuple(prompt), sampling=sampling, deliver=self.pieces.append)
+        self.request = Request(
+            identifier=name,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            deliver=self.pieces.append,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
 
     def answers(self) -> list[Output]:
         answers = [Output(choice) for choice in range(self.request.sampling.n)]
@@ -173,6 +180,27 @@ def test_choices_share_the_prompt() -> None:
     serve(engine, client)
     assert [answer.tokens for answer in client.answers()] == [tuple(expected(range(40), 5))] * 4
     assert engine.statistics().shared_tokens_total == 3 * 36
+
+
+def test_requests_share_the_cache_with_those_of_their_salt() -> None:
+    engine, shared = Engine(StandIn(block=4)), []
+    for salt in (b"", b"a", b"b", b"a", b"", b"ab"):
+        client = Client([1] * 9, max_tokens=2, cache_salt=salt)
+        serve(engine, client)
+        shared.append(client.answer.shared)
+    assert shared == [0, 0, 0, 8, 8, 0]
+
+
+def test_a_request_of_lower_priority_value_runs_before_earlier_ones() -> None:
+    engine, ended = Engine(StandIn(rows=1)), []
+    clients = [Client([1, number], max_tokens=3, priority=priority) for number, priority in enumerate((0, 0, -1))]
+    for client in clients:
+        engine.submit(client.request)
+    while engine.step():
+        ended += [client for client in clients if client.answer.finish and client not in ended]
+    assert ended == [clients[2], clients[0], clients[1]]
+    with pytest.raises(Refused, match="priority must be an integer, got 'high'"):
+        engine.submit(Client([1], priority="high").request)  # type: ignore[arg-type]
 
 
 def test_the_best_of_several_comes_at_the_end() -> None:

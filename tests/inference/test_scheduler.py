@@ -57,7 +57,8 @@ class Load:
     def arrive(self) -> None:
         prompt = [*self.draw.choice(self.heads), *(self.draw.randrange(50) for _ in range(self.draw.randint(1, 12)))]
         new = row(self.number, prompt, len(prompt) + self.draw.randint(1, 25))
-        new.unscored = self.draw.random() < 0.1
+        new.unscored, new.priority = self.draw.random() < 0.1, self.draw.choice([0, 0, -1, 5])
+        new.origin = self.draw.choice([b"", b"", b"other"])
         self.number, self.asked = self.number + 1, self.asked + len(prompt)
         self.scheduler.add(new)
         self.live.append(new)
@@ -111,6 +112,33 @@ def test_few_blocks_many_long_rows() -> None:
     for number, item in enumerate(rows):
         assert item.tokens[3:] == expected([number, 1, 2], 45)
     assert rows[0].preempted == 0 < scheduler.preemptions
+
+
+def test_lower_priorities_are_admitted_first_and_preempted_last() -> None:
+    device = StandIn(rows=2, chunk=8, tile=4, block=4, blocks=12)
+    scheduler = Scheduler(Pool(12, 4), rows=2, chunk=8, tile=4)
+    rows = [row(number, [number, 1, 2], 40, priority=priority) for number, priority in enumerate((3, 0, 0, -7))]
+    ended: list[int] = []
+    for item in rows:
+        scheduler.add(item)
+    while step := scheduler.next():
+        check(scheduler)
+        for (item, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
+            if computed == len(item.tokens):
+                item.tokens.append(result.token)
+            if len(item.tokens) == item.limit:
+                scheduler.remove(item)
+                ended.append(item.order[0])
+    assert ended == [3, 1, 2, 0]
+    assert rows[3].preempted == 0 < rows[1].preempted
+    assert all(item.tokens[3:] == expected(item.tokens[:3], 37) for item in rows)
+
+
+def test_blocks_of_another_origin_are_not_shared() -> None:
+    device, prompt = StandIn(rows=8, chunk=32, tile=4, block=4), list(range(21))
+    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
+    made(scheduler, device, [row(number, prompt, 25, origin=bytes([number % 2])) for number in range(4)])
+    assert scheduler.shared_tokens == 20 + 20
 
 
 def test_equal_prompts_are_computed_once() -> None:

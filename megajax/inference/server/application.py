@@ -212,7 +212,14 @@ class Routes:
             logged = self._log_prompts and not values.get("no_log", False)
             if logged:
                 log.update(prompt=next((values[name] for name in PROMPTS if values.get(name)), None))
-            call = Call(model.worker, self._metrics, job.names, model.adapter)
+            call = Call(
+                model.worker,
+                self._metrics,
+                job.names,
+                model.adapter,
+                priority=values.get("priority", 0),
+                cache_salt=request.state.salt + values.get("cache_salt", "").encode(),
+            )
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
                 call.submit(prompts, job.sampling, job.pooling)
@@ -316,6 +323,7 @@ class Gate:
         hosts: the allowed names in the Host header; None: all. IP addresses are always allowed.
         paths: paths of the routes, for the counts.
         head_bytes: maximum size of the first line and the headers.
+        cache_per_key: whether requests share the cache only with those of the same key.
         log: called with a line for each request.
     """
 
@@ -325,6 +333,7 @@ class Gate:
         *,
         head_bytes: int,
         keys: Sequence[bytes],
+        cache_per_key: bool,
         hosts: Collection[str] | None,
         paths: Collection[str],
         metrics: ServerMetrics,
@@ -332,11 +341,11 @@ class Gate:
         log: Callable[[str], None],
     ):
         self._app, self._keys, self._hosts, self._paths, self._head_bytes = app, keys, hosts, paths, head_bytes
-        self._metrics, self._readiness, self._log = metrics, readiness, log
+        self._metrics, self._readiness, self._log, self._cache_per_key = metrics, readiness, log, cache_per_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         notes: dict[str, Any] = {}
-        scope["state"] = {"log": notes}
+        scope["state"] = {"log": notes, "salt": b""}
         began, status, writes = time.monotonic(), CLIENT_GONE, scope["method"] not in SAFE_METHODS
 
         async def record(message: Message) -> None:
@@ -348,7 +357,9 @@ class Gate:
         self._readiness.active += writes
         try:
             self._demand_size(scope)
-            self._demand_access(scope)
+            key = self._demand_access(scope)
+            if self._cache_per_key:
+                scope["state"]["salt"] = sha256(key).digest()
             await self._app(scope, receive, record)
         except ClientDisconnect:
             status = CLIENT_GONE
@@ -370,21 +381,23 @@ class Gate:
         if size > self._head_bytes:
             raise large_head(self._head_bytes)
 
-    def _demand_access(self, scope: Scope) -> None:
-        """Raises RequestError without a key or for an unknown host name: after DNS rebinding, a browser sends requests
-        of a web page to this address, with the page's host name, without a key."""
+    def _demand_access(self, scope: Scope) -> bytes:
+        """The key of a request; empty if none is needed. Raises RequestError without a key or for an unknown host name:
+        after DNS rebinding, a browser sends requests of a web page to this address, with the page's host name, without
+        a key."""
         if scope["path"] in PUBLIC_ROUTES:
-            return
+            return b""
         headers = dict(scope["headers"])
         host = host_of(headers.get(b"host", b"").decode("latin-1"))
         if self._hosts is not None and host not in self._hosts and not is_ip_address(host):
             raise RequestError(403, f"the Host header names {host[:60]!r}: add the name to server.hosts to allow it")
         if not self._keys:
-            return
+            return b""
         key_sent = _key(headers.get(b"authorization", b""))
         # Compare all keys, so that the time does not reveal which key is similar.
         if not sum([compare_digest(key, key_sent) for key in self._keys]):
             raise RequestError(401, "a key is required: send the header Authorization: Bearer KEY")
+        return key_sent
 
 
 def build_application(
@@ -409,6 +422,7 @@ def build_application(
         app,
         head_bytes=config.header_bytes,
         keys=keys,
+        cache_per_key=config.cache_per_key,
         hosts=hosts,
         paths=paths,
         metrics=metrics,

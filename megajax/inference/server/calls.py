@@ -20,9 +20,19 @@ class Call:
     and its answers stay in memory.
     """
 
-    def __init__(self, worker: Worker, metrics: ServerMetrics, names: dict[str, str], adapter: str | None = None):
-        """names: settings of `Sampling` -> fields of the request, for messages; adapter: the engine's, by name."""
+    def __init__(
+        self,
+        worker: Worker,
+        metrics: ServerMetrics,
+        names: dict[str, str],
+        adapter: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ):
+        """names: settings of `Sampling` -> fields of the request, for messages; the others: as in `Request`."""
         self._worker, self._metrics, self._adapter = worker, metrics, adapter
+        self._priority, self._cache_salt = priority, cache_salt
         self._names = {"adapter": "model", **names}
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
@@ -47,6 +57,8 @@ class Call:
                 sampling=sampling,
                 pooling=pooling,
                 adapter=self._adapter,
+                priority=self._priority,
+                cache_salt=self._cache_salt,
                 deliver=lambda output, first=number * sampling.n: self._deliver(
                     output._replace(choice=first + output.choice)
                 ),

@@ -40,6 +40,9 @@ class ServerConfig:
     load_adapters: bool = False
     """Routes that load an adapter from any folder that the server can read, and drop it: /v1/load_lora_adapter and
     /v1/unload_lora_adapter. For trusted clients only."""
+    cache_per_key: bool = False
+    """Share cached prompts only between requests with the same key, so that the time of an answer says nothing about
+    prompts of other keys. Needs --api-key-file."""
     queue: int = 128
     """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128

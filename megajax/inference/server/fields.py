@@ -14,7 +14,9 @@ from megajax.inference.server.values import (
     Values,
     choice,
     instance,
+    integer,
     items,
+    nonempty_text,
     number,
     one_of,
 )
@@ -211,14 +213,18 @@ NO_EFFECT: Fields = {
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), STRING),
     **dict.fromkeys(("store", "skip_special_tokens", "spaces_between_special_tokens"), FLAG),
     "metadata": OBJECT,
-    "priority": Field("an integer", {"type": "integer"}, instance(int)),
 }
 """Fields that are accepted without effect."""
+
+SCHEDULING: Fields = {
+    "priority": Field("an integer", {"type": "integer"}, integer),
+    "cache_salt": Field("a string that is not empty", {"type": "string", "minLength": 1}, nonempty_text),
+}
+"""When a request runs, and with which others it shares the cache."""
 
 UNSUPPORTED: Fields = {
     **dict.fromkeys(("guided_grammar", "ebnf", "structural_tag"), NO_GRAMMAR),
     **dict.fromkeys(("lora_path", "prompt_embeds", "return_hidden_states"), Unsupported("leave it out", ("", False))),
-    "cache_salt": Unsupported("all requests share the cache of prompts"),
     "use_beam_search": Unsupported("set beams to the width of the search", (False,)),
     "bad_words": Unsupported("use logit_bias, which takes token ids", ([],)),
     "allowed_token_ids": Unsupported("use guided_choice or guided_regex"),
@@ -230,6 +236,7 @@ UNSUPPORTED: Fields = {
 COMMON: Fields = {
     **SAMPLING,
     **NO_EFFECT,
+    **SCHEDULING,
     **UNSUPPORTED,
     "model": STRING,
     "stream": FLAG,

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config.read_limits import parse_json
-from megajax.inference.server.fields import FLAG, JSON_OBJECT, NO_EFFECT, OBJECT, RENDERING, SAMPLING, STRING, nonempty
+from megajax.inference.server.fields import (
+    FLAG,
+    JSON_OBJECT,
+    NO_EFFECT,
+    OBJECT,
+    RENDERING,
+    SAMPLING,
+    SCHEDULING,
+    STRING,
+    nonempty,
+)
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, choice, instance, items, number, one_of
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -158,6 +168,7 @@ RESPONSES: Fields = {
         )
     },
     **RESPONSES_NO_EFFECT,
+    **SCHEDULING,
     "model": STRING,
     "stream": FLAG,
     "input": Field(

@@ -16,7 +16,7 @@ import jax
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.display.banner import Section, plain
 from megajax.display.text import count
 from megajax.inference.device import ModelDevice
@@ -53,7 +53,8 @@ class Serving:
         """Raises UserError for an address that is not available or not safe, and for an invalid file of keys."""
         if problems := access.problems():
             raise ConfigError(problems, "command line")
-        access.keys()
+        if not access.keys() and config.cache_per_key:
+            raise ConfigError([Problem("server.cache_per_key", "needs keys", "give --api-key-file")], "command line")
         self._config, self._access, self._socket = config, access, listening_socket(access)
 
     def run(

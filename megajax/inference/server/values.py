@@ -145,6 +145,20 @@ def instance(kind: type) -> Callable[[Any], Any]:
     return read
 
 
+def integer(value: Any) -> int:
+    """An integer; booleans are none."""
+    if type(value) is not int:
+        raise ValueError
+    return value
+
+
+def nonempty_text(value: Any) -> str:
+    """A string with something in it."""
+    if not instance(str)(value):
+        raise ValueError
+    return value
+
+
 def one_of(*choices: Any) -> Callable[[Any], Any]:
     """A reader of some values only."""
 

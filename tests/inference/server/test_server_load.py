@@ -12,7 +12,9 @@ from echo_device import BAD, DEATH, EchoDevice
 from served import Running, start, stop
 from waiting import wait_until
 
+from megajax.config.errors import ConfigError
 from megajax.inference.server.config import Access, ServerConfig
+from megajax.inference.server.server import Serving
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,20 @@ def test_the_death_of_the_engine_ends_the_server() -> None:
     running.thread.join(10)
     assert running.server.exit_code == 1 and not running.thread.is_alive()
     assert any("the server ends" in line for line in running.log)
+
+
+def test_each_key_has_a_cache_of_its_own(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\nfedcba9876543210\n")
+    running, shared = start(ServerConfig(cache_per_key=True), access=Access(api_key_file=keys)), []
+    for key, salt in (("0123456789abcdef", None), ("fedcba9876543210", None)) * 2 + (("0123456789abcdef", "mine"),):
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = running.ask("/v1/completions", {"prompt": "a" * 40, "cache_salt": salt}, headers=headers).json()
+        shared.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    stop(running)
+    assert shared == [0, 0, 32, 32, 0]
+    with pytest.raises(ConfigError, match="needs keys"):
+        Serving(ServerConfig(cache_per_key=True), Access(port=0))
 
 
 def test_keys_on_every_route_except_health(tmp_path: Any) -> None:

@@ -10,7 +10,7 @@ from megajax.inference.request import Output
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, NO_EFFECT, STRING
+from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds, choice
@@ -26,6 +26,7 @@ def _dimensions(value: Any) -> int:
 
 EMBEDDINGS: Fields = {
     **NO_EFFECT,
+    **SCHEDULING,
     "model": STRING,
     "input": Field(
         "a string, a list of strings, a list of token ids, or a list of such lists",
