@@ -5,6 +5,7 @@ A step runs on the caller's thread: the scheduler selects rows, the device compu
 """
 
 import logging
+import os
 import random
 import time
 from collections import abc, deque
@@ -25,7 +26,7 @@ from megajax.inference.drafts import EarlierText
 from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, Step
 from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.scheduler import DIGEST, Pool, Scheduler
+from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler
 from megajax.tokenizers.base import Tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -99,9 +100,10 @@ class Engine:
         """Maximum number of unfinished requests."""
         self.length = min(device.length, device.blocks * device.block)
         """Maximum number of tokens of a row, prompt and answer."""
+        # One key, so that a prompt has the same hashes on all replicas.
+        pools = [Pool(device.blocks, device.block, key) for key in [os.urandom(KEY)] for _ in range(device.replicas)]
         self.schedulers = [
-            Scheduler(Pool(device.blocks, device.block), device.rows, device.chunk, device.tile, device.prefix_sharing)
-            for _ in range(device.replicas)
+            Scheduler(pool, device.rows, device.chunk, device.tile, device.prefix_sharing) for pool in pools
         ]
         default = end_tokens_of(tokenizer) if tokenizer else frozenset()
         self.end_tokens = default if end_tokens is None else frozenset(end_tokens)
@@ -147,11 +149,14 @@ class Engine:
             raise Refused("queue_full", f"{len(self._open)} requests are not finished; {self.capacity} may be")
         number, sampling = next(self._numbers), request.sampling
         seed = self._draw.getrandbits(63) if sampling.seed is None else sampling.seed
-        scheduler = min(self.schedulers, key=lambda scheduler: len(scheduler.running) + len(scheduler.waiting))
         orders = [(number, choice) for choice in range(sampling.choices() if sampling.beams == 1 else 1)]
         sequences = [self._sequence(request, order, seed_of(seed, order[1])) for order in orders]
         kind = Answers if sampling.best_of is None else BestAnswers
         kind = Embedding if request.pooling else BeamAnswers if sampling.beams > 1 else kind
+        scheduler = replica_for(sequences[0], self.schedulers)
+        # Equal prompts have equal hashes.
+        for sequence in sequences[1:]:
+            sequence.digests = list(sequences[0].digests)
         self._active[number] = kind(request, sequences, self._detokenizer, scheduler)
         self._open[request.identifier] = number
 
@@ -335,6 +340,26 @@ class Engine:
         self._errors += active.faults - faults
         if failed or not active.sequences:
             del self._active[self._open.pop(active.request.identifier)]
+
+
+BUSIER = 4
+"""A replica is passed over for a prefix if it has more sequences than the least busy one by more than this part of its
+rows: 4 is a quarter."""
+
+
+def replica_for(sequence: Sequence, schedulers: abc.Sequence[Scheduler]) -> Scheduler:
+    """The replica that computes a request.
+
+    Of the replicas that are not too busy, the one that knows most blocks of the prompt; of equal ones, the least busy.
+    A replica is too busy if it has no free row while another has one, or by `BUSIER`. Computing a prefix again takes a
+    few steps, and waiting for a row those of a whole answer.
+    """
+    if len(schedulers) == 1:
+        return schedulers[0]
+    least, rows = min(scheduler.load for scheduler in schedulers), schedulers[0].rows
+    most = max(least, min(least + rows // BUSIER, rows - 1))
+    near = [scheduler for scheduler in schedulers if scheduler.load <= most]
+    return max(near, key=lambda scheduler: (scheduler.known(sequence), -scheduler.load))
 
 
 def origin_of(*parts: bytes) -> bytes:

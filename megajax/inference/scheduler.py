@@ -28,6 +28,8 @@ ORDER = attrgetter("priority", "order")
 """The order in which sequences are admitted and computed; the last one is preempted first."""
 DIGEST = 16
 """Bytes of a hash."""
+KEY = 32
+"""Bytes of the key of hashes."""
 
 
 class Pool:
@@ -37,8 +39,8 @@ class Pool:
     blocks are overwritten, the least recently used first.
     """
 
-    def __init__(self, blocks: int, size: int):
-        """size: tokens of a block."""
+    def __init__(self, blocks: int, size: int, key: bytes | None = None):
+        """size: tokens of a block; key: secret key of the hashes, None for a random one."""
         self.blocks, self.size = blocks, size
         self.owners = [0] * blocks
         self._empty = deque(range(blocks))
@@ -46,7 +48,7 @@ class Pool:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         # A secret key: clients cannot construct a prompt with the hashes of another prompt's blocks.
-        self._key = os.urandom(32)
+        self._key = key or os.urandom(KEY)
 
     @property
     def available(self) -> int:
@@ -64,6 +66,10 @@ class Pool:
         before: for the first block, `Sequence.origin`.
         """
         return blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST, key=self._key).digest()
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block with these tokens can be shared."""
+        return digest in self._block_of
 
     def allocate(self) -> int:
         """Allocate a block with one owner, to be written. Raises IndexError if none is available."""
@@ -111,6 +117,19 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._slots = list(range(rows))
         self.preemptions = self.prompt_tokens = self.shared_tokens = 0
+
+    @property
+    def load(self) -> int:
+        """Number of sequences, running and waiting."""
+        return len(self.running) + len(self.waiting)
+
+    def known(self, sequence: Sequence) -> int:
+        """Number of blocks of a new sequence that the pool knows."""
+        if not self.prefix_sharing or sequence.whole:
+            return 0
+        full = (len(sequence.tokens) - 1) // self.pool.size
+        unknown = (number for number in range(full) if not self.pool.knows(self._digest(sequence, number)))
+        return next(unknown, full)
 
     def fits(self, tokens: int) -> bool:
         """Whether all blocks together are enough for a sequence of this many tokens."""

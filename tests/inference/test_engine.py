@@ -12,6 +12,7 @@ from megajax.config.errors import UserError
 from megajax.inference.answers import seed_of
 from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Refused, Request
+from megajax.inference.request import Sequence as Row
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -105,6 +106,42 @@ def test_replicas_share_the_load() -> None:
         engine.submit(Client([number], max_tokens=9).request)
     assert [len(scheduler.waiting) for scheduler in engine.schedulers] == [2, 2, 2]
     serve(engine)
+
+
+@pytest.mark.parametrize(
+    ("busy", "chosen"),
+    [
+        pytest.param((0, 0), 1, id="free"),
+        pytest.param((0, 2), 1, id="busier by a quarter of the rows"),
+        pytest.param((0, 3), 0, id="busier by more"),
+        pytest.param((6, 8), 0, id="no free row"),
+        pytest.param((8, 8), 1, id="no free row anywhere"),
+        pytest.param((8, 9), 0, id="a longer queue"),
+    ],
+)
+def test_a_request_goes_to_the_replica_that_knows_its_prompt(busy: tuple[int, int], chosen: int) -> None:
+    engine, prompt = Engine(StandIn(rows=8, replicas=2, block=4)), [number % 7 for number in range(21)]
+    first, second = engine.schedulers
+    engine.submit(Client([1], max_tokens=9).request)
+    serve(engine, Client(prompt, max_tokens=2))
+    assert (first.shared_tokens, second.prompt_tokens) == (0, 21), "the second replica was the least busy one"
+    for scheduler, rows in zip((first, second), busy, strict=True):
+        scheduler.running += [Row(order=(-1, number), tokens=[1], limit=2) for number in range(rows)]
+    engine.submit(Client(prompt).request)
+    assert [first.load - busy[0], second.load - busy[1]] == [1 - chosen, chosen]
+
+
+def test_prompts_with_a_prefix_are_computed_where_it_is_known() -> None:
+    """Four conversations on four replicas, in any order: each prefix is computed once in all."""
+    engine, draw = Engine(StandIn(rows=8, replicas=4, block=4)), random.Random(1)
+    heads, turns = [[number] * 20 for number in range(4)], [0, 1, 2, 3] * 5
+    for head in heads:
+        engine.submit(Client([*head, 9], max_tokens=2).request)
+    serve(engine)
+    draw.shuffle(turns)
+    for turn in turns:
+        serve(engine, Client([*heads[turn], 8, draw.randrange(50)], max_tokens=2))
+    assert sum(scheduler.prompt_tokens for scheduler in engine.schedulers) == 4 * 21 + 20 * 2
 
 
 def test_end_of_text_and_stop_tokens() -> None:
