@@ -28,7 +28,7 @@ class ModelDevice:
         self.scorer, self.embedder = PromptScorer(vocabulary), Embedder(programs.tile)
         self.rows, self.chunk, self.tile, self.length = programs.rows, programs.chunk, programs.tile, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
-        self.drafts, self.prefix_sharing = programs.drafts, programs.prefix_sharing
+        self.drafts, self.prefix_sharing, self.window = programs.drafts, programs.prefix_sharing, programs.window
         self.memory = max(programs.text_lengths, default=0)
 
     def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:

@@ -110,7 +110,8 @@ class Scorer(Protocol):
 STATES = ("batch", None, None)
 """Logical axes of the outputs of a stack [T, 1, D]."""
 TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
-"""Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed."""
+"""Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed. Rows with
+penalties read all of them, see `Sequence.keeps_blocks`."""
 
 
 class StepResult(NamedTuple):
@@ -209,6 +210,12 @@ class Programs:
     def prefix_sharing(self) -> bool:
         """Whether rows may share blocks; false if layers keep a state per row."""
         return all(leaf.per == "token" for leaf in self.leaves)
+
+    @property
+    def window(self) -> int | None:
+        """Number of positions before a query that any layer reads; None: some layer reads all."""
+        windows = [leaf.window for leaf in self.leaves if leaf.per == "token" and leaf is not TOKENS]
+        return None if None in windows else max((window for window in windows if window is not None), default=None)
 
     @property
     def tile(self) -> int:

@@ -20,6 +20,10 @@ type Pooling = Literal["last", "mean"]
 """The states of an embedding: that of the prompt's last token, or the mean over its tokens."""
 
 
+FREED = -1
+"""In place of a block that was released while its sequence runs."""
+
+
 class TokenScore(NamedTuple):
     """A token and its log-probability."""
 
@@ -165,8 +169,11 @@ class Sequence:
     computed: int = 0
     """Number of tokens whose keys are in the sequence's blocks after the last scheduled step."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
+    """The block of each place of its tokens; `FREED` for a place that no later step reads."""
     slot: int = -1
     """Index into the cache leaves per row; -1 if the sequence does not run."""
+    freed: int = 0
+    """Number of places at the start of `blocks` that are `FREED`."""
     published: int = 0
     """Number of blocks that other sequences may share."""
     shared: int = 0
@@ -189,6 +196,11 @@ class Sequence:
     def forbidden(self, ahead: int = 0) -> frozenset[int]:
         """Tokens that may not be chosen next, or after this many more tokens."""
         return self.end_tokens if self.generated + ahead < self.sampling.min_tokens else frozenset()
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether steps read all tokens before the last one from the blocks, also behind the windows of attention."""
+        return self.sampling.penalized()
 
     @property
     def whole(self) -> bool:
@@ -272,6 +284,8 @@ class Device(Protocol):
     """Maximum number of tokens of `Sequence.draft`."""
     prefix_sharing: bool
     """Whether sequences may share blocks; false if layers keep a state per row."""
+    window: int | None
+    """Maximum number of tokens before a token that its computation reads from the blocks; None: all."""
     memory: int
     """Maximum number of tokens of `Sequence.memory`; 0 for a model without an encoder."""
 

@@ -141,6 +141,10 @@ class Sampling:
         """Number of generated answers."""
         return self.n if self.best_of is None else self.best_of
 
+    def penalized(self) -> bool:
+        """Whether a token depends on which tokens came before, beside the model's logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def problems(self) -> list[Problem]:
         """Invalid settings, by the names of the fields."""
         errors = {name: limit.error(getattr(self, name)) for name, limit in LIMITS.items()}

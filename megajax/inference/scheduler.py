@@ -9,7 +9,8 @@ after it, and is recomputed. No sequence is preempted for one that waits.
 Blocks know their tokens, so that equal prefixes of prompts are computed once: a full block is identified by a hash of
 all tokens up to its end, and of `Sequence.origin`. Only full blocks are shared. A step writes all tokens
 before it reads any, so a prompt shares the blocks that another one fills in the same step. A block is never written
-after that, so copy-on-write is not needed.
+after that, so copy-on-write is not needed. If all layers have a window, blocks behind it are freed while their sequence
+runs.
 All of it is plain Python.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from operator import attrgetter
 
-from megajax.inference.request import Sequence, Step
+from megajax.inference.request import FREED, Sequence, Step
 
 ORDER = attrgetter("priority", "order")
 """The order in which sequences are admitted and computed; the last one is preempted first."""
@@ -110,9 +111,12 @@ class Pool:
 class Scheduler:
     """The sequences of a replica."""
 
-    def __init__(self, pool: Pool, rows: int, chunk: int, tile: int, prefix_sharing: bool = True):
-        """rows: maximum number of running sequences; chunk, tile: as in `Device`."""
-        self.pool, self.rows, self.chunk, self.tile, self.prefix_sharing = pool, rows, chunk, tile, prefix_sharing
+    def __init__(
+        self, pool: Pool, rows: int, chunk: int, tile: int, prefix_sharing: bool = True, window: int | None = None
+    ):
+        """rows: maximum number of running sequences; the others: as in `Device`."""
+        self.pool, self.rows, self.chunk, self.tile = pool, rows, chunk, tile
+        self.prefix_sharing, self.window = prefix_sharing, window
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._slots = list(range(rows))
@@ -157,7 +161,7 @@ class Scheduler:
             order=order,
             tokens=list(sequence.tokens),
             digests=list(sequence.digests),
-            **{"blocks": array("i"), "slot": -1, "computed": 0, "published": 0, "preempted": 0},
+            **{"blocks": array("i"), "slot": -1, "computed": 0, "published": 0, "preempted": 0, "freed": 0},
             **{"unscored": False, "paused": False, "guide": None},
         )
         self.add(copy)
@@ -183,6 +187,7 @@ class Scheduler:
             if prompt:
                 # Others may have computed the next blocks since.
                 self._share(sequence)
+            self._free_behind(sequence)
             remaining, granted = len(sequence.tokens) - sequence.computed, tiles.get(sequence.order, 0) + spare
             count = min(remaining, granted * self.tile) if prompt else remaining
             if count < 1 or not self._reserve(sequence, sequence.computed + count):
@@ -277,6 +282,16 @@ class Scheduler:
             sequence.digests.append(self.pool.digest(before, sequence.tokens[first : first + size]))
         return sequence.digests[number]
 
+    def _free_behind(self, sequence: Sequence) -> None:
+        """Release the blocks that no further token reads. They stay shareable until they are overwritten."""
+        if self.window is None or sequence.keeps_blocks:
+            return
+        behind = max(0, sequence.computed - self.window) // self.pool.size
+        while sequence.freed < behind:
+            self.pool.release(sequence.blocks[sequence.freed])
+            sequence.blocks[sequence.freed] = FREED
+            sequence.freed += 1
+
     def _reserve(self, sequence: Sequence, until: int) -> bool:
         """Allocate blocks for the tokens before `until` -> False if the sequence itself was preempted."""
         while len(sequence.blocks) < self._blocks(until):
@@ -314,9 +329,10 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         # So that blocks at the ends of prompts are overwritten before those at their starts.
-        for block in reversed(sequence.blocks):
+        for block in reversed(sequence.blocks[sequence.freed :]):
             self.pool.release(block)
         sequence.blocks, sequence.computed, sequence.published, sequence.draft = array("i"), 0, 0, []
+        sequence.freed = 0
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)

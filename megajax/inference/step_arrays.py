@@ -141,6 +141,8 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
     states[0][: len(decode)] = [row.slot for row, _ in decode]
     for number, row in enumerate([*(row for row, _ in decode), *(row for row, _, _ in prompts)]):
         tables[0][number, : len(row.blocks)] = row.blocks
+    # Any block will do for places that were freed: none of their keys is seen.
+    np.maximum(tables[0], 0, out=tables[0])
     for place, (number, first, count) in enumerate(prompt_tiles(step, bucket.tile) if step and prompts else []):
         row, begin = prompts[number][0], bucket.choices + place * bucket.tile
         at, span = np.arange(first, first + count), slice(begin, begin + count)

@@ -27,6 +27,8 @@ class CacheLeaf:
     """Dtype of the leaf; None: the dtype of the cache."""
     layers: int = 1
     """Layers stacked along a leading dimension."""
+    window: int | None = None
+    """Of a leaf per token: the leaf is read for the last `window` positions before a query only; None: for all."""
 
     @property
     def size(self) -> int:

@@ -33,6 +33,7 @@ class StandIn:
         length: int = 64,
         vocabulary: int = 50,
         prefix_sharing: bool = True,
+        window: int | None = None,
         memory: int = 0,
         drafts: int = 0,
         bad: abc.Sequence[int] = (),
@@ -40,7 +41,7 @@ class StandIn:
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
         self.tile = tile or chunk
         self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
-        self.top, self.drafts = vocabulary, drafts
+        self.top, self.drafts, self.window = vocabulary, drafts, window
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Sequence, int, int]] = []
         self._cells: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(replicas)]
@@ -69,8 +70,9 @@ class StandIn:
 
     def _result(self, row: Sequence, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
         self.computed.append((row, first, count))
-        cached_tokens = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
-        expected_tokens = list(enumerate([*row.tokens, *row.draft]))[: first + count]
+        seen = 0 if self.window is None else max(0, first - self.window)
+        cached_tokens = [cells[row.blocks[at // self.block], at % self.block] for at in range(seen, first + count)]
+        expected_tokens = list(enumerate([*row.tokens, *row.draft]))[seen : first + count]
         assert cached_tokens == expected_tokens, f"{row.order}: other keys"
         certain = count - len(row.draft)
         result, *following = (self._sampled(row, first, certain, ahead) for ahead in range(len(row.draft) + 1))
@@ -128,7 +130,8 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError if an invariant of a scheduler or its pool is broken."""
     owners = [0] * scheduler.pool.blocks
     for sequence in scheduler.running:
-        for block in sequence.blocks:
+        assert set(sequence.blocks[: sequence.freed]) <= {-1}
+        for block in sequence.blocks[sequence.freed :]:
             owners[block] += 1
     check_pool(scheduler.pool, owners)
     slots = [sequence.slot for sequence in scheduler.running]

@@ -18,6 +18,7 @@ from megajax.inference.sampling.chooser import choosers
 from megajax.models.decoder.config import DecoderConfig
 
 LLAMA = decoder(replace(HEADS, rope=ROPE))
+WINDOWS = decoder(replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE, window=3))
 
 
 def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice:
@@ -77,6 +78,22 @@ def test_log_probabilities_of_listed_tokens() -> None:
     for place, score in enumerate(client.answer.scores, start=2):
         assert [token for token, _ in score.top] == list(listed)
         np.testing.assert_allclose([logprob for _, logprob in score.top], logprobs[place, list(listed)], atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "reference"])
+def test_blocks_behind_windows_are_freed(kernel: str) -> None:
+    """Three rows of 32 tokens in nine blocks of 4: without windows they take 24."""
+    model = loaded(WINDOWS, {})
+    compiled = programs_of(model, choosers(VOCABULARY)[:1], chunks=(0, CHUNK), blocks=9, kernel=kernel)
+    device = ModelDevice(compiled, VOCABULARY)
+    assert device.window == 5
+    assert ModelDevice(programs_of(loaded(MODELS["segments"], {}), (), blocks=9), VOCABULARY).window is None
+    prompts = [[number, 7, *range(10 * number, 10 * number + 9)] for number in range(6)]
+    clients = [Client(prompt, max_tokens=LENGTH) for prompt in prompts]
+    engine = Engine(device)
+    serve(engine, *clients)
+    assert engine.statistics().preemptions_total == 0
+    demand_greedy(model, clients)
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 import random
 from collections import abc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from stand_in import StandIn, check, check_pool, expected
 
-from megajax.inference.request import Sequence
+from megajax.inference.request import FREED, Sequence
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.scheduler import Pool, Scheduler
 
@@ -44,14 +45,13 @@ class Load:
         self.size, self.chunk = self.draw.choice([1, 2, 4, 16]), self.draw.choice([4, 8, 32])
         self.sharing, self.tile = self.draw.random() < 0.8, self.draw.choice([1, 2, 4, self.chunk])
         rows, blocks = self.draw.randint(1, 12), max(2, self.draw.randint(70, 140) // self.size + 1)
-        self.device = StandIn(
-            rows=rows, chunk=self.chunk, tile=self.tile, block=self.size, blocks=blocks, vocabulary=50
-        )
-        self.scheduler = Scheduler(
-            Pool(blocks, self.size), rows=rows, chunk=self.chunk, tile=self.tile, prefix_sharing=self.sharing
-        )
+        self.window = self.draw.choice([None, None, 0, 5, 20])
+        sizes: dict[str, Any] = {"rows": rows, "chunk": self.chunk, "tile": self.tile, "window": self.window}
+        self.device = StandIn(block=self.size, blocks=blocks, vocabulary=50, **sizes)
+        self.scheduler = Scheduler(Pool(blocks, self.size), prefix_sharing=self.sharing, **sizes)
         self.heads = [[self.draw.randrange(50) for _ in range(self.draw.randint(0, 30))] for _ in range(3)]
         self.live: list[Sequence] = []
+        self.freed = 0
         self.asked = self.finished = self.number = 0
 
     def arrive(self) -> None:
@@ -74,7 +74,7 @@ class Load:
             assert all(row.paused for row in self.live)
             return
         for (row, computed), result in zip(step.parts(), self.device.run([step])[0], strict=True):
-            row.unscored = row.unscored and computed < row.prompt
+            row.unscored, self.freed = row.unscored and computed < row.prompt, self.freed + row.freed
             if computed == len(row.tokens):
                 row.tokens.append(result.token)
                 row.paused = self.draw.random() < 0.1
@@ -98,6 +98,7 @@ def test_random_loads() -> None:
         assert load.finished > 15
         assert not any(load.scheduler.pool.owners)
         assert load.sharing or not load.scheduler.shared_tokens
+        assert (load.freed > 0) == (load.window is not None)
     # The events that the loads are made for occur.
     assert sum(load.scheduler.preemptions for load in loads) > 50
     assert sum(load.scheduler.shared_tokens for load in loads) > 500
@@ -139,6 +140,38 @@ def test_blocks_of_another_origin_are_not_shared() -> None:
     scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
     made(scheduler, device, [row(number, prompt, 25, origin=bytes([number % 2])) for number in range(4)])
     assert scheduler.shared_tokens == 20 + 20
+
+
+@pytest.mark.parametrize(("window", "most"), [(None, 2), (7, 8)])
+def test_blocks_behind_the_window_make_room_for_more_rows(window: int | None, most: int) -> None:
+    """A row of 40 tokens fills 10 of the 24 blocks. With a window of 7, it has 3 blocks at any time."""
+    sizes: dict[str, Any] = {"rows": 8, "chunk": 8, "tile": 4, "window": window}
+    device, scheduler, long = StandIn(block=4, blocks=24, **sizes), Scheduler(Pool(24, 4), **sizes), 0
+    rows = [row(number, [number] * 4, 40) for number in range(8)]
+    for item in rows:
+        scheduler.add(item)
+    while step := scheduler.next():
+        check(scheduler)
+        long = max(long, sum(len(item.tokens) > 32 for item in scheduler.running))
+        for (item, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
+            if computed == len(item.tokens):
+                item.tokens.append(result.token)
+            if len(item.tokens) == item.limit:
+                scheduler.remove(item)
+    assert long == most and (scheduler.preemptions > 0) == (window is None)
+    assert all(item.tokens[4:] == expected(item.tokens[:4], 36) for item in rows)
+
+
+def test_rows_with_penalties_keep_their_blocks() -> None:
+    """The device reads the tokens that are penalized from the blocks."""
+    scheduler = Scheduler(Pool(24, 4), rows=8, chunk=32, tile=4, window=3)
+    for number, sampling in enumerate((GREEDY, replace(GREEDY, frequency_penalty=0.5))):
+        scheduler.add(row(number, [number] * 12, 40, sampling=sampling))
+    scheduler.next()
+    for item in scheduler.running:
+        item.tokens.append(1)
+    assert scheduler.next() is not None
+    assert [list(item.blocks).count(FREED) for item in scheduler.running] == [2, 0]
 
 
 def test_equal_prompts_are_computed_once() -> None:

@@ -170,9 +170,8 @@ def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:
 def program_of(row: Sequence) -> Program:
     """The first program that serves a row."""
     settings = row.sampling
-    penalties = settings.repetition_penalty != 1 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
     scores = row.top is not None or row.unscored
-    if scores or penalties or settings.logit_bias or row.forbidden() or row.guide is not None:
+    if scores or settings.penalized() or settings.logit_bias or row.forbidden() or row.guide is not None:
         return Program.FULL
     return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
 

@@ -23,7 +23,7 @@ def reference(queries: PagedQueries, pools: Pools) -> Array:
     q, sink = queries.q, queries.sink
     k, v = pools.read(queries.table, q.dtype)
     at = jnp.arange(k.shape[1])
-    scores, v = _scores(queries, k, at), _zero_unwritten(v, queries.positions, at)
+    scores, v = _scores(queries, k, at), _zero_unseen(v, queries, at)
     column = jnp.full(q.shape[2], -jnp.inf) if sink is None else sink.astype(jnp.float32)
     column = jnp.broadcast_to(column.reshape(1, *scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
     # The sum is 0 for a query that sees no key, unless there is a sink.
@@ -51,7 +51,7 @@ def tiled(queries: PagedQueries, pools: Pools, tile: int = 64) -> Array:
         highest, total, mixed = carry
         k, v = pools.read(lax.dynamic_slice_in_dim(table, number * per, per, axis=1), q.dtype)
         at = number * step + jnp.arange(step)
-        scores, v = _scores(queries, k, at), _zero_unwritten(v, queries.positions, at)
+        scores, v = _scores(queries, k, at), _zero_unseen(v, queries, at)
         higher = jnp.maximum(highest, scores.max(-1))
         finite = jnp.where(jnp.isneginf(higher), 0.0, higher)
         weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
@@ -64,8 +64,7 @@ def tiled(queries: PagedQueries, pools: Pools, tile: int = 64) -> Array:
     else:
         first = sink.astype(jnp.float32).reshape(1, groups, -1, 1)
         highest, total = jnp.broadcast_to(first, shape), jnp.ones(shape)
-    lowest = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min()
-    first = 0 if window is None else jnp.maximum(lowest - window, 0) // step
+    first = 0 if window is None else jnp.maximum(_lowest(positions).min() - window, 0) // step
     zero = (highest, total, jnp.zeros((*shape, pools.value_size)))
     _, total, mixed = lax.fori_loop(first, (positions.max() + step) // step, add_tile, zero)
     return _joined(mixed / jnp.where(total > 0, total, 1)[..., None], q)
@@ -89,10 +88,18 @@ def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
     return jnp.where((visible & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
 
 
-def _zero_unwritten(v: Array, positions: Array, at: Array) -> Array:
-    """Values [R, L, K, U] at positions `at` int32 [L], with zeros after the end of each row. A block may hold nonfinite
-    numbers of an earlier request there, and 0 times these is not 0."""
-    return jnp.where((at[None] <= positions.max(1)[:, None])[..., None, None], v, 0)
+def _zero_unseen(v: Array, queries: PagedQueries, at: Array) -> Array:
+    """Values [R, L, K, U] at positions `at` int32 [L], with zeros after the end of each row, and before its window. A
+    block may hold nonfinite numbers of another request there, and 0 times these is not 0."""
+    seen = at[None] <= queries.positions.max(1)[:, None]
+    if queries.window is not None:
+        seen &= at[None] >= _lowest(queries.positions)[:, None] - queries.window
+    return jnp.where(seen[..., None, None], v, 0)
+
+
+def _lowest(positions: Array) -> Array:
+    """int32 [R]: the lowest position of each row's queries."""
+    return jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min(1)
 
 
 def _joined(mixed: Array, q: Array) -> Array:

@@ -55,7 +55,7 @@ class PagedQueries(NamedTuple):
     q: Array
     """[R, W, N, H]."""
     table: Array
-    """int32 [R, M]: blocks of each row."""
+    """int32 [R, M]: blocks of each row; any block for positions that no query of the row sees."""
     positions: Array
     """int32 [R, W]."""
     scale: float

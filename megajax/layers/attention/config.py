@@ -317,7 +317,7 @@ class AttentionConfig(MultiHeadConfig):
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """Keys and values of earlier tokens."""
         shape = (cached_heads(self.groups(), tensor), self.size(hidden))
-        return tuple(CacheLeaf(name, shape, ("kv_heads", None)) for name in ("key", "value"))
+        return tuple(CacheLeaf(name, shape, ("kv_heads", None), window=self.window) for name in ("key", "value"))
 
     def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
         """The request to a kernel of a paged cache, with the settings of this layer."""

@@ -121,7 +121,8 @@ class LatentAttentionConfig(MultiHeadConfig):
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """Latents of earlier tokens and the rotary part of their keys, replicated on all devices."""
         del hidden, tensor
-        return (CacheLeaf("key", (1, self.key_value_rank + self.position_dim), (None, None)),)
+        shape = (1, self.key_value_rank + self.position_dim)
+        return (CacheLeaf("key", shape, (None, None), window=self.window),)
 
     def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
         """The request for the latent; its first part is the values."""

@@ -18,7 +18,7 @@ class EchoDevice:
     """Steps take `seconds`, and none ends inside `hanging`."""
 
     chunk, tile, block, replicas, vocabulary, top = 512, 32, 16, 1, 257, 20
-    drafts, prefix_sharing, memory = 0, True, 0
+    drafts, prefix_sharing, window, memory = 0, True, None, 0
 
     def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):
         self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds
