@@ -14,7 +14,7 @@ from megajax.inference.request import Output, Pooling
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, NO_EFFECT, STRING, nonempty
+from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING, nonempty
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds
@@ -43,6 +43,7 @@ def _count(value: Any) -> int:
 TEXTS = Field("a string or a list of strings, none of them empty", {"type": ["string", "array"]}, _texts, required=True)
 PAIRS: Fields = {
     **NO_EFFECT,
+    **SCHEDULING,
     "model": STRING,
     "instruction": STRING,
     "truncate_prompt_tokens": Unsupported("shorten the texts before they are sent"),
