@@ -91,10 +91,10 @@ def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
 def _zero_unseen(v: Array, queries: PagedQueries, at: Array) -> Array:
     """Values [R, L, K, U] at positions `at` int32 [L], with zeros after the end of each row, and before its window. A
     block may hold nonfinite numbers of another request there, and 0 times these is not 0."""
-    seen = at[None] <= queries.positions.max(1)[:, None]
+    visible = at[None] <= queries.positions.max(1)[:, None]
     if queries.window is not None:
-        seen &= at[None] >= _lowest(queries.positions)[:, None] - queries.window
-    return jnp.where(seen[..., None, None], v, 0)
+        visible &= at[None] >= _lowest(queries.positions)[:, None] - queries.window
+    return jnp.where(visible[..., None, None], v, 0)
 
 
 def _lowest(positions: Array) -> Array:
