@@ -69,6 +69,7 @@ PARTS = {
     "leaks": Part(RUNS, "faults.reliability:leaks", "memory and descriptors over many steps and saves"),
     "survival": Part(RUNS, "faults.survival:survival", "one run through a kill, a hang, a full disk and damage"),
     "inference": Part(TEXT, "inference.generation:inference", "speed relative to memory bandwidth and transformers"),
+    "host_share": Part(TEXT, "inference.host_share:host_share", "time that a device waits for the engine"),
     "serving_load": Part(TEXT, "inference.serving_load:serving_load", "many clients against a running server",
                          prints=True),
     "device": Part(CHECKS, "gpu.check:device", "the device, versions and missing packages"),

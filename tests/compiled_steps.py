@@ -29,9 +29,14 @@ class Logits(NamedTuple):
         del choices
         return ()
 
-    def __call__(self, layout: Layout, logits: jax.Array, tokens: jax.Array, inputs: tuple[()]) -> jax.Array:
+    def __call__(self, layout: Layout, logits: jax.Array, tokens: jax.Array, inputs: tuple[()]) -> "AllLogits":
         del layout, tokens, inputs
-        return logits
+        return AllLogits(logits, jnp.argmax(logits, axis=1).astype(jnp.int32))
+
+
+class AllLogits(NamedTuple):
+    logits: jax.Array
+    token: jax.Array
 
 
 @dataclass(eq=False)
@@ -95,8 +100,8 @@ def programs_of(
 
 def step_logits(programs: Programs, work: abc.Sequence[Step]) -> list[tuple[Row, int, np.ndarray]]:
     """Runs a step of each replica -> its rows, the position of the last token of each, and the logits there."""
-    result = programs.run(work, Logits(), lambda _: ())
-    logits, found = np.asarray(result.chosen), list[tuple[Row, int, np.ndarray]]()
+    result = programs.start(work)
+    logits, found = np.asarray(programs.choose(result, Logits(), ()).logits), list[tuple[Row, int, np.ndarray]]()
     for replica, step in enumerate(work):
         for number, (row, computed) in enumerate(step.parts()):
             found.append((row, computed - 1, logits[result.row(replica, number)]))

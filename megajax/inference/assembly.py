@@ -78,7 +78,15 @@ def make_engine(
     guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens, whitespace=whitespace)
     adapters = None if model.adapters is None else AdapterTable(model.adapters.count, programs.write_adapter)
     device = ModelDevice(programs, vocabulary)
-    return Engine(device, tokenizer=tokenizer, end_tokens=end_tokens, queue=queue, guide=guides, adapters=adapters)
+    return Engine(
+        device,
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        queue=queue,
+        guide=guides,
+        adapters=adapters,
+        look_ahead=config.look_ahead,
+    )
 
 
 def for_steps(model: LoadedModel) -> LoadedModel:

@@ -47,6 +47,9 @@ class InferenceConfig:
     batch_invariant: bool = False
     """Compute every token in steps of one shape, so that a request's tokens do not depend on other requests. Steps
     with few requests then take as long as full ones."""
+    look_ahead: bool = True
+    """Start a step before the tokens of the previous one are read, so that the device does not wait for the host. With
+    `speculate` steps begin with these tokens, and do not look ahead."""
     speculate: int = 0
     """Speculative decoding: a step verifies up to this many tokens for each request, those that followed its last
     tokens where they occurred before. The answers are the same, with fewer steps for text that repeats itself. 0: none.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from megajax.inference.embedder import Embedder
-from megajax.inference.programs import Programs
+from megajax.inference.programs import Dispatched, Programs
 from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 from megajax.inference.sampling.choose import Chosen
 from megajax.inference.sampling.chooser import TOP, PromptScorer, PromptScores, RowChooser, place, program_of
@@ -31,28 +31,43 @@ class ModelDevice:
         self.drafts, self.prefix_sharing, self.window = programs.drafts, programs.prefix_sharing, programs.window
         self.memory = max(programs.text_lengths, default=0)
 
-    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
-        """Run a step of each replica -> results in the order of `Step.parts`."""
-        rows = [row for step in work if step is not None for row, _ in step.parts()]
-        needed = max(map(program_of, rows))
-        chooser = next(chooser for chooser in self.choosers if chooser.program >= needed)
-        result = self.programs.run(work, chooser, lambda bucket: chooser.inputs(work, bucket))
+    def start(self, work: abc.Sequence[Step | None]) -> "ModelStep":
+        """Dispatch a step of each replica."""
+        return ModelStep(self, work, self.programs.start(work))
+
+
+class ModelStep:
+    """A `megajax.inference.request.StartedStep` of a model."""
+
+    def __init__(self, device: ModelDevice, work: abc.Sequence[Step | None], step: Dispatched):
+        self._device, self._work, self._step = device, work, step
+        self._chosen: tuple[Chosen, PromptScores | None, Any]
+
+    def choose(self) -> None:
+        device, work, step = self._device, self._work, self._step
+        programs, scorer, embedder = device.programs, device.scorer, device.embedder
+        needed = max(program_of(row) for step in work if step is not None for row, _ in step.parts())
+        chooser = next(chooser for chooser in device.choosers if chooser.program >= needed)
+        chosen = programs.choose(step, chooser, chooser.inputs(work, step.bucket))
+        prompts = [row for step in work if step is not None for row, _, _ in step.prompts]
         scores: PromptScores | None = None
-        if any(row.unscored for step in work if step is not None for row, _, _ in step.prompts):
-            scores = self.programs.score(result, self.scorer, self.scorer.targets(work, result.bucket))
+        if any(row.unscored for row in prompts):
+            scores = programs.score(step, scorer, scorer.targets(work, step.bucket))
         sums: Any = None
-        if any(row.pooling for step in work if step is not None for row, _, _ in step.prompts):
-            sums = self.programs.score(result, self.embedder, self.embedder.targets(work, result.bucket))
-        chosen: Chosen
-        chosen, scores, sums = jax.device_get((result.chosen, scores, sums))
-        results = []
-        for replica, step in enumerate(work):
-            parts = [] if step is None else step.parts()
-            results.append([_row(row, chosen, result.row(replica, number)) for number, (row, _) in enumerate(parts)])
-            if step is not None and scores is not None:
-                _add_prompt_scores(results[replica], step, replica, result.bucket, scores)
-            if step is not None and sums is not None:
-                self.embedder.add_to(results[replica], step, sums[replica * result.bucket.tiles :])
+        if any(row.pooling for row in prompts):
+            sums = programs.score(step, embedder, embedder.targets(work, step.bucket))
+        self._chosen = chosen, scores, sums
+
+    def results(self) -> list[list[Sampled]]:
+        chosen, scores, sums = jax.device_get(self._chosen)
+        results, step, embedder = [], self._step, self._device.embedder
+        for replica, part in enumerate(self._work):
+            rows = [] if part is None else [row for row, _ in part.parts()]
+            results.append([_row(row, chosen, step.row(replica, number)) for number, row in enumerate(rows)])
+            if part is not None and scores is not None:
+                _add_prompt_scores(results[replica], part, replica, step.bucket, scores)
+            if part is not None and sums is not None:
+                embedder.add_to(results[replica], part, sums[replica * step.bucket.tiles :])
         return results
 
 

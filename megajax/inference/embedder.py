@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.inference.programs import STATES
+from megajax.inference.model_step import STATES
 from megajax.inference.request import Pooled, Sampled, Step
 from megajax.inference.step_arrays import Bucket, first_tokens
 from megajax.mesh.layout import Layout

@@ -23,7 +23,7 @@ from megajax.inference.adapter_table import AdapterTable
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.drafts import EarlierText
-from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, Step
+from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, StartedStep, Step
 from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler
@@ -63,11 +63,11 @@ class Statistics:
     errors_total: int
     """Faults that ended a single answer or request."""
     scheduler_seconds_total: float
-    """Host time: scheduling, text and delivery."""
+    """Time in which the engine's thread worked: scheduling, dispatch, text and delivery."""
     device_seconds_total: float
-    """Device time."""
+    """Time in which the engine's thread waited for the device."""
     last_step_seconds: float
-    """Host and device time of the last step."""
+    """Both times of the last step."""
 
     def used_share(self) -> float:
         """Share of the cache's blocks in use, 0 to 1."""
@@ -87,12 +87,15 @@ class Engine:
         seed: int | None = None,
         guide: Callable[[Any], Any] | None = None,
         adapters: AdapterTable | None = None,
+        look_ahead: bool = True,
     ):
         """tokenizer: None for answers without text. end_tokens: tokens that end a text; None for the tokenizer's.
 
         queue: maximum number of unfinished requests beyond one for each row of the device. seed: seed of the random
         seeds of requests without one; None for different ones each time. guide: makes the state of a constraint from
         `Sampling.guide`; raises UserError if that is invalid. adapters: of the device; None: it has no slots for any.
+        look_ahead: start a step before the results of the previous one are received, unless the device has drafts,
+        which begin with these results.
         """
         self.adapters = adapters or AdapterTable()
         self.device, self.tokenizer = device, tokenizer
@@ -109,13 +112,16 @@ class Engine:
         default = end_tokens_of(tokenizer) if tokenizer else frozenset()
         self.end_tokens = default if end_tokens is None else frozenset(end_tokens)
         self.finite = True
-        """Whether any row of the last step had finite logits."""
+        """Whether any unfinished row of the last step had finite logits."""
         self.failed = False
         """Whether the device raised an exception; a new engine is needed then."""
         self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
         self._numbers, self._guiding = count(), Lock()
         self._open: dict[str, int] = {}
         self._active: dict[int, ActiveRequest] = {}
+        self._look_ahead = look_ahead and not device.drafts
+        self._started: tuple[abc.Sequence[Step | None], StartedStep] | None = None
+        """A step whose results are awaited."""
         self._steps = self._tokens = self._errors = self._drafted = self._accepted = 0
         self._host_seconds = self._device_seconds = self._last_seconds = 0.0
 
@@ -181,24 +187,29 @@ class Engine:
             self._guarded(self._active[number], ActiveRequest.end_all, "cancelled")
 
     def step(self) -> bool:
-        """Run a step of the device -> False if no row can run."""
-        start = time.perf_counter()
+        """Start a step of the device, and receive the results of the previous one meanwhile -> False if there is
+        nothing to do."""
+        begin, waited = time.perf_counter(), self._device_seconds
         work = [scheduler.next() for scheduler in self.schedulers]
-        if not any(work):
+        before, self._started = self._started, None
+        if before is None and not any(work):
             return False
-        scheduled = time.perf_counter()
         try:
-            results = self.device.run(work)
+            following = (work, self.device.start(work)) if any(work) else None
+            if before is not None:
+                self._receive(*before)
+            if following is not None:
+                following[1].choose()
+                if self._look_ahead:
+                    self._started = following
+                else:
+                    self._receive(*following)
         except BaseException:
             self.fail()
             raise
-        computed = time.perf_counter()
-        self._receive(work, results)
-        ended = time.perf_counter()
-        self._steps += 1
-        self._device_seconds += computed - scheduled
-        self._host_seconds += scheduled - start + ended - computed
-        self._last_seconds = ended - start
+        self._steps += following is not None
+        self._last_seconds = time.perf_counter() - begin
+        self._host_seconds += self._last_seconds - (self._device_seconds - waited)
         return True
 
     def fail(self) -> None:
@@ -303,16 +314,20 @@ class Engine:
             drafter=EarlierText(self.device.drafts) if drafted else None,
         )
 
-    def _receive(self, work: abc.Sequence[Step | None], results: abc.Sequence[abc.Sequence[Sampled]]) -> None:
-        finite = False
+    def _receive(self, work: abc.Sequence[Step | None], started: StartedStep) -> None:
+        """Wait for the results of a step, and give them to the sequences."""
+        begin, finite = time.perf_counter(), list[bool]()
+        results = started.results()
+        self._device_seconds += time.perf_counter() - begin
         for step, replica in zip(work, results, strict=True):
             for (sequence, computed), result in zip(step.parts() if step else [], replica, strict=True):
-                finite = finite or result.finite
                 active = self._active.get(sequence.order[0])
-                # A fault of one sequence may have ended its request.
+                # It may have ended since the step started, or by a fault of its request.
                 if active is not None and sequence in active.sequences:
+                    finite.append(result.finite)
+                    sequence.awaited -= computed == len(sequence.tokens)
                     self._extend(active, sequence, computed, result)
-        self.finite = finite
+        self.finite = any(finite) if finite else self.finite
 
     def _extend(self, active: ActiveRequest, sequence: Sequence, computed: int, result: Sampled) -> None:
         """Give a sequence its result, and those after its draft as long as the draft has the tokens that were chosen:

@@ -12,7 +12,7 @@ The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mix
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,6 +23,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.model_step import (
+    STATES,
+    TOKENS,
+    StepOutput,
+    known_tokens,
+    of_layers,
+    step_output,
+    step_rows,
+    with_chosen,
+)
 from megajax.inference.request import Sequence, Step
 from megajax.inference.step_arrays import (
     Bucket,
@@ -30,6 +40,7 @@ from megajax.inference.step_arrays import (
     Texts,
     adapter_slots,
     bucket_for,
+    chosen_slots,
     joined,
     lengths_up_to,
     pack,
@@ -39,7 +50,7 @@ from megajax.inference.step_arrays import (
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, StepRows, write
+from megajax.layers.decoding import Cache, StepRows
 from megajax.layers.param import Adapter, specs
 from megajax.mesh.layout import Layout
 
@@ -73,17 +84,6 @@ def like_cache(
     return cache
 
 
-class StepOutput(NamedTuple):
-    """Output of the model in a step; arrays of all replicas, concatenated."""
-
-    logits: Array
-    """float32 [choices, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
-    tokens: Array
-    """int32 [rows, L]: the tokens of each row from the cache; undefined past the row's end."""
-    prompts: Array
-    """[chunk, 1, D]: output of the stack for the prompts' tokens; empty in steps without a prompt."""
-
-
 class Chooser(Protocol):
     """A way to choose the next tokens; hashable."""
 
@@ -92,7 +92,7 @@ class Chooser(Protocol):
         ...
 
     def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: Any) -> Any:
-        """Arrays as in `StepOutput`, and those inputs -> a pytree of arrays."""
+        """Arrays as in `StepOutput`, and those inputs -> a pytree of arrays, with the chosen tokens as `token`."""
         ...
 
 
@@ -107,24 +107,17 @@ class Scorer(Protocol):
         ...
 
 
-STATES = ("batch", None, None)
-"""Logical axes of the outputs of a stack [T, 1, D]."""
-TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
-"""Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed. Rows with
-penalties read all of them, see `Sequence.keeps_blocks`."""
-
-
-class StepResult(NamedTuple):
-    """A step that was dispatched to the device."""
+class Dispatched(NamedTuple):
+    """A step of the model that was dispatched to the device."""
 
     bucket: Bucket
-    chosen: Any
-    """Output of the chooser, arrays on the device: `bucket.choices` of each replica, concatenated."""
-    prompts: Array
-    """As in `StepOutput`."""
+    output: StepOutput
+    """Arrays on the device."""
+    slots: np.ndarray
+    """int32 [replicas * bucket.rows]: the slots of its rows."""
 
     def row(self, replica: int, number: int) -> int:
-        """The index in `chosen` of a row, by its index in `Step.parts`; those after its draft follow."""
+        """The index of a row among the choices, by its index in `Step.parts`; those after its draft follow."""
         return self.bucket.choices * replica + self.bucket.width * number
 
 
@@ -191,6 +184,16 @@ class Programs:
         like = self.cache_like
         return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}
 
+    @cached_property
+    def latest(self) -> Array:
+        """int32 [replicas * slots]: the token that was last chosen for the row in each slot."""
+        like = self.latest_like
+        return jnp.zeros(like.shape, like.dtype, device=like.sharding)
+
+    @property
+    def latest_like(self) -> jax.ShapeDtypeStruct:
+        return self._like((self.replicas * self.size.slots,))
+
     @property
     def rows(self) -> int:
         """Maximum number of rows of a replica in a step."""
@@ -245,7 +248,7 @@ class Programs:
             self._adapter_writer()
             yield "loading of adapters"
         # Created now, so that the first request does not wait for it or run out of memory.
-        jax.block_until_ready(self.cache)
+        jax.block_until_ready((self.cache, self.latest))
 
     def _compiled(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """A program; compiled when first needed."""
@@ -259,10 +262,11 @@ class Programs:
         return self._compiled(bucket, lambda: self.lowered(bucket))
 
     def lowered(self, bucket: Bucket) -> jax.stages.Lowered:
-        """The lowered step of a bucket: (weights, cache, StepArrays) -> (StepOutput, cache)."""
+        """The lowered step of a bucket: (weights, cache, `latest`, StepArrays) -> (StepOutput, cache)."""
         loaded = self.loaded
 
-        def step(weights: Params, cache: Cache, arrays: StepArrays) -> tuple[StepOutput, Cache]:
+        def step(weights: Params, cache: Cache, latest: Array, arrays: StepArrays) -> tuple[StepOutput, Cache]:
+            arrays = arrays._replace(tokens=known_tokens(loaded.layout, arrays, latest, bucket))
             rows = step_rows(arrays, bucket.groups(), self.kernel, loaded)
             return step_output(loaded.bound(weights), loaded.layout, cache, arrays, rows)
 
@@ -272,15 +276,22 @@ class Programs:
         with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights = jax.tree.map(_like, loaded.weights)
             jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
-            return jitted.lower(weights, self.cache_like, self.like(bucket))
+            return jitted.lower(weights, self.cache_like, self.latest_like, self.like(bucket))
 
     def _choice(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Compiled:
-        """The program of a chooser, the same for all buckets with the same decoding rows."""
+        """The program of a chooser, the same for all buckets with the same decoding rows: (logits, tokens, inputs,
+        `latest`, slots of the rows) -> (output of the chooser, `latest` with the tokens after the rows)."""
+        layout = self.loaded.layout
+
+        def choose(logits: Array, tokens: Array, inputs: Any, latest: Array, slots: Array) -> tuple[Any, Array]:
+            chosen = chooser(layout, logits, tokens, inputs)
+            return chosen, with_chosen(layout, latest, slots, chosen.token, bucket)
 
         def lower() -> jax.stages.Lowered:
             (out, _), needed = self._step(bucket).out_info, chooser.like(self.replicas * bucket.choices)
             inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
-            return jax.jit(partial(chooser, self.loaded.layout)).lower(out.logits, out.tokens, inputs)
+            slots = self._like((self.replicas * bucket.rows,))
+            return jax.jit(choose).lower(out.logits, out.tokens, inputs, self.latest_like, slots)
 
         return self._compiled((bucket.without_prompts(), chooser), lower)
 
@@ -299,11 +310,8 @@ class Programs:
 
         return self._compiled((bucket.chunk, scorer), lower)
 
-    def run(self, work: abc.Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
-        """Run a step of each replica.
-
-        inputs: bucket -> the chooser's arrays: `bucket.choices` of each replica, concatenated.
-        """
+    def start(self, work: abc.Sequence[Step | None]) -> Dispatched:
+        """Dispatch a step of each replica. The previous one must have been chosen."""
         starting = starting_rows(work) if self.text_lengths else None
         if starting is not None:
             self.encode_texts(starting)
@@ -311,13 +319,23 @@ class Programs:
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         if self.loaded.adapters is not None:
             arrays = arrays._replace(adapters=np.concatenate([adapter_slots(step, bucket) for step in work]))
-        out, self.cache = self._step(bucket)(self.weights, self.cache, arrays)
-        chosen = self._choice(bucket, chooser)(out.logits, out.tokens, inputs(bucket))
-        return StepResult(bucket, chosen, out.prompts)
+        out, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
+        return Dispatched(bucket, out, np.concatenate([chosen_slots(step, bucket) for step in work]))
 
-    def score(self, result: StepResult, scorer: Scorer, targets: np.ndarray) -> Any:
+    def choose(self, step: Dispatched, chooser: Chooser, inputs: Any) -> Any:
+        """Dispatch the choice of the tokens that follow -> output of the chooser, arrays on the device.
+
+        inputs: the chooser's arrays, `bucket.choices` of each replica, concatenated.
+        """
+        out = step.output
+        chosen, self.latest = self._choice(step.bucket, chooser)(
+            out.logits, out.tokens, inputs, self.latest, step.slots
+        )
+        return chosen
+
+    def score(self, step: Dispatched, scorer: Scorer, targets: np.ndarray) -> Any:
         """Score the prompts' tokens of a step. targets: int32 [replicas * chunk], as in `Scorer`."""
-        return self._scores(result.bucket, scorer)(self.weights, result.prompts, targets)
+        return self._scores(step.bucket, scorer)(self.weights, step.output.prompts, targets)
 
     def write_adapter(self, slot: int, values: Params) -> None:
         """Replace the adapter in a slot for the following steps. values: see `adapter_values.slot_values`."""
@@ -398,55 +416,6 @@ class Programs:
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.loaded.mesh, self.loaded.layout.plan.compute.spec(axes))
-
-
-def step_rows(
-    arrays: StepArrays, groups: tuple[tuple[int, int], ...], kernel: PagedKernel, loaded: LoadedModel
-) -> StepRows:
-    """The rows of a step."""
-    return StepRows(
-        groups=groups,
-        kernel=kernel,
-        slots=arrays.slots,
-        tables=arrays.tables,
-        counts=arrays.counts,
-        states=arrays.states,
-        layer=jnp.int32(0),
-        loop=loaded.loop,
-        columns=None if loaded.adapters is None else loaded.adapters.columns(arrays.adapters),
-    )
-
-
-def step_output(
-    model: Any, layout: Layout, cache: Mapping[str, Array], arrays: StepArrays, rows: StepRows
-) -> tuple[StepOutput, Cache]:
-    """The output of a step, and the cache with its tokens."""
-    ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
-    ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
-    x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
-
-    def parts(x: Array, last: Array) -> tuple[Array, Array]:
-        return x[last], x[rows.parts()[1]] if len(rows.groups) > 1 else x[:0]
-
-    decoded, prompts = layout.island(parts, (STATES, ("batch",)), (STATES, STATES))(x, arrays.last)
-    return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, TOKENS.name: ids}
-
-
-def of_layers(cache: Cache) -> Cache:
-    """The cache leaves of layers."""
-    return {name: leaf for name, leaf in cache.items() if name != TOKENS.name}
-
-
-def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
-    """The leaf `TOKENS` with those of the step [T, 1], and the tokens of the first group's rows, int32 [rows, L]."""
-
-    def local(leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
-        leaf = write(leaf, new[:, 0], rows)
-        blocks = leaf[0][rows.tables[0]]
-        return leaf, blocks.reshape(blocks.shape[0], -1)
-
-    pool, row = (None, "batch", None), ("batch", None)
-    return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)
 
 
 def _like(x: Array) -> jax.ShapeDtypeStruct:

@@ -168,6 +168,9 @@ class Sequence:
     """Sum of the log-probabilities of the answer's tokens."""
     computed: int = 0
     """Number of tokens whose keys are in the sequence's blocks after the last scheduled step."""
+    awaited: int = 0
+    """Number of its tokens that scheduled steps choose and that are not in `tokens` yet: at most one when a step is
+    scheduled, which computes that token without knowing it."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     """The block of each place of its tokens; `FREED` for a place that no later step reads."""
     slot: int = -1
@@ -192,6 +195,18 @@ class Sequence:
     def generated(self) -> int:
         """Tokens of the answer."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, with those that are awaited."""
+        return len(self.tokens) + self.awaited
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next step cannot compute it: it is paused, or its next tokens depend on results that are awaited,
+        as at its limit and in a beam search."""
+        at_limit = self.length >= self.limit or self.sampling.beams > 1
+        return self.paused or (self.awaited > 0 and at_limit)
 
     def forbidden(self, ahead: int = 0) -> frozenset[int]:
         """Tokens that may not be chosen next, or after this many more tokens."""
@@ -260,6 +275,19 @@ class Sampled(NamedTuple):
         return TokenScore(self.token, self.logprob, self.rank, self.top[:count])
 
 
+class StartedStep(Protocol):
+    """A step that the device computes meanwhile."""
+
+    def choose(self) -> None:
+        """Start the choice of the next tokens, from the present state of the sequences: all earlier steps must have
+        been received. Called once, before the next step is started."""
+        ...
+
+    def results(self) -> abc.Sequence[abc.Sequence[Sampled]]:
+        """Wait for the results of each replica, in the order of `Step.parts`; called once, after `choose`."""
+        ...
+
+
 class Device(Protocol):
     """Compiled steps of a model with its cache: `megajax.inference.device.ModelDevice`, or a stand-in in tests."""
 
@@ -289,6 +317,6 @@ class Device(Protocol):
     memory: int
     """Maximum number of tokens of `Sequence.memory`; 0 for a model without an encoder."""
 
-    def run(self, work: abc.Sequence[Step | None]) -> abc.Sequence[abc.Sequence[Sampled]]:
-        """Run a step of each replica -> results in the order of `Step.parts`."""
+    def start(self, work: abc.Sequence[Step | None]) -> "StartedStep":
+        """Start a step of each replica. A row's awaited token is the one that the previous step chose for its slot."""
         ...

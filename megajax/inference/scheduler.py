@@ -162,18 +162,21 @@ class Scheduler:
             tokens=list(sequence.tokens),
             digests=list(sequence.digests),
             **{"blocks": array("i"), "slot": -1, "computed": 0, "published": 0, "preempted": 0, "freed": 0},
-            **{"unscored": False, "paused": False, "guide": None},
+            **{"unscored": False, "paused": False, "guide": None, "awaited": 0},
         )
         self.add(copy)
         return copy
 
     def next(self) -> Step | None:
-        """Schedule a step: reserve blocks and advance the sequences. None if no sequence can run."""
+        """Schedule a step: reserve blocks and advance the sequences. None if no sequence can run, perhaps because the
+        results of earlier steps are awaited."""
         while True:
             self._admit()
             step = self._step()
             if step is not None or not self.running or all(sequence.paused for sequence in self.waiting):
                 return step
+            if any(sequence.awaited for sequence in self.running):
+                return None
             # All running sequences are paused, and no other sequence fits.
             self._preempt()
 
@@ -181,14 +184,14 @@ class Scheduler:
         step, tiles, spare = Step([], []), self._tiles(), 0
         # Sequences are preempted only for those before them, so never after they are part of this step.
         for sequence in list(self.running):
-            if sequence.paused or sequence.slot < 0:
+            if sequence.idle or sequence.slot < 0:
                 continue
             prompt = _in_prompt(sequence)
             if prompt:
                 # Others may have computed the next blocks since.
                 self._share(sequence)
             self._free_behind(sequence)
-            remaining, granted = len(sequence.tokens) - sequence.computed, tiles.get(sequence.order, 0) + spare
+            remaining, granted = sequence.length - sequence.computed, tiles.get(sequence.order, 0) + spare
             count = min(remaining, granted * self.tile) if prompt else remaining
             if count < 1 or not self._reserve(sequence, sequence.computed + count):
                 continue
@@ -200,6 +203,7 @@ class Scheduler:
                 step.decode.append((sequence, sequence.computed))
             self.prompt_tokens += max(0, min(sequence.computed + count, sequence.prompt) - sequence.computed)
             sequence.computed += count
+            sequence.awaited += sequence.computed == sequence.length
             self._publish(sequence)
         return step if step.decode or step.prompts else None
 
@@ -225,7 +229,8 @@ class Scheduler:
         while self._slots:
             prompts = [sequence for sequence in self.running if _in_prompt(sequence)]
             sequence = next((sequence for sequence in self.waiting if not sequence.paused), None)
-            if sequence is None or len(prompts) >= self.chunk // self.tile:
+            # A sequence that was preempted while a step chooses its next token waits for that token.
+            if sequence is None or sequence.awaited or len(prompts) >= self.chunk // self.tile:
                 return
             self._share(sequence)
             need = sum(self._next_blocks(other) for other in (*prompts, sequence))
@@ -268,9 +273,9 @@ class Scheduler:
             sequence.shared += tokens
 
     def _publish(self, sequence: Sequence) -> None:
-        """Allow sharing of the sequence's full blocks."""
+        """Allow sharing of the sequence's full blocks of known tokens."""
         if self.prefix_sharing:
-            for number in range(sequence.published, sequence.computed // self.pool.size):
+            for number in range(sequence.published, min(sequence.computed, len(sequence.tokens)) // self.pool.size):
                 self.pool.publish(sequence.blocks[number], self._digest(sequence, number))
                 sequence.published = number + 1
 

@@ -62,7 +62,7 @@ class StepArrays(NamedTuple):
     """The input of a compiled step; replicas are concatenated along the first dimension of each array."""
 
     tokens: Any
-    """int32 [T, 1]."""
+    """int32 [T, 1]; -1 for the token that the previous step chose for the row's slot."""
     positions: Any
     """int32 [T, 1]."""
     slots: Any
@@ -76,6 +76,8 @@ class StepArrays(NamedTuple):
     """int32 [T]: slot of each token's adapter, -1 for none; None for a model without slots."""
 
 
+AWAITED = -1
+"""In place of a token that the host does not know."""
 NOWHERE = 2**30
 """A slot past every pool: writes to it are dropped."""
 
@@ -134,7 +136,7 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
     # Vectorized over rows, because the device waits for this.
     span = [number * wide + ahead for number, (row, _) in enumerate(decode) for ahead in range(1 + len(row.draft))]
     spots = [(row, at + ahead) for row, at in decode for ahead in range(1 + len(row.draft))]
-    tokens[span, 0] = [token for row, at in decode for token in (row.tokens[at], *row.draft)]
+    tokens[span, 0] = [token for row, at in decode for token in (_token(row, at), *row.draft)]
     positions[span, 0] = [at for _, at in spots]
     slots[span] = [row.blocks[at // block] * block + at % block for row, at in spots]
     counts[0][: len(decode)] = [1 + len(row.draft) for row, _ in decode]
@@ -152,6 +154,18 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
         counts[1][place], states[1][place] = count, row.slot
         last[(len(decode) + number) * wide] = begin + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
+
+
+def _token(row: Sequence, at: int) -> int:
+    return row.tokens[at] if at < len(row.tokens) else AWAITED
+
+
+def chosen_slots(step: Step | None, bucket: Bucket) -> np.ndarray:
+    """int32 [rows]: the slots of a replica's rows, in the order of `Step.parts`."""
+    slots = NOWHERE + np.arange(bucket.rows, dtype=np.int32)
+    parts = [] if step is None else step.parts()
+    slots[: len(parts)] = [row.slot for row, _ in parts]
+    return slots
 
 
 def adapter_slots(step: Step | None, bucket: Bucket) -> np.ndarray:

@@ -3,6 +3,9 @@
 import random
 from collections import abc
 from hashlib import blake2b
+from typing import NamedTuple
+
+from started_step import StandInStep
 
 from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 from megajax.inference.scheduler import Pool, Scheduler
@@ -12,6 +15,17 @@ def hashed(tokens: abc.Sequence[int], vocabulary: int, seed: int = 0) -> int:
     """The next token."""
     digest = blake2b(repr((list(tokens), seed)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % vocabulary
+
+
+class Part(NamedTuple):
+    """The tokens of a row in a step."""
+
+    row: Sequence
+    first: int
+    count: int
+    slot: int
+    cached: list[tuple[int, int]]
+    """Position and token in each place of its blocks, up to the last of these tokens."""
 
 
 class StandIn:
@@ -45,15 +59,31 @@ class StandIn:
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Sequence, int, int]] = []
         self._cells: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(replicas)]
+        self._latest: list[dict[int, int]] = [{} for _ in range(replicas)]
 
-    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
+    def start(self, work: abc.Sequence[Step | None]) -> "StandInStep":
         assert len(work) == self.replicas and any(work)
         self.steps += 1
-        return [
-            [] if step is None else self._replica(step, cells) for step, cells in zip(work, self._cells, strict=True)
-        ]
+        written = [[] if step is None else self._write(step, replica) for replica, step in enumerate(work)]
+        return StandInStep(lambda: self.chosen(written))
 
-    def _replica(self, step: Step, cells: dict[tuple[int, int], tuple[int, int]]) -> list[Sampled]:
+    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
+        """The results of a step, which are received: no token is awaited."""
+        started = self.start(work)
+        started.choose()
+        for row, computed in [part for step in work if step is not None for part in step.parts()]:
+            row.awaited -= computed == len(row.tokens)
+        return started.results()
+
+    def chosen(self, written: abc.Sequence[abc.Sequence[Part]]) -> list[list[Sampled]]:
+        """The results of each replica, from the present state of the rows."""
+        results = [[self._result(part) for part in parts] for parts in written]
+        for parts, replica, latest in zip(written, results, self._latest, strict=True):
+            latest |= {part.slot: result.token for part, result in zip(parts, replica, strict=True)}
+        return results
+
+    def _write(self, step: Step, replica: int) -> list[Part]:
+        cells, latest = self._cells[replica], self._latest[replica]
         assert len(step.decode) + len(step.prompts) <= self.rows
         assert sum(-(-count // self.tile) for _, _, count in step.prompts) <= self.chunk // self.tile
         assert all(len(row.draft) <= self.drafts for row, _ in step.decode)
@@ -65,14 +95,30 @@ class StandIn:
             for at in range(first, first + count):
                 place = row.blocks[at // self.block], at % self.block
                 assert writers.setdefault(place[0], row) is row, "a block has two writers"
-                cells[place] = at, [*row.tokens, *row.draft][at]
-        return [self._result(row, first, count, cells) for row, first, count in parts]
+                tokens = [*row.tokens, *row.draft]
+                assert at < len(tokens) or (at == len(tokens) and row.awaited == 2), "a token that nothing chooses"
+                cells[place] = at, tokens[at] if at < len(tokens) else latest[row.slot]
+        self.computed += parts
+        return [
+            Part(
+                row,
+                first,
+                count,
+                row.slot,
+                [cells[row.blocks[at // self.block], at % self.block] for at in range(self._seen(first), first + count)],
+            )
+            for row, first, count in parts
+        ]
 
-    def _result(self, row: Sequence, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
-        self.computed.append((row, first, count))
-        seen = 0 if self.window is None else max(0, first - self.window)
-        cached_tokens = [cells[row.blocks[at // self.block], at % self.block] for at in range(seen, first + count)]
-        expected_tokens = list(enumerate([*row.tokens, *row.draft]))[seen : first + count]
+    def _seen(self, first: int) -> int:
+        """The first position that the token at `first` reads."""
+        return 0 if self.window is None else max(0, first - self.window)
+
+    def _result(self, part: Part) -> Sampled:
+        row, first, count, _, cached_tokens = part
+        if row.slot < 0:
+            return Sampled(-1, 0.0)
+        expected_tokens = list(enumerate([*row.tokens, *row.draft]))[self._seen(first) : first + count]
         assert cached_tokens == expected_tokens, f"{row.order}: other keys"
         certain = count - len(row.draft)
         result, *following = (self._sampled(row, first, certain, ahead) for ahead in range(len(row.draft) + 1))
@@ -140,5 +186,5 @@ def check(scheduler: Scheduler) -> None:
     for sequences in (scheduler.running, scheduler.waiting):
         assert sorted(sequences, key=lambda sequence: (sequence.priority, sequence.order)) == sequences
     for running in scheduler.running:
-        assert running.computed <= len(running.tokens) and len(running.blocks) >= scheduler._blocks(running.computed)
+        assert running.computed <= running.length and len(running.blocks) >= scheduler._blocks(running.computed)
         assert running.published * scheduler.pool.size <= running.computed, "a block without its tokens is shared"

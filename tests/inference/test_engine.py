@@ -244,10 +244,10 @@ def test_the_best_of_several_comes_at_the_end() -> None:
     class Scored(StandIn):
         """Odd tokens are likely."""
 
-        def run(self, work: Any) -> Any:
+        def chosen(self, written: Any) -> Any:
             return [
                 [result._replace(logprob=-0.1 if result.token % 2 else -3.0) for result in replica]
-                for replica in super().run(work)
+                for replica in super().chosen(written)
             ]
 
     client = Client([1, 2], max_tokens=6, temperature=1, seed=3, n=2, best_of=5, logprobs=1)
@@ -446,10 +446,10 @@ def test_text_that_cannot_be_decoded_is_an_error_of_its_request() -> None:
 
 def test_an_error_of_the_device_ends_everything() -> None:
     class Failing(StandIn):
-        def run(self, work: Any) -> Any:
+        def start(self, work: Any) -> Any:
             if self.steps == 3:
                 raise RuntimeError("device lost")
-            return super().run(work)
+            return super().start(work)
 
     engine = Engine(Failing())
     clients = [Client([number], max_tokens=9) for number in range(3)]

@@ -163,10 +163,10 @@ def test_a_conversation_ends_with_the_lines_and_continues_after_a_line_that_is_t
 
 def test_control_c_stops_an_answer_between_steps() -> None:
     class Interrupted(StandIn):
-        def run(self, work):
+        def start(self, work):
             if self.steps == 3:
                 os.kill(os.getpid(), signal.SIGINT)
-            return super().run(work)
+            return super().start(work)
 
     before = signal.getsignal(signal.SIGINT)
     generator, _ = session(device=Interrupted(vocabulary=257, length=256, blocks=256))

@@ -76,7 +76,10 @@ def generate(programs: Programs, rows: abc.Sequence[Sequence], blocks: int = 18)
     for item in rows:
         scheduler.add(item)
     while (step := scheduler.next()) is not None:
-        for (item, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
+        started = device.start([step])
+        started.choose()
+        for (item, computed), result in zip(step.parts(), started.results()[0], strict=True):
+            item.awaited -= computed == len(item.tokens)
             if computed < len(item.tokens):
                 results[item.order[0]] += [result] if result.prompt else []
                 continue
@@ -240,6 +243,7 @@ def test_one_program_for_all_rows_if_steps_are_invariant() -> None:
 def test_largest_requests_fit_the_arrays() -> None:
     """512 biases and 64 stop tokens that may not come yet."""
     item = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
+    item.slot = 0
     item.end_tokens = frozenset(range(1000, 1066))
     inputs = RowChooser(Program.FULL, 2000).inputs([Step([(item, 0)], [])], Bucket(2))
     assert inputs.edits is not None

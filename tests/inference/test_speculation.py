@@ -216,7 +216,7 @@ def test_logits_after_the_tokens_of_drafts(name: str) -> None:
     rows = [Row(row.tolist(), blocks[number].tolist(), number) for number, row in enumerate(tokens)]
 
     def run(step: Step) -> np.ndarray:
-        return np.asarray(programs.run([step], Logits(), lambda _: ()).chosen)[:, :VOCABULARY]
+        return np.asarray(programs.choose(programs.start([step]), Logits(), ()).logits)[:, :VOCABULARY]
 
     run(Step(prompts=[(rows[0], 0, 8)]))
     run(Step(prompts=[(rows[1], 0, 5)]))

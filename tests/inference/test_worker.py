@@ -47,11 +47,11 @@ class Gated(StandIn):
         self.gate, self.fails = threading.Event(), fails
         self.gate.set()
 
-    def run(self, work: Any) -> Any:
+    def start(self, work: Any) -> Any:
         assert self.gate.wait(20)
         if self.steps == self.fails:
             raise RuntimeError("device lost")
-        return super().run(work)
+        return super().start(work)
 
 
 @pytest.fixture

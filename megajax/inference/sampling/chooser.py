@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.inference.programs import STATES
+from megajax.inference.model_step import STATES
 from megajax.inference.request import Sequence, Step
 from megajax.inference.sampling.choose import (
     LOGITS,
@@ -131,6 +131,8 @@ class RowChooser(NamedTuple):
             for replica, step in enumerate(work)
             for number, (row, _) in enumerate(step.parts() if step else [])
             for ahead in range(1 + len(row.draft))
+            # A row without a slot has ended since the step started.
+            if row.slot >= 0
         ]
         return row_sampling(placed, self.program, len(work) * bucket.choices, self.size)
 

@@ -6,6 +6,7 @@ from collections import abc
 from contextlib import contextmanager
 
 import numpy as np
+from started_step import StandInStep
 
 from megajax.inference.embedder import pooled_positions
 from megajax.inference.request import Pooled, Sampled, Sequence, Step, TokenScore
@@ -35,12 +36,15 @@ class EchoDevice:
         finally:
             self._ends.set()
 
-    def run(self, work: abc.Sequence[Step | None]) -> list[list[Sampled]]:
-        time.sleep(self.seconds)
-        self._ends.wait()
+    def start(self, work: abc.Sequence[Step | None]) -> StandInStep:
         (step,) = work
         assert step is not None
         self.seen = [row for row, _ in step.parts()]
+        return StandInStep(lambda: self._chosen(step))
+
+    def _chosen(self, step: Step) -> list[list[Sampled]]:
+        time.sleep(self.seconds)
+        self._ends.wait()
         results = [self._next(row, computed) for row, computed in step.parts()]
         for number, (row, _, _) in enumerate(step.prompts):
             if positions := pooled_positions(step, number):

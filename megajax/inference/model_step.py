@@ -1,0 +1,107 @@
+"""The functions that an engine's programs are compiled from: a step of the model, and the tokens that the device keeps.
+
+A step may be dispatched before the host knows the tokens that the previous one chose. The device keeps the last chosen
+token of each slot, and puts it in the place of `AWAITED`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
+from megajax.kernels.paged.capability import PagedKernel
+from megajax.layers.cache_spec import CacheLeaf
+from megajax.layers.context import Context
+from megajax.layers.decoding import Cache, StepRows, write
+from megajax.mesh.layout import Layout
+
+STATES = ("batch", None, None)
+"""Logical axes of the outputs of a stack [T, 1, D]."""
+TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
+"""Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed. Rows with
+penalties read all of them, see `Sequence.keeps_blocks`."""
+
+
+class StepOutput(NamedTuple):
+    """Output of the model in a step; arrays of all replicas, concatenated."""
+
+    logits: Array
+    """float32 [choices, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
+    tokens: Array
+    """int32 [rows, L]: the tokens of each row from the cache; undefined past the row's end."""
+    prompts: Array
+    """[chunk, 1, D]: output of the stack for the prompts' tokens; empty in steps without a prompt."""
+
+
+def step_rows(
+    arrays: StepArrays, groups: tuple[tuple[int, int], ...], kernel: PagedKernel, loaded: LoadedModel
+) -> StepRows:
+    """The rows of a step."""
+    return StepRows(
+        groups=groups,
+        kernel=kernel,
+        slots=arrays.slots,
+        tables=arrays.tables,
+        counts=arrays.counts,
+        states=arrays.states,
+        layer=jnp.int32(0),
+        loop=loaded.loop,
+        columns=None if loaded.adapters is None else loaded.adapters.columns(arrays.adapters),
+    )
+
+
+def step_output(
+    model: Any, layout: Layout, cache: Mapping[str, Array], arrays: StepArrays, rows: StepRows
+) -> tuple[StepOutput, Cache]:
+    """The output of a step, and the cache with its tokens."""
+    ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
+    ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
+    x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
+
+    def parts(x: Array, last: Array) -> tuple[Array, Array]:
+        return x[last], x[rows.parts()[1]] if len(rows.groups) > 1 else x[:0]
+
+    decoded, prompts = layout.island(parts, (STATES, ("batch",)), (STATES, STATES))(x, arrays.last)
+    return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, TOKENS.name: ids}
+
+
+def known_tokens(layout: Layout, arrays: StepArrays, latest: Array, bucket: Bucket) -> Array:
+    """`StepArrays.tokens` with those that the host does not know. latest: as in `Programs`."""
+
+    def local(tokens: Array, latest: Array, slots: Array) -> Array:
+        chosen = latest.at[jnp.repeat(slots, bucket.width)].get(mode="clip")[:, None]
+        decoding = tokens[: bucket.choices]
+        return tokens.at[: bucket.choices].set(jnp.where(decoding == AWAITED, chosen, decoding))
+
+    column = ("batch", None)
+    return layout.island(local, (column, ("batch",), ("batch",)), column)(arrays.tokens, latest, arrays.states[0])
+
+
+def with_chosen(layout: Layout, latest: Array, slots: Array, token: Array, bucket: Bucket) -> Array:
+    """`Programs.latest` after a choice. slots: int32 [rows]; token: int32 [choices]."""
+
+    def local(latest: Array, slots: Array, token: Array) -> Array:
+        return latest.at[slots].set(token[:: bucket.width], mode="drop")
+
+    row = ("batch",)
+    return layout.island(local, (row, row, row), row)(latest, slots, token)
+
+
+def of_layers(cache: Cache) -> Cache:
+    """The cache leaves of layers."""
+    return {name: leaf for name, leaf in cache.items() if name != TOKENS.name}
+
+
+def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
+    """The leaf `TOKENS` with those of the step [T, 1], and the tokens of the first group's rows, int32 [rows, L]."""
+
+    def local(leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
+        leaf = write(leaf, new[:, 0], rows)
+        blocks = leaf[0][rows.tables[0]]
+        return leaf, blocks.reshape(blocks.shape[0], -1)
+
+    pool, row = (None, "batch", None), ("batch", None)
+    return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)
