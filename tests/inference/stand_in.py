@@ -99,16 +99,12 @@ class StandIn:
                 assert at < len(tokens) or (at == len(tokens) and row.awaited == 2), "a token that nothing chooses"
                 cells[place] = at, tokens[at] if at < len(tokens) else latest[row.slot]
         self.computed += parts
-        return [
-            Part(
-                row,
-                first,
-                count,
-                row.slot,
-                [cells[row.blocks[at // self.block], at % self.block] for at in range(self._seen(first), first + count)],
-            )
-            for row, first, count in parts
-        ]
+
+        def cached(row: Sequence, first: int, count: int) -> list[tuple[int, int]]:
+            places = range(self._seen(first), first + count)
+            return [cells[row.blocks[at // self.block], at % self.block] for at in places]
+
+        return [Part(row, first, count, row.slot, cached(row, first, count)) for row, first, count in parts]
 
     def _seen(self, first: int) -> int:
         """The first position that the token at `first` reads."""
