@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
-from megajax.inference.adapter_table import AdapterTable
+from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any
 
 from megajax.config.errors import Problem, UserError
-from megajax.inference.adapter_table import AdapterTable
+from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.drafts import EarlierText
@@ -170,7 +170,7 @@ class Engine:
     def load_adapter(self, name: str, values: Any) -> None:
         """Load an adapter for the following requests that name it.
 
-        values: see `megajax.inference.adapter_values.slot_values`. Raises UserError for a name in use, and if no slot
+        values: see `megajax.inference.adapters.values.slot_values`. Raises UserError for a name in use, and if no slot
         is free.
         """
         rows = [row for active in self._active.values() for row in active.sequences]

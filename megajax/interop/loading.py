@@ -10,7 +10,7 @@ from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
-from megajax.inference.adapter_values import AdapterWeights, slot_values
+from megajax.inference.adapters.values import AdapterWeights, slot_values
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of

@@ -17,8 +17,8 @@ from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
 from test_steps_of_variants import mixture
 
 from megajax.config.errors import UserError
-from megajax.inference.adapter_table import AdapterTable
-from megajax.inference.adapter_values import AdapterWeights, slot_values
+from megajax.inference.adapters.table import AdapterTable
+from megajax.inference.adapters.values import AdapterWeights, slot_values
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, layers_apart

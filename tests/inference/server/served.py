@@ -13,7 +13,7 @@ from echo_device import EchoDevice
 from waiting import wait_until
 
 from megajax.config.errors import UserError
-from megajax.inference.adapter_table import AdapterTable
+from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.engine import Engine
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import build_application

@@ -1,0 +1,1 @@
+"""Adapters in the slots of a model, one for each request."""
