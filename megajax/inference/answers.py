@@ -71,12 +71,12 @@ class ActiveRequest:
             self.scheduler.remove(sequence)
             self.sequences.remove(sequence)
 
-    def fail(self) -> None:
-        """End the request after an exception, in any state."""
+    def fail(self, problem: str = "") -> None:
+        """End the request after an exception, in any state. problem: as in `Output`."""
         self.faults += 1
         self.free(*self.sequences)
         for number in sorted(self._open):
-            self.send(Output(number, finish="error"))
+            self.send(Output(number, finish="error", problem=problem))
 
     def send(self, output: Output) -> None:
         """Deliver an output."""

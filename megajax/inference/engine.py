@@ -25,6 +25,7 @@ from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.drafts import EarlierText
 from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, StartedStep, Step
 from megajax.inference.sampling.beams import candidates_of
+from megajax.inference.sampling.guide import mask_of
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler
 from megajax.tokenizers.base import Tokenizer
@@ -249,7 +250,8 @@ class Engine:
         sampling, vocabulary, problems = request.sampling, self.device.vocabulary, []
         fields: dict[str, Collection[int]] = {"prompt": request.prompt, "memory": request.memory}
         fields |= {"stop_tokens": sampling.stop_tokens, "logit_bias": sampling.logit_bias}
-        fields |= {"logprob_tokens": sampling.logprob_tokens}
+        fields |= {"logprob_tokens": sampling.logprob_tokens, "allowed_tokens": sampling.allowed_tokens}
+        fields |= {"bad_tokens": {token for tokens in sampling.bad_tokens for token in tokens}}
         for name, tokens in fields.items():
             if set(map(type, tokens)) - {int}:
                 problems.append(Problem(name, "must be token ids, as integers"))
@@ -310,6 +312,7 @@ class Engine:
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             pooling=request.pooling,
             top=sampling.logprobs,
+            allowed=mask_of(sampling.allowed_tokens, self.device.vocabulary) if sampling.allowed_tokens else None,
             guide=self._start_of(sampling),
             drafter=EarlierText(self.device.drafts) if drafted else None,
         )
@@ -347,6 +350,9 @@ class Engine:
         tokens, faults, failed = active.tokens, active.faults, False
         try:
             method(active, *arguments)
+        except UserError as error:  # A guide that grows too large within the text.
+            failed = True
+            active.fail(str(error))
         except Exception:
             LOG.exception("request %s ends with an error", active.request.identifier)
             failed = True

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from megajax.config.errors import UserError
-from megajax.inference.sampling_settings import Sampling
+from megajax.inference.sampling_settings import BAD_LENGTH, Sampling
 
 type Finish = Literal["stop", "length", "cancelled", "error"]
 """Why an answer ended: a stop string, a stop token or the end of the text; `max_tokens` or the maximum row length;
@@ -67,6 +67,9 @@ class Output(NamedTuple):
     embedding: tuple[float, ...] = ()
     """The embedding of the prompt, of length 1, if `Request.pooling` asks for it."""
 
+    problem: str = ""
+    """With the finish "error": what is wrong with the request; empty for a fault of the engine."""
+
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
         return Output(
@@ -79,6 +82,7 @@ class Output(NamedTuple):
             self.shared + following.shared,
             following.admitted if self.admitted is None else self.admitted,
             self.embedding + following.embedding,
+            self.problem + following.problem,
         )
 
 
@@ -156,6 +160,8 @@ class Sequence:
     """Number of most likely tokens to report with each token; None for neither these nor ranks."""
     guide: Any = None
     """State of the constraint of the text."""
+    allowed: Any = None
+    """Tokens that may be chosen, uint32 words as in `sampling.choose.Edits`; None: all."""
     drafter: Drafter | None = None
     """None for a sequence that gets one token in each step."""
     draft: list[int] = field(default_factory=list)
@@ -210,7 +216,13 @@ class Sequence:
 
     def forbidden(self, ahead: int = 0) -> frozenset[int]:
         """Tokens that may not be chosen next, or after this many more tokens."""
-        return self.end_tokens if self.generated + ahead < self.sampling.min_tokens else frozenset()
+        forbidden = self.end_tokens if self.generated + ahead < self.sampling.min_tokens else frozenset()
+        if not self.sampling.bad_tokens:
+            return forbidden
+        # Tokens of the prompt do not count.
+        answer = [*self.tokens[max(self.prompt, len(self.tokens) - BAD_LENGTH) :], *self.draft[:ahead]]
+        count = len(answer) + 1
+        return forbidden | {bad[-1] for bad in self.sampling.bad_tokens if answer[count - len(bad) :] == [*bad[:-1]]}
 
     @property
     def keeps_blocks(self) -> bool:

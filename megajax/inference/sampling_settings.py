@@ -75,6 +75,8 @@ BEAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "logprob_tokens": ((),),
+    "allowed_tokens": ((),),
+    "bad_tokens": ((),),
     "guide": (None,),
 }
 """Settings that a beam search does not support -> their neutral values."""
@@ -82,8 +84,17 @@ STOPS, STOP_CHARACTERS, STOP_TOKENS = 16, 256, 64
 """Maximum number of stop strings, of characters of each, and of stop tokens."""
 LISTED = 20
 """Maximum number of `logprob_tokens`."""
-TOKEN_LISTS: Mapping[str, int] = {"stop_tokens": STOP_TOKENS, "logprob_tokens": LISTED}
+TOKEN_LISTS: Mapping[str, int] = {"stop_tokens": STOP_TOKENS, "logprob_tokens": LISTED, "allowed_tokens": 2**20}
 """Settings that are token ids -> their maximum number."""
+BAD, BAD_LENGTH = 128, 32
+"""Maximum number of `bad_tokens`, and of tokens of each."""
+
+
+class Grammar(NamedTuple):
+    """A guide that is a context-free grammar."""
+
+    text: str
+    """In the form of Lark or GBNF."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +121,10 @@ class Sampling:
     """Subtracted from the logits of tokens of the answer for each of their occurrences."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token -> number added to its logit."""
+    allowed_tokens: tuple[int, ...] = ()
+    """Token ids from which all tokens are chosen, the end of a text included. Empty: all."""
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the answer does not have."""
     seed: int | None = None
     """Random seed. None: a random one."""
     stop: tuple[str, ...] = ()
@@ -135,7 +150,7 @@ class Sampling:
     length_penalty: float = 1.0
     """Beam search divides the log-probability of a text by its length to this power."""
     guide: Any | None = None
-    """A JSON schema that the text has to match."""
+    """A JSON schema, a regular expression as a string, or a `Grammar`, that the text has to match."""
 
     def choices(self) -> int:
         """Number of generated answers."""
@@ -150,7 +165,7 @@ class Sampling:
         errors = {name: limit.error(getattr(self, name)) for name, limit in LIMITS.items()}
         errors["stop"] = self._stop_error()
         errors |= {name: self._tokens_error(name, most) for name, most in TOKEN_LISTS.items()}
-        errors |= {"logit_bias": self._bias_error()}
+        errors |= {"logit_bias": self._bias_error(), "bad_tokens": self._bad_error()}
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(value := getattr(self, name), bool):
                 errors[name] = f"must be true or false, got {abbreviated(value)}"
@@ -170,6 +185,15 @@ class Sampling:
         if not isinstance(tokens, tuple) or any(TOKEN.error(token) for token in tokens):
             return f"must be token ids, got {abbreviated(tokens)}"
         return f"must be at most {most}, got {len(tokens):,}" if len(tokens) > most else ""
+
+    def _bad_error(self) -> str:
+        if len(self.bad_tokens) > BAD:
+            return f"must be at most {BAD}, got {len(self.bad_tokens):,}"
+        long = [len(tokens) for tokens in self.bad_tokens if not 1 <= len(tokens) <= BAD_LENGTH]
+        if long:
+            return f"each must have between 1 and {BAD_LENGTH} tokens, got one of {long[0]:,}"
+        errors = [error for tokens in self.bad_tokens for token in tokens if (error := TOKEN.error(token))]
+        return next(iter(errors), "")
 
     def _bias_error(self) -> str:
         if not isinstance(self.logit_bias, Mapping):

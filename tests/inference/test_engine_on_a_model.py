@@ -96,6 +96,34 @@ def test_blocks_behind_windows_are_freed(kernel: str) -> None:
     demand_greedy(model, clients)
 
 
+def test_allowed_tokens_and_sequences_that_are_not() -> None:
+    """Each token is the most likely one of a forward pass among those that are left."""
+    model = loaded(LLAMA, {})
+    device, prompt = device_of(model, 12, Program.FULL), [5, 17, 200]
+
+    def answer(**settings: Any) -> tuple[int, ...]:
+        client = Client(prompt, max_tokens=9, temperature=0, ignore_eos=True, **settings)
+        serve(Engine(device), client)
+        return client.answer.tokens
+
+    usual = answer()
+    bad = (usual[:1], usual[2:4], usual[4:7], (1, 2, 3))
+    allowed = tuple(range(0, VOCABULARY, 7))
+    answers = answer(bad_tokens=bad), answer(allowed_tokens=allowed), answer(allowed_tokens=(9, 14), bad_tokens=((9,),))
+    rows = np.zeros((3, LENGTH), np.int32)
+    for row, tokens in zip(rows, answers, strict=True):
+        row[:12] = [*prompt, *tokens]
+    logits = whole_logits(model, rows)[..., :VOCABULARY]
+    for place in range(9):
+        before = answers[0][:place]
+        left = logits[0, 2 + place].copy()
+        left[[tokens[-1] for tokens in bad if before[place + 1 - len(tokens) :] == tokens[:-1]]] = -np.inf
+        assert answers[0][place] == left.argmax()
+        assert answers[1][place] == max(allowed, key=lambda token: logits[1, 2 + place, token])
+    assert answers[2] == (14,) * 9
+    assert answers[0] != usual
+
+
 @pytest.mark.slow
 def test_requests_of_all_kinds_join_running_ones(compiled: list[str]) -> None:
     """Answers do not depend on other requests, and nothing is compiled."""

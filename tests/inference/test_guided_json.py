@@ -11,6 +11,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.inference.sampling.guide import Guided, Guides, token_pieces
+from megajax.inference.sampling_settings import Grammar
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -200,6 +201,9 @@ def test_texts(schema: Any, text: str, *, valid: bool) -> None:
         ({"const": b""}, "neither a JSON schema nor a regular expression"),
         ({"const": "\ud800"}, "unexpected end of hex escape"),
         ("\ud800", "neither a JSON schema nor a regular expression"),
+        (Grammar("start: a"), "grammar: "),
+        (Grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "grammar: has a line of options"),
+        (Grammar('root ::= "a'), "grammar: "),
     ],
 )
 def test_rejected_guides(guide: Any, words: str) -> None:
@@ -213,6 +217,28 @@ def test_rejected_guides(guide: Any, words: str) -> None:
 def test_guides_that_nothing_matches_are_refused(guide: Any) -> None:
     with pytest.raises(UserError, match=r"^no text matches the guide$"):
         GUIDES(guide)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "valid"),
+    [
+        ('start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/', "1+22+3", True),
+        ('start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/', "1+", False),
+        ('start: "(" start ")" | "x"', "((x))", True),
+        ('start: "(" start ")" | "x"', "((x)", False),
+        ('root ::= "(" root ")" | [a-c]', "((b))", True),
+        ('root ::= "(" root ")" | [a-c]', "((d))", False),
+    ],
+)
+def test_grammars(grammar: str, text: str, *, valid: bool) -> None:
+    assert matches(Grammar(grammar), text) == valid
+
+
+def test_a_guide_that_grows_too_large_within_the_text() -> None:
+    state = GUIDES("a*" * 3000)
+    with pytest.raises(UserError, match="the guide is too large"):
+        for _ in range(5):
+            state = state.after(ord("a"))
 
 
 def test_guides_that_are_too_large_are_refused() -> None:

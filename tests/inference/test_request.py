@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megajax.inference.request import Sequence
 from megajax.inference.sampling_settings import BIASES, LIMITS, STOP_CHARACTERS, STOP_TOKENS, STOPS, Sampling
 
 
@@ -62,6 +63,11 @@ def test_defaults_fractions_and_numbers_of_answers() -> None:
         ("stop_tokens", (0,) * STOP_TOKENS, (0,) * (STOP_TOKENS + 1)),
         ("stop_tokens", (1,), (True,)),
         ("logprob_tokens", (), (0,) * 21),
+        ("allowed_tokens", (0, 5), (-1,)),
+        ("bad_tokens", ((0,) * 32,) * 128, ((0,),) * 129),
+        ("bad_tokens", ((1, 2),), ((),)),
+        ("bad_tokens", (), ((0,) * 33,)),
+        ("bad_tokens", (), ((1, -1),)),
         ("logit_bias", {0: -100, 5: 100.0}, {0: 101}),
         ("logit_bias", dict.fromkeys(range(BIASES), 0.5), dict.fromkeys(range(BIASES + 1), 0.5)),
         ("logit_bias", {}, {"a": 1}),
@@ -97,3 +103,13 @@ def test_messages_give_both_values_and_stay_short() -> None:
     assert str(problem) == "top_p: must be above 0 and at most 1, got 0"
     (problem,) = Sampling(max_tokens="9" * 10**6).problems()  # ty: ignore[invalid-argument-type]
     assert len(str(problem)) < 150
+
+
+def test_bad_tokens_within_a_draft() -> None:
+    """What is forbidden after some tokens of a draft depends on these, and never on the prompt."""
+    sampling = Sampling(max_tokens=9, bad_tokens=((7,), (1, 2), (2, 3, 4)))
+    row = Sequence(order=(0, 0), tokens=[1], limit=9, sampling=sampling)
+    assert row.forbidden() == {7}
+    row.tokens.append(1)
+    row.draft = [2, 3]
+    assert [row.forbidden(ahead) for ahead in range(3)] == [{7, 2}, {7}, {7, 4}]

@@ -31,14 +31,14 @@ from megajax.inference.sampling.choose import (
     scores_of,
     shard_of,
 )  # fmt: skip
-from megajax.inference.sampling_settings import BIASES, LISTED, STOP_TOKENS
+from megajax.inference.sampling_settings import BAD, BIASES, LISTED, STOP_TOKENS
 from megajax.inference.step_arrays import Bucket, first_tokens
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along
 
 TOP, PROMPT_TOP = 64, 20
 """Number of most likely tokens computed for a row, as beam searches need, and for a token of a prompt."""
-EDITED = BIASES + STOP_TOKENS + 8
+EDITED = BIASES + STOP_TOKENS + BAD + 8
 """Maximum number of tokens of a row with a bias or forbidden; 8 for the model's end tokens."""
 PIECE = 64
 """Maximum number of tokens of each replica whose logits exist at the same time."""
@@ -173,7 +173,8 @@ def program_of(row: Sequence) -> Program:
     """The first program that serves a row."""
     settings = row.sampling
     scores = row.top is not None or row.unscored
-    if scores or settings.penalized() or settings.logit_bias or row.forbidden() or row.guide is not None:
+    edited = settings.logit_bias or settings.bad_tokens or row.allowed is not None or row.forbidden()
+    if scores or settings.penalized() or edited or row.guide is not None:
         return Program.FULL
     return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
 
@@ -215,9 +216,10 @@ def _edits(placed: abc.Sequence[Choice], count: int, size: int) -> Edits:
         tokens[place, : len(edits)], biases[place, : len(edits)] = list(edits), list(edits.values())
         prompt[place], length[place] = row.prompt, len(row.tokens) + ahead
         listed[place, : len(row.sampling.logprob_tokens)] = row.sampling.logprob_tokens
-        if row.guide is not None:
-            mask = row.guide.mask
-            allowed[place, : len(mask)], allowed[place, len(mask) :] = mask[: allowed.shape[1]], 0
+        for mask in (row.allowed, None if row.guide is None else row.guide.mask):
+            if mask is not None:
+                allowed[place, : len(mask)] &= mask[: allowed.shape[1]]
+                allowed[place, len(mask) :] = 0
     return Edits(
         allowed=allowed,
         tokens=tokens,

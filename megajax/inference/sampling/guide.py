@@ -1,4 +1,4 @@
-"""Masks of allowed next tokens for a text that has to match a JSON schema or a regular expression.
+"""Masks of allowed next tokens for a text that has to match a JSON schema, a regular expression or a grammar.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses the text and computes the masks. It works on the bytes of
 tokens, so the tokenizer's division of the text does not matter.
@@ -16,6 +16,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import require
+from megajax.inference.sampling_settings import Grammar
 from megajax.tokenizers.base import Tokenizer
 
 GUIDES = 32
@@ -100,36 +101,60 @@ class Guides:
         return _library().LLTokenizer(vocabulary, n_vocab=len(pieces), eos_token=sorted(self._end_tokens))
 
     def __call__(self, guide: Any) -> Guided:
-        """The state of an empty text. guide: a JSON schema, or a regular expression as a string.
+        """The state of an empty text. guide: a JSON schema, a regular expression as a string, or a `Grammar`.
 
         Raises UserError if the guide is malformed, not supported, or too large.
         """
         try:
-            return self._first(json.dumps(guide))
+            return self._first(json.dumps(guide), isinstance(guide, Grammar))
         except RecursionError:
             raise UserError("the guide is nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise UserError(f"the guide is neither a JSON schema nor a regular expression: {error}") from None
 
-    def _new(self, guide: str) -> Guided:
-        """The state of an empty text. guide: as JSON text, so that equal guides share a state."""
-        matching, value = _library().LLMatcher, json.loads(guide)
+    def _start(self, value: Any) -> tuple[str, str]:
+        """The name, and the grammar, of a regular expression or of a schema. Raises UserError."""
         if isinstance(value, str):
             if (len(value) - len(value.rstrip("\\"))) % 2:
                 raise UserError("the regular expression ends within an escape: a single \\")
-            start = json.loads(matching.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
-        else:
-            for problem in _misspelled(value):
-                raise UserError(f"JSON schema: {problem}")
-            schema = value if isinstance(value, dict) else {"allOf": [value]}
-            start = f"start: %json {json.dumps(schema | {'x-guidance': self._options})}"
+            grammar = _library().LLMatcher.grammar_from_regex(value)
+            return "regular expression", json.loads(grammar)["grammars"][0]["lark_grammar"]
+        for problem in _misspelled(value):
+            raise UserError(f"JSON schema: {problem}")
+        schema = value if isinstance(value, dict) else {"allOf": [value]}
+        return "JSON schema", f"start: %json {json.dumps(schema | {'x-guidance': self._options})}"
+
+    def _new(self, guide: str, is_grammar: bool) -> Guided:
+        """The state of an empty text. guide: as JSON text, so that equal guides share a state."""
+        kind, start = ("grammar", _lark(*json.loads(guide))) if is_grammar else self._start(json.loads(guide))
         # Without forcing, a mask allows every tokenization of determined text, not only the usual one.
         grammar = f'%llguidance {{"no_forcing": true}}\n{start}'
         limits = _library().LLParserLimits(verbose_errors=False)
-        matcher = matching(self._tokenizer, grammar, limits=limits, log_level=0)
+        matcher = _library().LLMatcher(self._tokenizer, grammar, limits=limits, log_level=0)
         if error := matcher.get_error():
-            raise UserError(f"{'regular expression' if isinstance(value, str) else 'JSON schema'}: {_reason(error)}")
+            raise UserError(f"{kind}: {_reason(error)}")
         return Guided(matcher, self._end_tokens)
+
+
+def _lark(text: str) -> str:
+    """A grammar as Lark. Raises UserError."""
+    # The options of a grammar are the server's.
+    if "%llguidance" in text:
+        raise UserError("grammar: has a line of options, which are the server's: leave it out")
+    if "::=" not in text:
+        return text
+    converter = require("llguidance.gbnf_to_lark", "a guide")
+    try:
+        return converter.gbnf_to_lark(text).replace("%llguidance {}", "", 1)
+    except (converter.GbnfToLarkError, RecursionError) as error:
+        raise UserError(f"grammar: {error}") from None
+
+
+def mask_of(tokens: Collection[int], vocabulary: int) -> np.ndarray:
+    """The mask of these tokens, uint32 [ceil(V / 32)], as in `Guided`."""
+    bits = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4")
 
 
 def _reason(error: str) -> str:

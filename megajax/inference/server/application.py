@@ -23,8 +23,9 @@ from megajax import __version__
 from megajax.config.errors import UserError
 from megajax.inference.server.body import RequestError, invalid, large_head, read_object
 from megajax.inference.server.calls import Call, complete_answers
+from megajax.inference.server.chat_fields import CHAT, DETOKENIZE, TOKENIZE
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
-from megajax.inference.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from megajax.inference.server.fields import COMPLETIONS
 from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.model_list import LOAD_ADAPTER, UNLOAD_ADAPTER, ModelList

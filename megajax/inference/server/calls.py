@@ -121,6 +121,8 @@ class Call:
             metrics.end(output.finish)
             if output.choice in self._first:
                 metrics.decode_seconds.observe(now - self._first[output.choice])
+        if output.finish == "error" and output.problem:
+            raise refused(Refused("invalid", f"guide {output.problem}", "guide"), self._names)
         if output.finish == "error":
             raise failed()
         if output.finish == "cancelled":

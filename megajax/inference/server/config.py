@@ -24,9 +24,10 @@ class ServerConfig:
     generation_config: bool = True
     """With --hf, take the defaults of temperature, top_p, top_k, min_p and repetition_penalty from the folder's
     generation_config.json. False: OpenAI's defaults."""
-    tool_format: Literal["hermes", "llama3"] | None = None
+    tool_format: Literal["hermes", "llama3", "mistral", "deepseek", "harmony"] | None = None
     """How the model writes calls of tools: hermes (also Qwen): <tool_call>{JSON}</tool_call>; llama3: {JSON}, perhaps
-    after <|python_tag|>. None: found in the chat template."""
+    after <|python_tag|>; mistral: after [TOOL_CALLS]; deepseek: V3 and V3.1; harmony: the channels of gpt-oss. None:
+    found in the chat template."""
     reasoning: bool = False
     """Split the text between <think> and </think> at the start of chat answers off into `reasoning_content`."""
     pooling: Literal["last", "mean"] = "last"

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from megajax.config.read_limits import parse_json
+from megajax.inference.sampling_settings import Grammar, Limit
 from megajax.inference.server.values import (
     Field,
     Fields,
@@ -18,12 +19,8 @@ from megajax.inference.server.values import (
     items,
     nonempty_text,
     number,
-    one_of,
 )
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt", "tools")
-"""Variables of templates that a request cannot set."""
 JSON_OBJECT = {"type": "object"}
 """The guide of any JSON object."""
 
@@ -44,11 +41,21 @@ def _tokens(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _allowed(value: Any) -> tuple[int, ...]:
+    return _tokens(nonempty(value))
+
+
 def _bias(value: Any) -> dict[int, float]:
     """Token -> bias; the keys of JSON objects are strings."""
     if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,10}", name) for name in value):
         raise ValueError
     return {int(name): bias for name, bias in value.items()}
+
+
+def _truncation(value: Any) -> int:
+    if value != -1 and Limit(int, 1, 2**20).error(value):
+        raise ValueError
+    return instance(int)(value)
 
 
 def _all_at_minus_one(value: Any) -> Any:
@@ -58,6 +65,10 @@ def _all_at_minus_one(value: Any) -> Any:
 def _schema(value: Any) -> Any:
     """A JSON schema, or its text."""
     return instance(dict)(parse_json(value) if isinstance(value, str) else value)
+
+
+def _grammar(value: Any) -> Grammar:
+    return Grammar(instance(str)(value))
 
 
 def _choices(value: Any) -> str:
@@ -87,60 +98,9 @@ def _one_guide(value: Any) -> Any:
     return guides[0]
 
 
-def _text(value: Any) -> str:
-    """A text, or the joined texts of parts."""
-    if isinstance(value, list):
-        return "".join(part.get(part["type"], "") for part in value)
-    return instance(str)(value)
-
-
 def nonempty(value: Any) -> list[Any]:
     """A list with something in it."""
     if not instance(list)(value):
-        raise ValueError
-    return value
-
-
-def _messages(value: Any) -> list[Any]:
-    """Raises RequestError for a message without content and calls."""
-    for message in nonempty(value):
-        if "content" not in message and not message.get("tool_calls"):
-            raise message.invalid("content", "must be given")
-    return value
-
-
-def _named_function(value: Any) -> dict[str, Any]:
-    """An object with type function and a function that has a name."""
-    function = instance(dict)(value).get("function")
-    if value.get("type", "function") != "function" or not isinstance(instance(dict)(function).get("name"), str):
-        raise ValueError
-    return value
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    for tool in instance(list)(value):
-        if not isinstance(_named_function(tool)["function"].get("parameters"), dict | None):
-            raise ValueError
-    return value
-
-
-def _tool_choice(value: Any) -> Any:
-    return one_of("none", "auto", "required")(value) if isinstance(value, str) else _named_function(value)
-
-
-def _calls(value: Any) -> list[dict[str, Any]]:
-    """Calls for templates, which take arguments as objects."""
-    calls = []
-    for call in instance(list)(value):
-        function = _named_function(call)["function"]
-        arguments = function.get("arguments") or {}
-        arguments = instance(dict)(parse_json(arguments) if isinstance(arguments, str) else arguments)
-        calls.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
-    return calls
-
-
-def _variables(value: Any) -> dict[str, Any]:
-    if set(RENDERING_NAMES) & instance(dict)(value).keys():
         raise ValueError
     return value
 
@@ -151,17 +111,17 @@ OBJECT = Field("an object", {"type": "object"}, instance(dict))
 TOKENS = Field("a list of token ids", items("integer"), _tokens)
 GUIDE_SCHEMA = Field("a JSON schema", {"type": ["object", "string"]}, _schema)
 GUIDE_CHOICE = Field("a list of strings, at least one", items("string"), _choices)
+GUIDE_GRAMMAR = Field("a grammar in the form of Lark or GBNF", {"type": "string"}, _grammar)
 GUIDE_REGEX = Field("a regular expression", {"type": "string"}, instance(str))
-NO_FUNCTIONS = Unsupported("this is the older form of tools: use tools and tool_choice", ([], "none", "auto"))
-NO_GRAMMAR = Unsupported("grammars are not supported: give json, choice or regex")
+NO_TAGS = Unsupported("tags are not supported: give json, choice, regex or grammar")
 
 STRUCTURED_OUTPUTS: Fields = {
     "json": GUIDE_SCHEMA,
     "choice": GUIDE_CHOICE,
     "regex": GUIDE_REGEX,
     "json_object": Field("true or false", {"type": "boolean"}, _whole_object),
-    "grammar": NO_GRAMMAR,
-    "structural_tag": NO_GRAMMAR,
+    "grammar": GUIDE_GRAMMAR,
+    "structural_tag": NO_TAGS,
 }
 JSON_SCHEMA: Fields = {"name": STRING, "description": STRING, "strict": FLAG, "schema": OBJECT._replace(required=True)}
 RESPONSE_FORMAT: Fields = {
@@ -169,6 +129,8 @@ RESPONSE_FORMAT: Fields = {
     "json_schema": Field("an object with a schema", {"type": "object"}, fields=JSON_SCHEMA),
 }
 STREAM_OPTIONS: Fields = {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
+
+TRUNCATION = Field("an integer, at least 1, or -1 for as many as fit", {"type": "integer", "minimum": -1}, _truncation)
 
 SAMPLING: Fields = {
     **{
@@ -194,7 +156,7 @@ SAMPLING: Fields = {
         RESPONSE_FORMAT,
     ),
     "structured_outputs": Field(
-        "an object with one of json, choice, regex and json_object",
+        "an object with one of json, choice, regex, grammar and json_object",
         {"type": "object"},
         _one_guide,
         "guide",
@@ -205,6 +167,10 @@ SAMPLING: Fields = {
     "guided_regex": GUIDE_REGEX._replace(setting="guide"),
     "json_schema": GUIDE_SCHEMA._replace(setting="guide"),
     "regex": GUIDE_REGEX._replace(setting="guide"),
+    **dict.fromkeys(("guided_grammar", "ebnf"), GUIDE_GRAMMAR._replace(setting="guide")),
+    "allowed_token_ids": Field("a list of token ids, at least one", items("integer"), _allowed, "allowed_tokens"),
+    "bad_words": Field("a list of strings", items("string"), _strings),
+    "truncate_prompt_tokens": TRUNCATION,
 }
 """Fields of both OpenAI routes, with the usual names for settings that OpenAI lacks."""
 
@@ -223,13 +189,10 @@ SCHEDULING: Fields = {
 """When a request runs, and with which others it shares the cache."""
 
 UNSUPPORTED: Fields = {
-    **dict.fromkeys(("guided_grammar", "ebnf", "structural_tag"), NO_GRAMMAR),
+    "structural_tag": NO_TAGS,
     **dict.fromkeys(("lora_path", "prompt_embeds", "return_hidden_states"), Unsupported("leave it out", ("", False))),
     "use_beam_search": Unsupported("set beams to the width of the search", (False,)),
-    "bad_words": Unsupported("use logit_bias, which takes token ids", ([],)),
-    "allowed_token_ids": Unsupported("use guided_choice or guided_regex"),
     "logits_processors": Unsupported("no code of clients runs here", ([],)),
-    "truncate_prompt_tokens": Unsupported("shorten the prompt before it is sent"),
 }
 """Fields of other servers on both routes that would change the answer."""
 
@@ -261,88 +224,3 @@ COMPLETIONS: Fields = {
     "suffix": Unsupported("text is not inserted before a suffix: leave it out", ("",)),
 }
 """Fields of /v1/completions."""
-
-PART: Fields = {
-    "type": Field(
-        "text: other content than text is not supported",
-        {"enum": ["text", "refusal"]},
-        one_of("text", "refusal"),
-        required=True,
-    ),
-    "text": STRING,
-    "refusal": STRING,
-}
-MESSAGE: Fields = {
-    "role": choice(*ROLES)._replace(required=True),
-    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART),
-    "name": STRING,
-    "refusal": STRING,
-    "audio": Unsupported("only text is supported"),
-    "tool_calls": Field(
-        "a list of calls, each with a function: its name, and its arguments as JSON",
-        {"type": "array", "items": {"type": "object"}},
-        _calls,
-    ),
-    "tool_call_id": STRING,
-    "reasoning_content": STRING,
-    "function_call": NO_FUNCTIONS,
-}
-MESSAGES = Field("a list with a message or more", {"type": "array", "minItems": 1}, _messages, fields=MESSAGE)
-RENDERING: Fields = {
-    "add_generation_prompt": FLAG,
-    "continue_final_message": FLAG,
-    "chat_template_kwargs": Field(
-        f"an object without {', '.join(RENDERING_NAMES)}, which the server sets", {"type": "object"}, _variables
-    ),
-    "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
-    "tools": Field(
-        "a list of objects with type function and a function: its name, and parameters as a JSON schema",
-        {"type": "array", "items": {"type": "object"}},
-        _tools,
-    ),
-    "documents": Unsupported("write documents into a message, or into chat_template_kwargs", ([],)),
-}
-"""How messages become a prompt."""
-
-CHAT_NO_EFFECT: Fields = {
-    "verbosity": STRING,
-    "modalities": Field('["text"]', items("string"), one_of(["text"])),
-    "prediction": OBJECT,
-}
-"""Fields of /v1/chat/completions that are accepted without effect."""
-
-CHAT: Fields = {
-    **COMMON,
-    **RENDERING,
-    **CHAT_NO_EFFECT,
-    "messages": MESSAGES._replace(required=True),
-    "max_completion_tokens": number("max_tokens"),
-    "logprobs": FLAG,
-    "top_logprobs": number("logprobs"),
-    "reasoning_effort": STRING,
-    "tool_choice": Field(
-        "none, auto, required, or an object with type function and the name of a function",
-        {"type": ["string", "object"]},
-        _tool_choice,
-    ),
-    "parallel_tool_calls": FLAG,
-    "separate_reasoning": FLAG,
-    **dict.fromkeys(("functions", "function_call"), NO_FUNCTIONS),
-    "audio": Unsupported("only text is supported"),
-    "web_search_options": Unsupported("the server reads nothing from elsewhere"),
-    "echo": Unsupported("use /v1/completions", (False,)),
-    "add_special_tokens": Unsupported("the chat template writes the special tokens", (False,)),
-}
-"""Fields of /v1/chat/completions."""
-
-TOKENIZE: Fields = {
-    **RENDERING,
-    "model": STRING,
-    "prompt": STRING,
-    "messages": MESSAGES,
-    "special_tokens": FLAG,
-    "add_special_tokens": FLAG,
-}
-"""Fields of /tokenize, which takes either prompt or messages."""
-DETOKENIZE: Fields = {"model": STRING, "tokens": TOKENS._replace(required=True)}
-"""Fields of /detokenize."""

@@ -127,7 +127,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     # Templates use `system`; OpenAI has renamed it to `developer`.
     role = "system" if message["role"] == "developer" else message["role"]
     names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-    return {"role": role, "content": message.get("content", ""), **{n: message[n] for n in names if n in message}}
+    more = {name: message[name] for name in names if name in message}
+    # The template of gpt-oss has another name for reasoning.
+    more |= {"thinking": more["reasoning_content"]} if "reasoning_content" in more else {}
+    return {"role": role, "content": message.get("content", ""), **more}
 
 
 async def read_prompts(
@@ -141,6 +144,12 @@ async def read_prompts(
     prompts = split_prompts(values.get(name, None), most, name)
     flags = values.get("special_tokens", False), values.get("add_special_tokens", True)
     return [await _encode(prompt, model, name, *flags, suffix) for prompt in prompts]
+
+
+def shortened(tokens: list[int], values: Mapping[str, Any], longest: int) -> list[int]:
+    """The last `truncate_prompt_tokens` tokens of a prompt; with -1, the last `longest`."""
+    most = values.get("truncate_prompt_tokens")
+    return tokens if most is None else tokens[-(longest if most == -1 else most) :]
 
 
 def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:

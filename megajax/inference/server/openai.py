@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from megajax.inference.request import Output, Pooling, TokenScore
-from megajax.inference.sampling_settings import Sampling
-from megajax.inference.server.answer_parts import THINK, AnswerParts, Reasoning, Stage
+from megajax.inference.sampling_settings import BAD, Sampling
 from megajax.inference.server.body import RequestError, invalid
+from megajax.inference.server.chat.answer_parts import THINK, AnswerParts, Reasoning, Stage
+from megajax.inference.server.chat.tools import tool_use
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.models import ServedModel, read_prompts
-from megajax.inference.server.tools import tool_use
+from megajax.inference.server.models import ServedModel, read_prompts, shortened
 from megajax.inference.server.values import Values
 from megajax.tokenizers.base import Tokenizer
 
@@ -341,13 +341,14 @@ class Chat(NamedTuple):
 
 async def completion_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/completions. Raises RequestError."""
-    settings = values.sampling(_defaults(values, model))
+    settings = with_bad_words(values.sampling(_defaults(values, model)), values, model)
     if values.get("echo", False) and settings.logprobs is not None:
         settings = replace(settings, prompt_logprobs=max(settings.logprobs, settings.prompt_logprobs or 0))
         if values.get("stream", False) and settings.n > 1:
             raise invalid("n", "n must be 1 in a stream with echo and logprobs")
     _check_stream(values, settings)
     prompts = await read_prompts(values, model, config.prompts)
+    prompts = [shortened(prompt, values, _longest(model, settings)) for prompt in prompts]
     form = CompletionForm(model, prompts, settings, values)
     return _job(values, settings, config, form, prompts, {"prompt": "prompt"})
 
@@ -375,22 +376,47 @@ async def read_chat(
     the fields do not name. param: the field of the messages.
     """
     # By default, an answer may fill the row.
-    settings = values.sampling(replace(base, max_tokens=model.length))
+    settings = with_bad_words(values.sampling(replace(base, max_tokens=model.length)), values, model)
     use = tool_use(values, model, config)
     if use.guide is not None:
         if settings.guide is not None:
             raise invalid("tool_choice", "tool_choice demands a call: leave out the format of the answer")
         settings = replace(settings, guide=use.guide)
-    prompt = await model.converse(values, param)
+    prompt = shortened(await model.converse(values, param), values, _longest(model, settings))
 
     # A guide holds from the first token on, so there is no reasoning.
     splits = config.reasoning and values.get("separate_reasoning", True) and settings.guide is None
+    splits = splits and not use.finds_reasoning
+    stage = use.stage if settings.guide is None or use.guide is not None or not use.finds_reasoning else None
 
     def stages() -> list[Stage]:
         inside = model.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(THINK)
-        return [*([Reasoning(inside=inside)] if splits else []), *([use.stage()] if use.stage else [])]
+        return [*([Reasoning(inside=inside)] if splits else []), *([stage()] if stage else [])]
 
     return Chat(prompt, settings, stages, demands_call=use.guide is not None)
+
+
+def with_bad_words(settings: Sampling, values: Values, model: ServedModel) -> Sampling:
+    """The settings with the tokens of `bad_words`, each at the start of a text and after a space.
+
+    Raises RequestError for too many or too long words.
+    """
+    if not (words := [word.strip() for word in values.get("bad_words", ())]):
+        return settings
+    if len(words) > BAD // 2 or not all(words):
+        expected = f"at most {BAD // 2} words, none of them empty"
+        raise invalid("bad_words", f"bad_words must be {expected}, got {len(words):,}")
+    texts = [text for word in words for text in (word, f" {word}")]
+    tokens = tuple(dict.fromkeys(tuple(model.plain.encode(text).tolist()) for text in texts))
+    settings = replace(settings, bad_tokens=tokens)
+    for problem in settings.problems():
+        raise invalid("bad_words", f"bad_words {problem.message}")
+    return settings
+
+
+def _longest(model: ServedModel, settings: Sampling) -> int:
+    """Maximum number of tokens of a prompt."""
+    return model.length - min(1, settings.max_tokens)
 
 
 def _defaults(values: Values, model: ServedModel) -> Sampling:

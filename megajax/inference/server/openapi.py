@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megajax.inference.server.fields import CHAT_NO_EFFECT, NO_EFFECT
+from megajax.inference.server.chat_fields import CHAT_NO_EFFECT
+from megajax.inference.server.fields import NO_EFFECT
 from megajax.inference.server.response_fields import RESPONSES_NO_EFFECT
 from megajax.inference.server.values import Field, Fields, Unsupported
 

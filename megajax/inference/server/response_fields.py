@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config.read_limits import parse_json
+from megajax.inference.server.chat_fields import RENDERING
 from megajax.inference.server.fields import (
     FLAG,
     JSON_OBJECT,
     NO_EFFECT,
     OBJECT,
-    RENDERING,
     SAMPLING,
     SCHEDULING,
     STRING,

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from megajax.inference.request import Output
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.server.answer_parts import AnswerParts, Kind, Part, Stage
 from megajax.inference.server.body import RequestError
+from megajax.inference.server.chat.answer_parts import AnswerParts, Kind, Part, Stage
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import Job, read_chat

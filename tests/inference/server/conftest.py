@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 from served import Running, start, stop
 
@@ -25,3 +26,16 @@ def served() -> Iterator[Running]:
     running = start(config)
     yield running
     stop(running)
+
+
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """With the module's chat template: answers repeat the prompt, so that a request decides what the model says."""
+    running = start(ServerConfig(reasoning=True, strict=True), template=request.module.TEMPLATE)
+    yield running
+    stop(running)
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)

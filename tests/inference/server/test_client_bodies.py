@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from served import Running, start, stop
 
+from megajax.config.errors import UserError
 from megajax.inference.request import Sequence
 from megajax.inference.sampling.guide import Guides
-from megajax.inference.sampling_settings import Sampling
+from megajax.inference.sampling_settings import Grammar, Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.fields import GUIDE_CHOICE
 from megajax.inference.server.server import described
@@ -332,3 +334,71 @@ def test_the_guide_of_choices_allows_exactly_these() -> None:
         with pytest.raises(ValueError, match="follow"):
             for token in (*text.encode(), ord("#")):
                 state = state.after(token)
+
+
+def test_tokens_that_are_allowed_and_words_that_are_not(served: Running) -> None:
+    for path, base in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": CHATS})):
+        body = {**base, "max_tokens": 1, "allowed_token_ids": [97, 256], "bad_words": ["no", " yes", "x"]}
+        assert served.ask(path, body).status_code == 200
+        row = served.device.seen[0]
+        bad = {b"no", b" no", b"yes", b" yes", b"x", b" x"}
+        assert {bytes(tokens) for tokens in row.sampling.bad_tokens} == bad
+        bits = np.unpackbits(row.allowed.view(np.uint8), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == [97, 256]
+        for more, param in (
+            ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"allowed_token_ids": [257]}, "allowed_token_ids"),
+            ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
+            ({"allowed_token_ids": [1], "beams": 2}, "allowed_token_ids"),
+            ({"bad_words": ["a", " "]}, "bad_words"),
+            ({"bad_words": ["a"] * 65}, "bad_words"),
+            ({"bad_words": ["a" * 33]}, "bad_words"),
+            ({"bad_words": "a"}, "bad_words"),
+            ({"bad_words": ["a"], "beams": 2}, "bad_words"),
+        ):
+            answer = served.ask(path, {**base, **more})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_prompts_are_cut_to_their_last_tokens(served: Running) -> None:
+    longest = served.device.length
+    for path, base, prompt in (
+        ("/v1/completions", {"prompt": "abcdef"}, "abcdef"),
+        ("/v1/chat/completions", {"messages": CHATS}, "user: hi\nassistant: "),
+    ):
+        for most in (3, len(prompt), 100, -1):
+            body = {**base, "max_tokens": 1, "truncate_prompt_tokens": most}
+            answer = served.ask(path, body).json()
+            row = served.device.seen[0]
+            kept = prompt if most == -1 else prompt[-most:]
+            assert bytes(row.tokens[: row.prompt]).decode() == kept
+            assert answer["usage"]["prompt_tokens"] == len(kept)
+        for most in (0, -2, 1.5, True):
+            answer = served.ask(path, {**base, "truncate_prompt_tokens": most})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    body = {"prompt": ["a" * (longest + 9), "b" * (longest + 1)], "max_tokens": 1, "truncate_prompt_tokens": -1}
+    assert served.complete(**body).json()["usage"]["prompt_tokens"] == 2 * (longest - 1)
+
+
+def test_grammars(served: Running) -> None:
+    grammar = 'root ::= "a"'
+    for more in ({"guided_grammar": grammar}, {"ebnf": grammar}, {"structured_outputs": {"grammar": grammar}}):
+        assert sampling_of(served, more).sampling.guide == Grammar(grammar)
+
+
+def test_a_guide_that_grows_too_large_is_the_clients_error(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Growing:
+        mask = np.full(9, 2**32 - 1, np.uint32)
+
+        def after(self, token: int) -> "Growing":
+            if token == ord("b"):
+                raise UserError("the guide is too large: too many expressions")
+            return self
+
+    monkeypatch.setattr(served.worker.engine, "_guide", lambda guide: Growing())
+    body = {"prompt": "aab", "guided_regex": "a*", "max_tokens": 9}
+    answer = served.complete(**body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex"), answer.text
+    assert "the guide is too large" in answer.json()["error"]["message"]
+    assert '"code":400' in served.complete(**body, stream=True).text
+    assert served.all_free()

@@ -113,6 +113,21 @@ def test_a_text_as_long_as_a_row(running: Running) -> None:
     np.testing.assert_allclose(vector, vector_of(running, b"a"), atol=1e-6)
 
 
+def test_texts_are_cut_to_their_first_tokens(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.worker.engine.tokenizer, "suffix", (2,))
+    longest = EchoDevice().length
+    for text, most, content in (
+        ("abcde", 3, b"ab\x02"),
+        ("abcde", 6, b"abcde\x02"),
+        ("abcde", 1, b"a"),
+        (list(b"abcde"), 3, b"abc"),
+        ("x" * 2 * longest, -1, b"x" * (longest - 1) + b"\x02"),
+    ):
+        body = embed(running, input=text, truncate_prompt_tokens=most)
+        np.testing.assert_allclose(body["data"][0]["embedding"], vector_of(running, content), atol=1e-6)
+        assert body["usage"]["prompt_tokens"] == len(content)
+
+
 def test_a_text_that_fails(running: Running) -> None:
     assert running.ask("/v1/embeddings", {"input": ["a", list(BAD)]}).status_code == 400
     assert running.ask("/v1/embeddings", {"input": [[97], list(BAD)]}).status_code == 500

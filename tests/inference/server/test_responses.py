@@ -1,7 +1,6 @@
 """OpenAI's route of responses: items in and out, events, functions, and what is refused."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -30,19 +29,6 @@ TEMPLATE = (
     "{% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
     "{{ reasoning_effort }}{% if tools %}{{ tools[0].function.name }}{% endif %}{# <tool_call> #}"
 )
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """Answers repeat the prompt, so that the input decides what the model says."""
-    running = start(ServerConfig(reasoning=True, strict=True), template=TEMPLATE)
-    yield running
-    stop(running)
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
 def prompt_of(running: Running, **body: Any) -> str:

@@ -9,7 +9,8 @@ import jsonschema
 from served import Running
 
 import megajax
-from megajax.inference.server.fields import CHAT, COMPLETIONS
+from megajax.inference.server.chat_fields import CHAT
+from megajax.inference.server.fields import COMPLETIONS
 from megajax.inference.server.openapi import object_schema
 from megajax.inference.server.values import Unsupported
 

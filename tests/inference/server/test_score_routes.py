@@ -125,6 +125,13 @@ def test_what_is_refused(running: Running, path: str, body: dict[str, Any], para
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+def test_texts_that_are_cut(running: Running, reranking: Running) -> None:
+    body = {"text_1": "abc", "text_2": "xyz", "truncate_prompt_tokens": 2}
+    assert answer_of(running, "/score", **body)["data"][0]["score"] == pytest.approx(cosine("ab", "xy"), abs=1e-6)
+    answer = reranking.ask("/score", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
 def test_a_text_that_fails(running: Running) -> None:
     assert running.ask("/score", {"text_1": "a", "text_2": ["b", bytes(BAD).decode()]}).status_code == 500
     assert running.all_free()

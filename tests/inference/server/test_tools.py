@@ -1,7 +1,6 @@
 """Tools: they reach the chat template, calls are found in answers, also in streams; and reasoning is split off."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -9,15 +8,8 @@ import pytest
 from served import Running, start, stop
 
 from megajax.inference.sampling.guide import Guides
-from megajax.inference.server.answer_parts import (
-    CALL_FORMATS,
-    AnswerParts,
-    Part,
-    Reasoning,
-    Stage,
-    WholeCalls,
-    call_format,
-)
+from megajax.inference.server.chat.answer_parts import AnswerParts, Part, Reasoning, Stage, WholeCalls
+from megajax.inference.server.chat.call_formats import CALL_FORMATS, call_format
 from megajax.inference.server.config import ServerConfig
 
 WEATHER: dict[str, Any] = {
@@ -35,20 +27,8 @@ TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }}{% endif %}{# <tool_call> #}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rom é"}}\n</tool_call>'
+BEGIN, SEP = "<｜tool▁call", "<｜tool▁sep｜>"
 HERE = Part("call", '{"place": "Rom é"}', "weather")
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """Answers repeat the prompt, so that a message decides what the model says."""
-    running = start(ServerConfig(reasoning=True, strict=True), template=TEMPLATE)
-    yield running
-    stop(running)
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
 def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
@@ -82,6 +62,54 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
             [HERE, Part("call", "{}", "a")],
         ),
         ("llama3", "Hello {}", [Part("content", "Hello {}")]),
+        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"place": "Rom é"}}]', [HERE]),
+        (
+            "mistral",
+            'Well. [TOOL_CALLS][{"name": "weather", "arguments": {"place": "Rom é"}}, {"name": "a", "arguments": {}}]',
+            [Part("content", "Well."), HERE, Part("call", "{}", "a")],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]weather[ARGS]{"place": "Rom é"}[TOOL_CALLS]a[CALL_ID]x1[ARGS]{}\n',
+            [HERE, Part("call", "{}", "a")],
+        ),
+        ("mistral", "[TOOL_CALLS]a[ARGS]{", [Part("content", "a[ARGS]{")]),
+        ("mistral", "[TOOL_CALLS]?[ARGS]{}", [Part("content", "?[ARGS]{}")]),
+        (
+            "deepseek",
+            f"Hm.\n\n{BEGIN}s▁begin｜>{BEGIN}▁begin｜>function{SEP}weather\n```json\n"
+            f'{{"place": "Rom é"}}\n```{BEGIN}▁end｜>'
+            f"\n{BEGIN}▁begin｜>function{SEP}a\n```json\n{{}}\n```{BEGIN}▁end｜>{BEGIN}s▁end｜>",
+            [Part("content", "Hm."), HERE, Part("call", "{}", "a")],
+        ),
+        (
+            "deepseek",
+            f'{BEGIN}s▁begin｜>{BEGIN}▁begin｜>weather{SEP}{{"place": "Rom é"}}{BEGIN}▁end｜>{BEGIN}s▁end｜>',
+            [HERE],
+        ),
+        (
+            "deepseek",
+            f"{BEGIN}s▁begin｜>{BEGIN}▁begin｜>a{SEP}{{{BEGIN}▁end｜>{BEGIN}s▁end｜>b",
+            [Part("content", f"{BEGIN}s▁begin｜>{BEGIN}▁begin｜>a{SEP}{{{BEGIN}▁end｜>{BEGIN}s▁end｜>b")],
+        ),
+        ("harmony", "<|channel|>final<|message|>Hi <b>.", [Part("content", "Hi <b>.")]),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I ask.<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+            '{"place": "Rom é"}<|call|>',
+            [Part("reasoning", "Hm."), Part("content", "I ask."), HERE],
+        ),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json"
+            '<|message|>{"place": "Rom é"}',
+            [Part("reasoning", "Hm."), HERE],
+        ),
+        ("harmony", "<|channel|>analysis<|message|>Hm. <|en", [Part("reasoning", "Hm. <|en")]),
+        ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [Part("reasoning", "Hm.")]),
+        ("harmony", "<|channel|>commentary to=functions.a<|message|>{x", [Part("content", "{x")]),
+        ("harmony", "Hi.", [Part("content", "Hi.")]),
         ("llama3", '{"place": 1}', [Part("content", '{"place": 1}')]),
         ("llama3", '{"name": "a", "parameters', [Part("content", '{"name": "a", "parameters')]),
     ],
@@ -116,7 +144,37 @@ def test_at_most_one_call() -> None:
 def test_formats_of_templates() -> None:
     assert call_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert call_format('Respond in the format {"name": name, "parameters": values}') == "llama3"
+    assert call_format("{{ tools }} [TOOL_CALLS] ") == "mistral"
+    assert call_format("{{ tools }}<｜tool▁calls▁begin｜>") == "deepseek"
+    assert call_format('{{ tools }}<|start|>assistant<|channel|>commentary{# "parameters" #}') == "harmony"
     assert call_format("{{ tools }}") is None
+
+
+HARMONY = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}{# <|channel|> {{ tools }} #}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_channels_without_tools(stream: bool) -> None:
+    running = start(ServerConfig(strict=True), template=HARMONY)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+    def ask(**more: Any) -> tuple[str, str]:
+        body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+        answer: Any = client.chat.completions.create(**body, max_tokens=len(text), stream=stream, **more)
+        messages = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+        reasoning = "".join(getattr(message, "reasoning_content", "") for message in messages)
+        return reasoning, "".join(message.content or "" for message in messages)
+
+    try:
+        assert ask() == ("Hm.", "Yes")
+        assert ask(extra_body={"separate_reasoning": False}) == ("", "Hm.Yes")
+        # A guide holds from the first token on, so that there are no channels.
+        assert ask(response_format={"type": "json_object"}) == ("", text)
+        messages = [{"role": "assistant", "content": "c", "reasoning_content": "r"}]
+        assert bytes(running.ask("/tokenize", {"messages": messages}).json()["tokens"]) == b"rc"
+    finally:
+        stop(running)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,10 +227,22 @@ def test_tools_and_calls_reach_the_template(running: Running) -> None:
     ]
     tokens = running.ask("/tokenize", {"messages": messages, "tools": [TIME]}).json()["tokens"]
     assert bytes(tokens) == b"u[weather Rom]sun=c1time"
-    for invalid_call in ({"function": {}}, {"function": {"name": "a", "arguments": "["}}, 5):
-        bad = [*messages[:1], {"role": "assistant", "tool_calls": [invalid_call]}]
+    for invalid_call, place in (
+        ({"function": {}}, ".function.name"),
+        ({"function": {"name": "a", "arguments": "["}}, ".function.arguments"),
+        ({"function": {"name": "a", "arguments": "[]"}}, ".function.arguments"),
+        ({"function": 5}, ".function"),
+        ({"type": "custom"}, ".type"),
+        ({}, ".function"),
+        (5, ""),
+    ):
+        bad = [*messages[:1], {"role": "assistant", "tool_calls": [call, invalid_call]}]
         answer = running.ask("/tokenize", {"messages": bad})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[1].tool_calls"
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"messages[1].tool_calls[1]{place}"
+    empty = {"index": 0, "function": {"name": "weather", "arguments": ""}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [empty]}]}
+    assert bytes(running.ask("/tokenize", body).json()["tokens"]) == b"[weather ]"
     answer = running.ask("/tokenize", {"messages": [{"role": "assistant"}]})
     assert answer.json()["error"]["param"] == "messages[0].content"
 

@@ -10,7 +10,7 @@ from megajax.inference.request import Output
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING
+from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING, TRUNCATION
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds, choice
@@ -37,7 +37,7 @@ EMBEDDINGS: Fields = {
     "dimensions": Field("an integer, at least 1", bounds(DIMENSIONS), _dimensions),
     "special_tokens": FLAG,
     "add_special_tokens": FLAG,
-    "truncate_prompt_tokens": Unsupported("shorten the text before it is sent"),
+    "truncate_prompt_tokens": TRUNCATION,
     "input_type": Unsupported("write the instruction into the text"),
 }
 """Fields of /v1/embeddings."""
@@ -71,10 +71,22 @@ class EmbeddingForm:
         return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if self._binary else list(vector)
 
 
+def first_tokens_of(prompt: list[int], values: Values, model: ServedModel) -> list[int]:
+    """The first `truncate_prompt_tokens` tokens of a prompt, with the tokens after every text; with -1, as many as
+    fit."""
+    most, suffix = values.get("truncate_prompt_tokens", len(prompt)), list(model.tokenizer.suffix)
+    most = model.length if most == -1 else most
+    if len(prompt) <= most:
+        return prompt
+    ending = suffix if suffix and prompt[-len(suffix) :] == suffix and len(suffix) < most else []
+    return prompt[: most - len(ending)] + ending
+
+
 async def embedding_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/embeddings. Raises RequestError."""
     suffix = model.tokenizer.suffix if values.get("add_special_tokens", True) else ()
     prompts = await read_prompts(values, model, config.prompts, "input", suffix)
+    prompts = [first_tokens_of(prompt, values, model) for prompt in prompts]
     form, names = EmbeddingForm(model, prompts, values), {"prompt": "input"}
     sampling = Sampling(max_tokens=0)
     return Job(prompts=prompts, sampling=sampling, response=form.response, names=names, pooling=config.pooling)

@@ -14,9 +14,10 @@ from megajax.inference.request import Output, Pooling
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING, nonempty
+from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING, TRUNCATION, nonempty
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
+from megajax.inference.server.pooling.embeddings import first_tokens_of
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds
 from megajax.tokenizers.chat_template import TemplateMisfit
 
@@ -46,7 +47,7 @@ PAIRS: Fields = {
     **SCHEDULING,
     "model": STRING,
     "instruction": STRING,
-    "truncate_prompt_tokens": Unsupported("shorten the texts before they are sent"),
+    "truncate_prompt_tokens": TRUNCATION,
 }
 SCORE: Fields = {**PAIRS, "text_1": TEXTS, "text_2": TEXTS}
 """Fields of /score."""
@@ -128,6 +129,9 @@ async def _scoring(
         raise invalid(params[1], message)
     pairs = [(first[place % len(first)], text) for place, text in enumerate(second)]
     if reranker:
+        if "truncate_prompt_tokens" in values:
+            message = "would cut the end of server.score_template: shorten the texts"
+            raise values.invalid("truncate_prompt_tokens", message)
         try:
             prompts = [reranker.prompt(query, text, values.get("instruction")) for query, text in pairs]
         except (TemplateMisfit, OverBudget) as error:
@@ -138,6 +142,7 @@ async def _scoring(
     suffix = model.tokenizer.suffix
     texts = {"input": [*first, *second]}
     prompts = await read_prompts(texts, model, config.prompts, "input", suffix)
+    prompts = [first_tokens_of(prompt, values, model) for prompt in prompts]
 
     def cosines(answers: Sequence[Output]) -> list[float]:
         vectors = [answer.embedding for answer in answers]

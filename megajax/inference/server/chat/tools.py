@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megajax.inference.server.answer_parts import CALL_FORMATS, Stage, WholeCalls, call_format
 from megajax.inference.server.body import invalid
+from megajax.inference.server.chat.answer_parts import Stage, WholeCalls
+from megajax.inference.server.chat.call_formats import CALL_FORMATS, call_format
+from megajax.inference.server.chat.harmony import Harmony
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.values import Values
@@ -17,6 +19,8 @@ class ToolUse(NamedTuple):
     """A JSON schema of an answer that has to call a tool."""
     stage: Callable[[], Stage] | None = None
     """Makes the stage that finds calls in an answer; None without tools."""
+    finds_reasoning: bool = False
+    """Whether this stage finds reasoning as well."""
 
 
 def tool_use(values: Values, model: ServedModel, config: ServerConfig) -> ToolUse:
@@ -30,12 +34,17 @@ def tool_use(values: Values, model: ServedModel, config: ServerConfig) -> ToolUs
     most = None if values.get("parallel_tool_calls", True) else 1
     if choice not in ("auto", "none"):
         return _demanded(choice, by_name, most)
-    if not tools or choice == "none" or model.conversation is None:
-        return ToolUse()
-    template = model.conversation.template
-    if "tools" not in template:
-        raise invalid("tools", "tools are not shown by the chat template of this model: leave them out")
+    template = "" if model.conversation is None else model.conversation.template
     name = config.tool_format or call_format(template)
+    if tools and choice != "none" and template and "tools" not in template:
+        raise invalid("tools", "tools are not shown by the chat template of this model: leave them out")
+    if name == "harmony":
+        # Its answers have channels, also without tools.
+        inside = values.get("continue_final_message", False)
+        analysis = "reasoning" if values.get("separate_reasoning", True) else "content"
+        return ToolUse(stage=lambda: Harmony(most=most, inside=inside, analysis=analysis), finds_reasoning=True)
+    if not tools or choice == "none" or not template:
+        return ToolUse()
     if name is None:
         raise invalid("tools", "the chat template has no known format of calls: start with server.tool_format")
     return ToolUse(stage=lambda: CALL_FORMATS[name](most))

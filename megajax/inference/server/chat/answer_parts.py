@@ -6,7 +6,7 @@ later stage sees the content of earlier ones.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from megajax.inference.detokenizer import overlap
@@ -14,9 +14,7 @@ from megajax.inference.detokenizer import overlap
 type Kind = Literal["content", "reasoning", "call"]
 
 THINK, THOUGHT = "<think>", "</think>"
-CALL, CALLED = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-"""The texts around reasoning and calls, as models write them."""
+"""The texts around reasoning, as models write them."""
 
 
 class Part(NamedTuple):
@@ -98,12 +96,22 @@ class Reasoning:
 class Calls:
     """Finds calls between two texts, or from the first one to the end of the answer."""
 
-    def __init__(self, opening: str, closing: str, *, bare: bool, most: int | None):
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        *,
+        most: int | None,
+        bare: bool = False,
+        read: Callable[[str], list[Part]] | None = None,
+    ):
         """closing: "" for the end of the answer. bare: whether an answer that begins with { is a call without opening.
 
-        most: maximum number of calls; further ones are left out.
+        most: maximum number of calls; further ones are left out. read: the calls in a text between both, as `calls_of`,
+        which is the default.
         """
         self._opening, self._closing, self._bare, self._most = opening, closing, bare, most
+        self._read = read or calls_of
         self._text, self._inside, self._trims, self._calls = "", False, False, 0
 
     def add(self, text: str) -> list[Part]:
@@ -148,7 +156,7 @@ class Calls:
 
     def _calls_of(self, text: str) -> list[Part] | None:
         """The calls in a text, up to the maximum; None if it is no call."""
-        calls = calls_of(text.replace(self._opening, ""))
+        calls = self._read(text.replace(self._opening, ""))
         left = len(calls) if self._most is None else max(0, self._most - self._calls)
         self._calls += len(calls)
         return calls[:left] if calls else None
@@ -166,7 +174,7 @@ class WholeCalls:
 
     def end(self) -> list[Part]:
         if self._name is not None:
-            whole = isinstance(_json(self._text), dict)
+            whole = isinstance(json_of(self._text), dict)
             return [Part("call", self._text, self._name) if whole else Part("content", self._text)]
         return calls_of(self._text) or [Part("content", self._text)]
 
@@ -195,32 +203,22 @@ def _blanks(text: str, at: int) -> int:
 
 
 def _call(value: Any) -> Part | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    arguments = _json(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(arguments, dict):
+    return call_of(value.get("name"), json_of(arguments) if isinstance(arguments, str) else arguments)
+
+
+def call_of(name: Any, arguments: Any) -> Part | None:
+    """A call; None if the name is no text, or the arguments are no object."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return Part("call", json.dumps(arguments, ensure_ascii=False), value["name"])
+    return Part("call", json.dumps(arguments, ensure_ascii=False), name)
 
 
-def _json(text: str) -> Any:
+def json_of(text: str) -> Any:
     """The value of JSON; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-CALL_FORMATS: Mapping[str, Callable[[int | None], Calls]] = {
-    "hermes": lambda most: Calls(CALL, CALLED, bare=False, most=most),
-    "llama3": lambda most: Calls(PYTHON_TAG, "", bare=True, most=most),
-}
-"""Name of a format of calls -> its stage, for at most that many calls."""
-SIGNS: Mapping[str, tuple[str, ...]] = {"hermes": (CALL,), "llama3": (PYTHON_TAG, '"parameters"', "ipython")}
-"""Format -> texts of which a template for it has one."""
-
-
-def call_format(template: str) -> str | None:
-    """The format of calls that a chat template asks for; None if it is not known."""
-    return next((name for name, signs in SIGNS.items() if any(sign in template for sign in signs)), None)

@@ -1,0 +1,1 @@
+"""The answers of chats: reasoning, calls of tools and content are told apart."""
