@@ -23,6 +23,7 @@ from megajax.inference.loading import model_on_mesh
 from megajax.inference.programs import CacheSize, Programs, buckets_up_to, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
+from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
@@ -86,6 +87,7 @@ def make_engine(
         guide=guides,
         adapters=adapters,
         look_ahead=config.look_ahead,
+        weights=ModelWeights(programs),
     )
 
 

@@ -11,7 +11,6 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -23,56 +22,28 @@ from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.drafts import EarlierText
-from megajax.inference.request import Device, Finish, Output, Refused, Request, Sampled, Sequence, StartedStep, Step
+from megajax.inference.request import (
+    Device,
+    Finish,
+    LoadedAdapter,
+    Output,
+    Refused,
+    Request,
+    Running,
+    Sampled,
+    Sequence,
+    StartedStep,
+    Step,
+    Weights,
+)
 from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling.guide import mask_of
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler
+from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler, replica_for
+from megajax.inference.statistics import Statistics
 from megajax.tokenizers.base import Tokenizer
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Statistics:
-    """Counts over all replicas. Counts that end in `_total` only grow."""
-
-    running: int
-    """Running rows."""
-    waiting: int
-    """Rows that wait for a slot or for blocks."""
-    requests: int
-    """Unfinished requests."""
-    blocks_used: int
-    """Blocks of the cache in use."""
-    blocks: int
-    """Blocks of the cache."""
-    steps_total: int
-    """Steps of the device."""
-    tokens_total: int
-    """Tokens of answers."""
-    prompt_tokens_total: int
-    """Computed tokens of prompts; those of preempted rows count each time."""
-    shared_tokens_total: int
-    """Tokens of prompts found in the cache."""
-    drafted_tokens_total: int
-    """Tokens of drafts that steps verified."""
-    accepted_tokens_total: int
-    """Those among them that became tokens of answers."""
-    preemptions_total: int
-    """Preempted rows, which are computed again."""
-    errors_total: int
-    """Faults that ended a single answer or request."""
-    scheduler_seconds_total: float
-    """Time in which the engine's thread worked: scheduling, dispatch, text and delivery."""
-    device_seconds_total: float
-    """Time in which the engine's thread waited for the device."""
-    last_step_seconds: float
-    """Both times of the last step."""
-
-    def used_share(self) -> float:
-        """Share of the cache's blocks in use, 0 to 1."""
-        return self.blocks_used / self.blocks
 
 
 class Engine:
@@ -89,6 +60,7 @@ class Engine:
         guide: Callable[[Any], Any] | None = None,
         adapters: AdapterTable | None = None,
         look_ahead: bool = True,
+        weights: Weights | None = None,
     ):
         """tokenizer: None for answers without text. end_tokens: tokens that end a text; None for the tokenizer's.
 
@@ -96,7 +68,7 @@ class Engine:
         seeds of requests without one; None for different ones each time. guide: makes the state of a constraint from
         `Sampling.guide`; raises UserError if that is invalid. adapters: of the device; None: it has no slots for any.
         look_ahead: start a step before the results of the previous one are received, unless the device has drafts,
-        which begin with these results.
+        which begin with these results. weights: of the device; None: they cannot be replaced or moved.
         """
         self.adapters = adapters or AdapterTable()
         self.device, self.tokenizer = device, tokenizer
@@ -116,6 +88,11 @@ class Engine:
         """Whether any unfinished row of the last step had finite logits."""
         self.failed = False
         """Whether the device raised an exception; a new engine is needed then."""
+        self.paused = False
+        """Whether no step runs until `resume`; requests wait."""
+        self.asleep = False
+        """Whether the device has no cache, and no weights unless `refit` gave it some; no step runs until `wake`."""
+        self._weights, self._identity = weights, os.urandom(DIGEST)
         self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
         self._numbers, self._guiding = count(), Lock()
         self._open: dict[str, int] = {}
@@ -189,7 +166,9 @@ class Engine:
 
     def step(self) -> bool:
         """Start a step of the device, and receive the results of the previous one meanwhile -> False if there is
-        nothing to do."""
+        nothing to do, or if the engine is paused or asleep."""
+        if self.paused or self.asleep:
+            return False
         begin, waited = time.perf_counter(), self._device_seconds
         work = [scheduler.next() for scheduler in self.schedulers]
         before, self._started = self._started, None
@@ -212,6 +191,102 @@ class Engine:
         self._last_seconds = time.perf_counter() - begin
         self._host_seconds += self._last_seconds - (self._device_seconds - waited)
         return True
+
+    def pause(self, running: Running = "keep") -> None:
+        """Run no step until `resume`. New requests are queued. Raises UserError for "finish" if it is paused already
+        and has requests."""
+        self._leave(running)
+        self.paused = True
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self.paused = False
+
+    def sleep(self, level: int = 1, running: Running = "recompute") -> None:
+        """Release the devices' memory of the cache and the weights until `wake`. New requests are queued.
+
+        level: 1: the weights go to the host's memory; 2: they are dropped, and `refit` has to give new ones. Adapters
+        are kept. running: not "keep", since the cache is dropped. Raises UserError.
+        """
+        weights = self._of_device()
+        if level not in (1, 2):
+            raise UserError(f"the level of sleep is 1 or 2, got {level}")
+        if running == "keep":
+            raise UserError("sleep drops the cache, so no request can keep its keys: recompute, finish or abort them")
+        self._leave(running)
+        self._renew()
+        self.asleep = True
+        weights.sleep(keep=level == 1)
+
+    def wake(self) -> None:
+        """Run steps again after `sleep`, with an empty cache. Raises UserError after level 2 without `refit`."""
+        if self.asleep:
+            self._of_device().wake()
+            self.asleep = False
+
+    def refit(self, weights: Any, running: Running = "finish") -> None:
+        """Replace the weights, without compiling steps again.
+
+        weights: the arrays of a training state on the engine's mesh, by path, which are copied; or a function that
+        loads weights as steps read them. Blocks of the old weights are not shared with later requests. Adapters stay.
+        running: "keep" lets requests that run go on with the old keys, and choose tokens by the new weights.
+
+        Raises UserError for arrays of other names, shapes or dtypes, before anything changes. If the function raises,
+        the engine sleeps without weights until another `refit` and `wake`.
+        """
+        of_device, asleep = self._of_device(), self.asleep
+        make = of_device.prepare(weights)
+        self._leave(running)
+        self._renew()
+        self.asleep = True
+        of_device.replace(make)
+        self.asleep = asleep
+
+    def _leave(self, running: Running) -> None:
+        """Bring unfinished requests into the state in which weights or cache may change."""
+        if running != "finish":
+            self._settle()
+        if running == "abort":
+            self.end_all("abort")
+        # No request runs while the engine sleeps.
+        while running == "finish" and self.requests and not self.asleep:
+            if not self.step():
+                raise UserError(
+                    f"the engine is paused, and its {self.requests} requests do not end: abort or recompute"
+                )
+        self._settle()
+        for scheduler in self.schedulers if running == "recompute" else ():
+            scheduler.retract()
+
+    def _settle(self) -> None:
+        """Receive the results that are awaited."""
+        before, self._started = self._started, None
+        if before is not None:
+            try:
+                self._receive(*before)
+            except BaseException:
+                self.fail()
+                raise
+
+    def _renew(self) -> None:
+        """Share no block that was computed before with sequences that start later."""
+        self._identity = os.urandom(DIGEST)
+        for active in self._active.values():
+            for row in active.sequences:
+                if row.slot < 0:
+                    row.origin, row.digests = self._origin(active.request, row.adapter), []
+
+    def _of_device(self) -> Weights:
+        if self._weights is None:
+            raise UserError("the weights of this engine cannot be replaced or moved")
+        return self._weights
+
+    def _origin(self, request: Request, adapter: LoadedAdapter | None) -> bytes:
+        """`Sequence.origin` of the sequences of a request."""
+        origin = blake2b(self._identity, digest_size=DIGEST)
+        for part in (b"" if adapter is None else adapter.identity, request.cache_salt):
+            origin.update(len(part).to_bytes(8, "big") + part)
+        return origin.digest()
 
     def fail(self) -> None:
         """End all requests with an error, and reject new ones: the device's cache no longer agrees with the pools."""
@@ -301,7 +376,7 @@ class Engine:
         return Sequence(
             order=order,
             priority=request.priority,
-            origin=origin_of(b"" if adapter is None else adapter.identity, request.cache_salt),
+            origin=self._origin(request, adapter),
             tokens=list(prompt),
             limit=min(self.length, len(prompt) + sampling.max_tokens),
             sampling=sampling,
@@ -362,34 +437,6 @@ class Engine:
         self._errors += active.faults - faults
         if failed or not active.sequences:
             del self._active[self._open.pop(active.request.identifier)]
-
-
-BUSIER = 4
-"""A replica is passed over for a prefix if it has more sequences than the least busy one by more than this part of its
-rows: 4 is a quarter."""
-
-
-def replica_for(sequence: Sequence, schedulers: abc.Sequence[Scheduler]) -> Scheduler:
-    """The replica that computes a request.
-
-    Of the replicas that are not too busy, the one that knows most blocks of the prompt; of equal ones, the least busy.
-    A replica is too busy if it has no free row while another has one, or by `BUSIER`. Computing a prefix again takes a
-    few steps, and waiting for a row those of a whole answer.
-    """
-    if len(schedulers) == 1:
-        return schedulers[0]
-    least, rows = min(scheduler.load for scheduler in schedulers), schedulers[0].rows
-    most = max(least, min(least + rows // BUSIER, rows - 1))
-    near = [scheduler for scheduler in schedulers if scheduler.load <= most]
-    return max(near, key=lambda scheduler: (scheduler.known(sequence), -scheduler.load))
-
-
-def origin_of(*parts: bytes) -> bytes:
-    """`Sequence.origin` of what keys depend on."""
-    origin = blake2b(digest_size=DIGEST)
-    for part in parts:
-        origin.update(len(part).to_bytes(8, "big") + part)
-    return origin.digest()
 
 
 def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:

@@ -27,7 +27,7 @@ class LoadedModel:
     model: nnx.Module
     """The module with abstract arrays."""
     weights: Params
-    """Weights by path, in the compute dtype; tuples of rows, see `layers_apart`."""
+    """Weights by path, in the compute dtype; tuples of rows, see `layers_apart`; shapes, see `described`."""
     mesh: Mesh
     layout: Layout
     matmul_precision: str | None = None
@@ -39,6 +39,11 @@ class LoadedModel:
     adapters into these arrays: other engines cannot use them."""
     loop: LayerLoop = rolled
     """The loop over layers in a step; `unrolled` if `weights` are those of `layers_apart`."""
+
+    def described(self) -> "LoadedModel":
+        """The model with the shapes, dtypes and shardings of its weights in their place."""
+        likes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), self.weights)
+        return replace(self, weights=likes)
 
     def bound(self, weights: Params) -> Any:
         """The module with these weights, inside a program. Stacks of rows that are separate arguments are stacked: XLA

@@ -49,8 +49,7 @@ def load_weights(
     built = cfg if adapters is None else replace(cfg, lora=adapters)
     abstract: nnx.Module = nnx.eval_shape(lambda: built.build(layout))
     slots = {} if adapters is None else specs(abstract, Adapter)
-    declared = {path: spec for path, spec in specs(abstract).items() if path not in slots}
-    observed, weights = specs(abstract, Observation), {}
+    declared, observed, weights = stored_specs(abstract), specs(abstract, Observation), {}
     demand_shapes(source, declared)
 
     def like(spec: ParamSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -89,9 +88,7 @@ def model_on_mesh(
 
     def used(path: str, array: Array) -> Array:
         spec = declared[path]
-        if spec.updater is not None:
-            return spec.updater.used(array, jnp.ones((), jnp.float32))
-        return copy_heads(layout, array.astype(spec.dtype if spec.keeps_dtype() else precision.compute), spec.axes)
+        return in_step(layout, spec, array, jnp.dtype(spec.dtype if spec.keeps_dtype() else precision.compute))
 
     rules, axes = layout.plan.compute, layout.plan.axes_in_step
     shardings = {path: NamedSharding(mesh, rules.spec(axes(spec.axes))) for path, spec in declared.items()}
@@ -99,6 +96,19 @@ def model_on_mesh(
         make = jax.jit(lambda arrays: {path: used(path, w) for path, w in arrays.items()}, out_shardings=shardings)
         weights = make({path: arrays[path] for path in declared})
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
+
+
+def in_step(layout: Layout, spec: ParamSpec, array: Array, dtype: jnp.dtype) -> Array:
+    """A weight or an observation of a training state as the layers of a step use it, inside a program."""
+    if spec.updater is not None:
+        return spec.updater.used(array, jnp.ones((), jnp.float32))
+    return copy_heads(layout, array.astype(dtype), spec.axes)
+
+
+def stored_specs(model: nnx.Module) -> dict[str, ParamSpec]:
+    """The weights of a model, without slots of adapters, by path."""
+    slots = specs(model, Adapter)
+    return {path: spec for path, spec in specs(model).items() if path not in slots}
 
 
 def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> None:

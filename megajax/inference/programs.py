@@ -165,10 +165,11 @@ class Programs:
         kernel: PagedKernel,
     ):
         """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache."""
-        self.loaded, self.size, self.buckets, self.length, self.kernel = loaded, size, tuple(buckets), length, kernel
+        self.loaded, self.size, self.buckets = loaded.described(), size, tuple(buckets)
+        self.length, self.kernel = length, kernel
         self.choosers = tuple(choosers)
         self.weights = dict(loaded.weights)
-        """Those of `loaded`, with the adapters that were loaded since."""
+        """Those of `loaded`, with the adapters that were loaded since; empty while they are elsewhere."""
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
         self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
@@ -321,6 +322,10 @@ class Programs:
             arrays = arrays._replace(adapters=np.concatenate([adapter_slots(step, bucket) for step in work]))
         out, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
         return Dispatched(bucket, out, np.concatenate([chosen_slots(step, bucket) for step in work]))
+
+    def drop_cache(self) -> None:
+        """Release the memory of the cache; the next use creates an empty one."""
+        self.__dict__.pop("cache", None)
 
     def choose(self, step: Dispatched, chooser: Chooser, inputs: Any) -> Any:
         """Dispatch the choice of the tokens that follow -> output of the chooser, arrays on the device.

@@ -12,9 +12,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 from megajax.config.errors import UserError
 from megajax.inference.sampling_settings import BAD_LENGTH, Sampling
 
-type Finish = Literal["stop", "length", "cancelled", "error"]
+type Finish = Literal["stop", "length", "cancelled", "error", "abort"]
 """Why an answer ended: a stop string, a stop token or the end of the text; `max_tokens` or the maximum row length;
-`cancel`; a fault of this request alone, for example non-finite logits."""
+`cancel`; a fault of this request alone, for example non-finite logits; all requests were aborted."""
+
+type Running = Literal["finish", "abort", "recompute", "keep"]
+"""What becomes of unfinished requests when an engine pauses, sleeps or gets other weights. finish: they end first;
+abort: they end at once, with what they have; recompute: they go on later, after all their tokens were computed again;
+keep: they go on later with the keys that they have."""
 
 type Pooling = Literal["last", "mean"]
 """The states of an embedding: that of the prompt's last token, or the mean over its tokens."""
@@ -297,6 +302,27 @@ class StartedStep(Protocol):
 
     def results(self) -> abc.Sequence[abc.Sequence[Sampled]]:
         """Wait for the results of each replica, in the order of `Step.parts`; called once, after `choose`."""
+        ...
+
+
+class Weights(Protocol):
+    """The weights of a device's steps: `megajax.inference.weights.refit.ModelWeights`, or a stand-in in tests."""
+
+    def prepare(self, weights: Any) -> Callable[[], Any]:
+        """Check other weights -> a function that makes those of the steps. Raises UserError; changes nothing."""
+        ...
+
+    def replace(self, make: Callable[[], Any]) -> None:
+        """Compute the following steps with the weights that `make` returns. The old ones are released first, so if it
+        raises, there are none."""
+        ...
+
+    def sleep(self, *, keep: bool) -> None:
+        """Release the devices' memory of weights and cache. keep: the weights go to the host's memory."""
+        ...
+
+    def wake(self) -> None:
+        """Move weights back to the devices, and make an empty cache. Raises UserError if there are no weights."""
         ...
 
 

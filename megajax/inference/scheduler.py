@@ -306,6 +306,11 @@ class Scheduler:
                 return False
         return True
 
+    def retract(self) -> None:
+        """Preempt all running sequences."""
+        while self.running:
+            self._preempt()
+
     def _draft(self, sequence: Sequence) -> list[int]:
         """Tokens to verify after a sequence's last one: as many as fit into its limit, with the token that is chosen
         after them, and into blocks that no other sequence needs next. Their keys are not shared until the tokens are
@@ -348,3 +353,23 @@ def _in_prompt(sequence: Sequence) -> bool:
     remaining = len(sequence.tokens) - sequence.computed
     begins = sequence.computed == 0 or sequence.pooling is not None
     return not sequence.paused and (remaining > 1 or (remaining == 1 and begins))
+
+
+BUSIER = 4
+"""A replica is passed over for a prefix if it has more sequences than the least busy one by more than this part of its
+rows: 4 is a quarter."""
+
+
+def replica_for(sequence: Sequence, schedulers: abc.Sequence[Scheduler]) -> Scheduler:
+    """The replica that computes a request.
+
+    Of the replicas that are not too busy, the one that knows most blocks of the prompt; of equal ones, the least busy.
+    A replica is too busy if it has no free row while another has one, or by `BUSIER`. Computing a prefix again takes a
+    few steps, and waiting for a row those of a whole answer.
+    """
+    if len(schedulers) == 1:
+        return schedulers[0]
+    least, rows = min(scheduler.load for scheduler in schedulers), schedulers[0].rows
+    most = max(least, min(least + rows // BUSIER, rows - 1))
+    near = [scheduler for scheduler in schedulers if scheduler.load <= most]
+    return max(near, key=lambda scheduler: (scheduler.known(sequence), -scheduler.load))

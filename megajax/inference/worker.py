@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.inference.engine import Engine, Statistics
-from megajax.inference.request import Output, Refused, Request
+from megajax.inference.engine import Engine
+from megajax.inference.request import Finish, Output, Refused, Request
+from megajax.inference.statistics import Statistics
 
 LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Worker:
         self._patience, self._prepare = patience, prepare
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
-        self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[Engine], Any], Future[Any], bool]] = deque()
+        self._calling = False
         self._closing = False
         self._beat = time.monotonic()
         self._changed = threading.Condition()
@@ -68,13 +70,16 @@ class Worker:
             self._cancelled.append(identifier)
             self._changed.notify()
 
-    def call[T](self, work: Callable[[Engine], T]) -> Future[T]:
-        """Run `work` on the engine's thread between two steps -> its result. Raises Refused if the engine has ended."""
+    def call[T](self, work: Callable[[Engine], T], *, idle: bool = False) -> Future[T]:
+        """Run `work` on the engine's thread between two steps -> its result. Raises Refused if the engine has ended.
+
+        idle: when all requests before it have ended, unless the engine is paused or asleep; those after it wait.
+        """
         future: Future[T] = Future()
         with self._changed:
             if self._closing or self.failure is not None:
                 raise Refused("draining", "the engine has ended")
-            self._calls.append((work, future))
+            self._calls.append((work, future, idle))
             self._changed.notify()
         return future
 
@@ -90,7 +95,8 @@ class Worker:
         """Whether the thread makes progress and the last step gave finite logits."""
         if self.failure is not None or not self._thread.is_alive():
             return False
-        return self.engine.finite and (not self._busy() or time.monotonic() - self._beat < self._patience)
+        waits = self._calling or self.engine.paused or self.engine.asleep or not self._busy()
+        return self.engine.finite and (waits or time.monotonic() - self._beat < self._patience)
 
     def statistics(self) -> Statistics:
         """Counts of the engine, with the requests it takes before its next step. Approximate while a step runs: a
@@ -107,8 +113,9 @@ class Worker:
             if self._prepared():
                 self._beat, self.ready = time.monotonic(), True
                 self._steps()
-            self._accept()
+            self._submit_all()
             self.engine.end_all("cancelled")
+            self._accept()
         except BaseException as error:
             if not isinstance(error, UserError):
                 LOG.exception("the engine's thread ends")
@@ -122,7 +129,7 @@ class Worker:
         """Run steps until the worker is closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._busy() or self._closing or self._cancelled or self._calls)
+                self._changed.wait_for(self._has_work)
                 if self._closing:
                     return
                 self._beat = time.monotonic()
@@ -130,32 +137,54 @@ class Worker:
             self.engine.step()
             self._beat = time.monotonic()
 
+    def _has_work(self) -> bool:
+        stands = self.engine.paused or self.engine.asleep
+        runs = self._inbox or (self.engine.requests and not stands)
+        return bool(runs or self._closing or self._cancelled or self._calls)
+
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self.failure = error
         self.engine.fail()
         for request in self._inbox:
-            _end(request)
+            _end(request, "error")
         self._inbox.clear()
-        for _, future in self._calls:
+        for _, future, _ in self._calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(Refused("draining", "the engine has ended"))
 
     def _accept(self) -> None:
         """Process requests, cancellations and calls since the last step."""
-        self._submit_all()
-        while self._cancelled:
-            self.engine.cancel(self._cancelled.popleft())
-        while self._calls:
-            work, future = self._calls.popleft()
-            # A call may refuse what was accepted before it, such as requests for an adapter that it drops.
+        if not self._holds():
             self._submit_all()
+        while self._cancelled:
+            self._cancel(self._cancelled.popleft())
+        while self._calls and not self._holds():
+            work, future, idle = self._calls.popleft()
+            # A call may refuse what was accepted before it, such as requests for an adapter that it drops.
+            if not idle:
+                self._submit_all()
             if not future.set_running_or_notify_cancel():
                 continue
+            self._calling = True
             try:
                 future.set_result(work(self.engine))
             except Exception as error:
                 future.set_exception(error)
+            finally:
+                self._calling = False
+
+    def _holds(self) -> bool:
+        """Whether the next call waits for the engine's requests to end, and further requests for that call."""
+        waits = bool(self._calls) and self._calls[0][2] and self.engine.requests > 0
+        return waits and not (self.engine.paused or self.engine.asleep)
+
+    def _cancel(self, identifier: str) -> None:
+        self.engine.cancel(identifier)
+        for request in tuple(self._inbox):
+            if request.identifier == identifier:
+                self._inbox.remove(request)
+                _end(request, "cancelled")
 
     def _submit_all(self) -> None:
         while self._inbox:
@@ -164,12 +193,12 @@ class Worker:
                 self.engine.submit(request)
             except Refused as refusal:
                 LOG.error("request %s was accepted, then rejected: %s", request.identifier, refusal)
-                _end(request)
+                _end(request, "error")
             self._inbox.popleft()
 
 
-def _end(request: Request) -> None:
-    """Deliver an error for each answer of a request that never ran."""
+def _end(request: Request, finish: Finish) -> None:
+    """End each answer of a request that never ran."""
     with suppress(Exception):
         for number in range(request.sampling.n):
-            request.deliver(Output(number, finish="error"))
+            request.deliver(Output(number, finish=finish))

@@ -11,14 +11,14 @@ from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
 from megajax.inference.adapters.values import AdapterWeights, slot_values
-from megajax.inference.assembly import make_engine
+from megajax.inference.assembly import for_steps, make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.loading import load_weights
+from megajax.inference.loading import demand_shapes, load_weights, stored_specs
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
-from megajax.interop.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
+from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, tokenizer_folder, without_adapters
 from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
@@ -144,6 +144,37 @@ def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:
         source, adapted = stored_adapter(folder, model, family, trusted=origin.trusted)
         paths = [path for path in source.shapes() if path.endswith((LORA_A, LORA_B))]
         return slot_values(loaded.model, AdapterWeights(source, paths, adapted.lora.rank, adapted.lora.scale()))
+
+    return read
+
+
+def weight_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Callable[[], Params]]:
+    """Reads other weights of a loaded model for `Engine.refit`: a run, one of its steps, or a Hugging Face folder.
+
+    A folder is opened and compared with the model -> a function that loads the weights; both may be called from any
+    thread. Raises UserError for a folder that can't be read and for another model.
+    """
+    config, described = loaded.config, loaded.model.described()
+    model: Any = config.model
+    wanted = replace(model, quantization=None) if getattr(model, "quantization", None) is not None else model
+
+    def read(folder: Path) -> Callable[[], Params]:
+        is_hf = (folder / "config.json").is_file()
+        other = Origin(hf=folder, ignore=origin.ignore) if is_hf else Origin(run=folder, trusted=origin.trusted)
+        stored: Any = generation_config(other, GenerationConfig).base.model
+        if getattr(stored, "quantization", None) is not None:
+            stored = replace(stored, quantization=None)
+        if pairs := [pair for pair in differences(stored, wanted) if pair.name != "sequence_length"]:
+            lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
+            raise UserError(f"{folder} (here) has the weights of another model than the engine's (there):\n{lines}")
+        weights, precision = quantized_weights(other, model), PrecisionConfig(compute=config.inference.compute)
+        demand_shapes(weights, stored_specs(described.model))
+
+        def make() -> Params:
+            settings = config.parallel.layout(), described.mesh, precision, described.options
+            return for_steps(load_weights(model, weights, *settings)).weights
+
+        return make
 
     return read
 

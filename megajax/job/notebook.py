@@ -1,13 +1,12 @@
 """Runs for notebooks: `megajax.setup` returns one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
-from megajax.inference.engine import complete, end_tokens_of
+from megajax.inference.engine import Engine, complete, end_tokens_of
 from megajax.inference.prompts import Prompt, encode
 from megajax.inference.sampling_settings import Sampling
 from megajax.training import session
@@ -21,8 +20,8 @@ class Run(session.Run):
     Example: `mj.setup(mj.load("quickstart.py"))`
     """
 
-    _steps: dict[Any, Any] | None = None
-    """Compiled steps of the engine, which all calls share."""
+    _engine: Engine | None = None
+    """The engine of all calls, which sleeps between them."""
 
     def generate(
         self,
@@ -50,24 +49,27 @@ class Run(session.Run):
         sampling = Sampling(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
         )
-        # A new engine each time: the cache of an old one has keys and values of old weights.
-        engine = engine_of_run(
-            self.cfg,
-            self.state.inputs,
-            self.mesh,
-            inference_options(self.cfg.xla, self.mesh.devices.flat[0]),
-            tokenizer,
-            rows=1,
-            cache_tokens=None,
-            end_tokens=end_tokens_of(tokenizer),
-            length=self.cfg.model.row_positions(),
-            queue=1,
-        )
-        device: Any = engine.device
-        if self._steps is None:
-            self._steps = device.programs.compiled
-        device.programs.compiled = self._steps
-        ((answer,),) = complete(engine, [(encode(Prompt("prompt", prompt), tokenizer, None), sampling)])
+        if self._engine is None:
+            self._engine = engine_of_run(
+                self.cfg,
+                self.state.inputs,
+                self.mesh,
+                inference_options(self.cfg.xla, self.mesh.devices.flat[0]),
+                tokenizer,
+                rows=1,
+                cache_tokens=None,
+                end_tokens=end_tokens_of(tokenizer),
+                length=self.cfg.model.row_positions(),
+                queue=1,
+            )
+        else:
+            self._engine.refit(self.state.inputs)
+            self._engine.wake()
+        try:
+            ((answer,),) = complete(self._engine, [(encode(Prompt("prompt", prompt), tokenizer, None), sampling)])
+        finally:
+            # Steps of training need the memory of the weights and the cache.
+            self._engine.sleep(level=2, running="abort")
         return answer.text
 
 

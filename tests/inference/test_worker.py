@@ -1,6 +1,8 @@
 """The thread of an engine: clients on other threads, cancellation, errors."""
 
+import resource
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -250,3 +252,53 @@ def test_a_call_follows_the_requests_before_it(started: Any) -> None:
 
     worker.call(first).result(20)
     assert client.finish == "length" and numbers == [1]
+
+
+def test_a_call_for_an_idle_engine_waits_for_the_requests_before_it_and_not_for_those_after(started: Any) -> None:
+    device = Gated(rows=2)
+    worker = started(device)
+    device.gate.clear()
+    first, late, dropped = (Waiting(name, (1, 2)) for name in ("first", "late", "dropped"))
+    worker.submit(first.request)
+    assert wait_until(lambda: worker.engine.requests == 1)
+    future = worker.call(lambda engine: (engine.requests, first.ended.is_set()), idle=True)
+    for waiting in (late, dropped):
+        worker.submit(waiting.request)
+    worker.cancel("dropped")
+    device.gate.set()
+    assert future.result(20) == (0, True)
+    assert dropped.finish == "cancelled" and not dropped.tokens
+    assert late.finish == "length" and late.tokens == expected((1, 2), 9)
+
+
+def test_a_paused_engine_is_healthy_and_uses_no_processor_time(started: Any) -> None:
+    worker = started(Gated(rows=2), patience=0.05)
+    worker.call(lambda engine: engine.pause()).result(20)
+    waiting = Waiting("waiting", (1, 2))
+    worker.submit(waiting.request)
+    assert wait_until(lambda: worker.engine.requests == 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    time.sleep(0.3)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 0.2
+    assert worker.healthy() and not waiting.pieces
+    # It does not wait for requests that cannot end.
+    assert worker.call(lambda engine: engine.requests, idle=True).result(20) == 1
+    worker.call(lambda engine: engine.resume()).result(20)
+    assert waiting.finish == "length"
+
+
+def test_closing_ends_requests_that_wait_for_a_call(started: Any) -> None:
+    device = Gated(rows=2)
+    worker = started(device)
+    device.gate.clear()
+    first, late = Waiting("first", (1, 2)), Waiting("late", (1, 2))
+    worker.submit(first.request)
+    assert wait_until(lambda: worker.engine.requests == 1)
+    future = worker.call(lambda engine: engine.requests, idle=True)
+    worker.submit(late.request)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    assert wait_until(lambda: worker._closing)
+    device.gate.set()
+    closing.join(20)
+    assert (first.finish, late.finish) == ("cancelled", "cancelled") and future.result(20) == 0

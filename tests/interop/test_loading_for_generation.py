@@ -24,11 +24,12 @@ from megajax.convert import main as convert
 from megajax.data.chat.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
+from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import family_for
-from megajax.interop.loading import Loaded, adapter_reader, load, start_engine
+from megajax.interop.loading import Loaded, adapter_reader, load, start_engine, weight_reader
 from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, generation_config, origin_of
 from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
@@ -206,9 +207,14 @@ def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def logprobs(model: Loaded, origin: Origin, adapters: dict[str, Path], names: tuple[str | None, ...]) -> list[Any]:
     """Tokens and scores of the same prompt with these adapters, in the same steps."""
-    engine, outputs = start_engine(model, queue=8), dict[int, Output]()
+    engine = start_engine(model, queue=8)
     for name, path in adapters.items():
         engine.load_adapter(name, adapter_reader(model, origin)(path))
+    return scores_of(engine, names)
+
+
+def scores_of(engine: Engine, names: tuple[str | None, ...]) -> list[Any]:
+    outputs = dict[int, Output]()
     for number, name in enumerate(names):
         outputs[number] = Output(0)
 
@@ -266,6 +272,36 @@ def test_adapters_of_other_models(folder: Path) -> None:
         read(folder / "adapter")
     with pytest.raises(UserError, match=r"its run has no adapters \(model\.lora\)"):
         read(folder / "run")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}], ids=["one device", "copied heads"])
+def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
+    """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""
+    base, merged = Origin(hf=folder / "base"), Origin(run=folder / "merged")
+    slots: dict[str, Any] = {"rows": 4, "batch_invariant": True, "adapters": 1, "adapter_rank": 2}
+    model = loaded(base, **sizes, **slots)
+    engine, read, names = start_engine(model, queue=8), weight_reader(model, base), (None, "peft")
+    engine.load_adapter("peft", adapter_reader(model, base)(folder / "adapter"))
+    first = scores_of(engine, names)
+    engine.refit(read(folder / "merged"))
+    second, wanted = scores_of(engine, names), loaded(merged, **sizes, **slots)
+    expected = logprobs(wanted, base, {"peft": folder / "adapter"}, names)
+    assert [tokens for tokens, _ in second] == [tokens for tokens, _ in expected] != [tokens for tokens, _ in first]
+    for (_, scores), (_, others) in zip(second, expected, strict=True):
+        np.testing.assert_allclose(scores, others, rtol=0, atol=1e-5)
+    engine.sleep(level=2)
+    engine.refit(read(folder / "base"))
+    engine.wake()
+    assert scores_of(engine, names) == first
+
+
+def test_the_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "wider", dtype=np.float32, intermediate_size=80)
+    read = weight_reader(loaded(Origin(hf=folder / "base")), Origin(hf=folder / "base"))
+    with pytest.raises(UserError, match=r"has the weights of another model than the engine's.*\n.*ffn: 80 here"):
+        read(tmp_path / "wider")
+    with pytest.raises(UserError, match="nowhere"):
+        read(tmp_path / "nowhere")
 
 
 def answers(url: str) -> bool:

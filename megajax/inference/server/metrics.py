@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Literal
 
 from megajax.command_line.help import field_texts
-from megajax.inference.engine import Statistics
 from megajax.inference.server.body import SHUTTING_DOWN
+from megajax.inference.statistics import Statistics
 from megajax.inference.worker import Worker
 
 type Status = Literal["ok", "starting", "draining", "stalled", "failed"]

@@ -1,0 +1,1 @@
+"""The weights of an engine's steps while it lives."""

@@ -1,0 +1,127 @@
+"""The weights of an engine's steps, replaced by those of a training state, moved to the host's memory, or dropped."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.batch import Params
+from megajax.config.errors import UserError
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.loading import in_step, stored_specs
+from megajax.inference.programs import Programs
+from megajax.inference.weights.host_array import HostArray
+from megajax.layers.param import Adapter, Observation, ParamSpec, specs
+
+
+class StepWeights:
+    """Makes the weights of an engine's steps from those of a training state. Compiled once."""
+
+    def __init__(self, loaded: LoadedModel):
+        """loaded: with shapes in place of weights, as steps read them."""
+        self._loaded = loaded
+        self._declared = {**stored_specs(loaded.model), **specs(loaded.model, Observation)}
+
+    def check(self, arrays: Mapping[str, Any]) -> None:
+        """Raises UserError that lists the arrays that are missing, unknown, or of another shape, dtype or mesh."""
+        problems = [f"{path}: not in the model" for path in arrays.keys() - self._declared.keys()]
+        for path, spec in self._declared.items():
+            if (problem := self._problem(spec, arrays.get(path))) is not None:
+                problems.append(f"{path}: {problem}")
+        if problems:
+            raise UserError("\n  ".join(["the arrays are not this model's weights:", *sorted(problems)]))
+
+    def _problem(self, spec: ParamSpec, array: Any) -> str | None:
+        shape = spec.shape if spec.updater is None else spec.updater.shape(spec.shape)
+        if array is None:
+            return "missing"
+        if tuple(array.shape) != shape:
+            return f"{list(array.shape)} given, {list(shape)} in the model"
+        dtype = jnp.dtype(spec.dtype)
+        floats = all(jnp.issubdtype(kind, jnp.floating) for kind in (array.dtype, dtype))
+        if array.dtype != dtype and not (floats and spec.role != "quantized"):
+            return f"{array.dtype} given, {dtype} in the model"
+        if isinstance(array, Array) and array.is_deleted():
+            return "deleted: a step of training has taken its memory"
+        if isinstance(array, Array) and array.sharding.device_set != set(self._loaded.mesh.devices.flat):
+            return "on other devices than the engine's"
+        return None
+
+    def __call__(self, arrays: Params) -> Params:
+        """The weights. They share no memory with the arrays, which a step of training may overwrite."""
+        with jax.set_mesh(self._loaded.mesh):
+            return self._make({path: arrays[path] for path in self._declared})
+
+    @cached_property
+    def _make(self) -> Callable[[Params], Params]:
+        loaded, likes = self._loaded, {path: self._loaded.weights[path] for path in self._declared}
+
+        def make(arrays: Params) -> Params:
+            weights: dict[str, Any] = {}
+            for path, array in arrays.items():
+                used = in_step(loaded.layout, self._declared[path], array, jax.tree.leaves(likes[path])[0].dtype)
+                # Without a copy, jax returns an argument that the program does not change.
+                weights[path] = tuple(used) if isinstance(likes[path], tuple) else jnp.copy(used)
+            return weights
+
+        return jax.jit(make, out_shardings=jax.tree.map(lambda like: like.sharding, likes))
+
+
+class ModelWeights:
+    """A `megajax.inference.request.Weights`: those of the compiled steps of a model."""
+
+    def __init__(self, programs: Programs):
+        self._programs, self._at_rest = programs, dict[str, Any]()
+        self._slots = frozenset(specs(programs.loaded.model, Adapter))
+        self._makes = StepWeights(programs.loaded)
+
+    def prepare(self, weights: Any) -> Callable[[], Params]:
+        """weights: the arrays of a training state by path; or a function that returns weights as steps read them."""
+        if callable(weights):
+            return weights
+        self._makes.check(weights)
+        return partial(self._makes, weights)
+
+    def replace(self, make: Callable[[], Params]) -> None:
+        programs, likes = self._programs, self._programs.loaded.weights
+        # Adapters stay.
+        for weights in (self._at_rest, programs.weights):
+            for path in weights.keys() - self._slots:
+                del weights[path]
+        new = make()
+        demand_alike(new, {path: like for path, like in likes.items() if path not in self._slots})
+        programs.weights |= new
+
+    def sleep(self, *, keep: bool) -> None:
+        programs = self._programs
+        for path in [*programs.weights] if keep else self._slots & programs.weights.keys():
+            self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
+        programs.weights.clear()
+        programs.drop_cache()
+
+    def wake(self) -> None:
+        programs = self._programs
+        if programs.loaded.weights.keys() - programs.weights.keys() - self._at_rest.keys():
+            raise UserError("the engine has no weights: call refit before it wakes up")
+        for path in [*self._at_rest]:
+            stored = self._at_rest.pop(path)
+            programs.weights[path] = jax.tree.map(
+                HostArray.on_devices, stored, is_leaf=lambda leaf: isinstance(leaf, HostArray)
+            )
+        jax.block_until_ready(programs.cache)
+
+
+def demand_alike(weights: Params, likes: Mapping[str, Any]) -> None:
+    """Raises UserError unless weights have the names, shapes, dtypes and layouts of others."""
+    present, wanted = ({path: _described(w) for path, w in tree.items()} for tree in (weights, likes))
+    if others := sorted(path for path in present.keys() | wanted.keys() if present.get(path) != wanted.get(path)):
+        path = others[0]
+        difference = f"{path} is {present.get(path)}, not {wanted.get(path)}"
+        raise UserError(f"{len(others)} of {len(wanted)} weights do not fit the compiled steps: {difference}")
+
+
+def _described(weight: Any) -> list[tuple[Any, ...]]:
+    return [(leaf.shape, leaf.dtype.name, leaf.sharding) for leaf in jax.tree.leaves(weight)]
