@@ -1,19 +1,20 @@
 """Generate text: `python -m megajax.generate --run=RUN --prompt=TEXT`."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line.parser import Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.class_references import resolve
-from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import sampling_flags, sampling_of
 from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
-from megajax.mesh.processes.world import find_world
+from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
 
 DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a key-value cache.
@@ -33,6 +34,7 @@ FLAGS = (
     Flag("chat", help="chat with the model, using its chat template"),
     Flag("stats", help="print counts and speed at the end"),
     *sampling_flags(),
+    *PROCESS_FLAGS,
 )  # fmt: skip
 
 
@@ -41,35 +43,48 @@ def main(argv: list[str]) -> int:
     command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
     flags, config = command.flags, command.config
     sampling = sampling_of(flags)
-    world = find_world()
-    if world is not None and world.count > 1:
-        raise UserError(f"generate runs in one process, but this is one of {world.count}: start it without a launcher")
     prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
     set_process(config.xla)
-    resolve("megajax.mesh.processes.agreement:start")()
-    resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
+    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
+    equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore", "prompts", "chat")}
+    start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
     # Compiled programs that the log does not record are deleted at the next start.
-    with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
+    with (
+        resolve("megajax.inference.processes.group:Processes")() as processes,
+        resolve("megajax.job.compile_log:CompileLog")(lambda message: None),
+    ):
+        resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
         loaded = resolve("megajax.interop.loading:load")(config, origin_of(flags))
         engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=rows)
-        session = resolve("megajax.inference.terminal:Session")(
-            engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
-        )
-        if flags["chat"]:
-            session.chat(input, live=sys.stdin.isatty())
-        elif prompts is not None:
-            progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
-            progress.start("prompts")
-            session.answer_all(prompts, flags["output"], progress)
-            progress.clear()
+        if processes.first:
+            processes.lead(engine.device)
+            session = resolve("megajax.inference.terminal:Session")(
+                engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
+            )
+            answer(session, flags, prompts)
         else:
-            session.answer(flags["prompt"])
-        if flags["stats"]:
-            print(session.statistics(), file=sys.stderr)
+            processes.follow(engine.device)
+    processes.close()
+    finish()
     return 0
+
+
+def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None) -> None:
+    """Answer what the flags ask for."""
+    if flags["chat"]:
+        session.chat(input, live=sys.stdin.isatty())
+    elif prompts is not None:
+        progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
+        progress.start("prompts")
+        session.answer_all(prompts, flags["output"], progress)
+        progress.clear()
+    else:
+        session.answer(flags["prompt"])
+    if flags["stats"]:
+        print(session.statistics(), file=sys.stderr)
 
 
 def base(flags: Mapping[str, Any]) -> Source:

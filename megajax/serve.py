@@ -1,18 +1,19 @@
 """Serve a model over HTTP: `python -m megajax.serve --run=RUN`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line.parser import Flag, front_door, parse
+from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.class_references import resolve
-from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import Source
 from megajax.config.optional_packages import require
+from megajax.inference.server.adapter_flags import named_folders, with_slots
 from megajax.inference.server.config import Access, ServingConfig
 from megajax.interop.origin import MODEL_FLAGS, folder_sampling, generation_config, origin_of
-from megajax.mesh.processes.world import find_world
+from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
 
 DESCRIPTION = """Serve the model of a run or of a Hugging Face folder over HTTP: OpenAI's routes, Megatron-LM's route,
@@ -22,6 +23,9 @@ and a web page to try prompts.
   python -m megajax.serve --hf=DIR --adapter=DIR --port=8000 --inference.rows=64
   python -m megajax.serve --hf=DIR --adapters=law=DIR,code=DIR --inference.adapter_rank=32
   python -m megajax.serve --run=runs/a --host=0.0.0.0 --api-key-file=keys.txt
+
+A model larger than one machine is served by several processes, which are started with the same command each: by srun,
+mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below. Process 0 has the address.
 
 On SIGTERM, the server finishes running requests first. docs/serving.md describes routes, limits and metrics."""
 FLAGS = (
@@ -37,6 +41,7 @@ FLAGS = (
     Flag("api-key-file", Path | None, help="file with one key per line, required by all routes but /health and /ping"),
     Flag("insecure", help="listen on any address without keys"),
     Flag("log-prompts", help="log prompts and answers too; by default neither is logged"),
+    *PROCESS_FLAGS,
 )
 COMMON = ("inference.rows", "inference.length", "inference.cache_tokens", "inference.template", "parallel.tensor",
           "server.name", "server.queue", "server.drain_seconds")  # fmt: skip
@@ -50,60 +55,51 @@ def main(argv: list[str]) -> int:
     )
     flags, adapters = command.flags, named_folders(command.flags["adapters"])
     config = with_slots(command.config, len(adapters))
-    world = find_world()
-    if world is not None and world.count > 1:
-        raise UserError(f"serve runs in one process, but this is one of {world.count}: start it without a launcher")
     for package in ("starlette", "uvicorn"):
         require(package, "The server")
     set_process(config.xla)
-    resolve("megajax.mesh.processes.agreement:start")()
-    access = Access(**{field.name: flags[field.name] for field in fields(Access)})
-    serving = resolve("megajax.inference.server.server:Serving")(config.server, access)
-    resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
+    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
+    equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore")}
+    start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Compiled programs that the log does not record are deleted at the next start.
-    with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
-        origin = origin_of(flags)
-        sampling = folder_sampling(origin.hf if config.server.generation_config else None)
-        loaded = resolve("megajax.interop.loading:load")(config, origin)
-        engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue)
-        reader = (
-            resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
-        )
-        folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
-        return serving.run(
-            engine,
-            engine.device,
-            loaded.tokenizer,
-            loaded.conversation,
-            name=config.server.name or folder.resolve().name,
-            where=loaded.where,
-            sampling=sampling,
-            warm_up=config.inference.warm_up,
-            adapters=adapters,
-            read_adapter=reader,
-        )
+    with (
+        resolve("megajax.inference.processes.group:Processes")() as processes,
+        resolve("megajax.job.compile_log:CompileLog")(lambda message: None),
+    ):
+        code = serve(config, flags, adapters, processes)
+    if code == 0:
+        processes.close()
+        finish()
+    return code
 
 
-def named_folders(flag: Sequence[str]) -> dict[str, Path]:
-    """The folders of --adapters, by name. Raises ConfigError."""
-    folders = {}
-    for text in flag:
-        name, _, folder = text.partition("=")
-        if not (name and folder) or name in folders:
-            problem = "a name twice" if name in folders else f"{text!r}"
-            raise ConfigError([Problem("--adapters", f"has {problem}", "give NAME=DIR,NAME=DIR")], "command line")
-        folders[name] = Path(folder).expanduser()
-    return folders
-
-
-def with_slots(config: ServingConfig, adapters: int) -> ServingConfig:
-    """The settings with a slot for each adapter of the command line. Raises ConfigError for a server that could load
-    adapters but has no slots."""
-    slots = max(config.inference.adapters, adapters)
-    if config.server.load_adapters and not slots:
-        problem = Problem("server.load_adapters", "needs slots for adapters", "set inference.adapters=4, for example")
-        raise ConfigError([problem], "command line")
-    return replace(config, inference=replace(config.inference, adapters=slots))
+def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str, Path], processes: Any) -> int:
+    """Load the model and serve it, or follow process 0 -> exit code. processes: a `Processes`."""
+    access = Access(**{field.name: flags[field.name] for field in fields(Access)})
+    open_serving = resolve("megajax.inference.server.server:Serving")
+    serving = open_serving(config.server, access) if processes.first else None
+    resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
+    origin = origin_of(flags)
+    loaded = resolve("megajax.interop.loading:load")(config, origin)
+    engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue)
+    if serving is None:
+        return processes.follow(engine.device)
+    processes.lead(engine.device)
+    reader = resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
+    folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
+    return serving.run(
+        engine,
+        engine.device,
+        loaded.tokenizer,
+        loaded.conversation,
+        name=config.server.name or folder.resolve().name,
+        where=loaded.where,
+        sampling=folder_sampling(origin.hf if config.server.generation_config else None),
+        warm_up=config.inference.warm_up,
+        adapters=adapters,
+        read_adapter=reader,
+        stop_asked=processes.stop_asked.is_set,
+    )
 
 
 def base(flags: Mapping[str, Any]) -> Source:

@@ -28,6 +28,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.processes.peers import Peers
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
@@ -49,13 +50,12 @@ def make_engine(
     end_tokens: Collection[int],
     length: int,
     queue: int,
-    answer_start: tuple[int, ...] = (),
 ) -> Engine:
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests; answer_start: as in `Engine`. Raises UserError if there is no memory for the cache, or if the model cannot
-    take back the tokens of a draft.
+    requests. Raises UserError if there is no memory for the cache, or if the model cannot take back the tokens of a
+    draft.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
@@ -85,11 +85,11 @@ def make_engine(
         tokenizer=tokenizer,
         end_tokens=end_tokens,
         queue=queue,
-        answer_start=answer_start,
         guide=guides,
         adapters=adapters,
         look_ahead=config.look_ahead,
-        weights=ModelWeights(programs),
+        # The other processes would keep theirs.
+        weights=None if model.mesh.is_multi_process else ModelWeights(programs),
     )
 
 
@@ -125,7 +125,7 @@ def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: 
     of_rows = sum(count for leaf, count in bytes_of.items() if leaf.per == "row")
     if not of_block:
         return size
-    free = free_memory(list(model.mesh.devices.flat))
+    free = least_free_memory(model.mesh)
     blocks = int((free.bytes * (config.memory_share if free.from_devices else CPU_SHARE) - of_rows) // of_block)
     if blocks < 1:
         sizes = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
@@ -146,6 +146,12 @@ class FreeMemory(NamedTuple):
     """Bytes on one device."""
     from_devices: bool
     """Whether the devices report their memory; else they share the memory of the host."""
+
+
+def least_free_memory(mesh: Mesh) -> FreeMemory:
+    """Free memory of the fullest device of a mesh, the same in all processes."""
+    free = free_memory(mesh.local_devices)
+    return free._replace(bytes=min(Peers().gather(free.bytes)))
 
 
 def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:

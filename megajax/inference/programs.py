@@ -12,7 +12,7 @@ The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mix
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -111,8 +111,6 @@ class Dispatched(NamedTuple):
     """A step of the model that was dispatched to the device."""
 
     bucket: Bucket
-    output: StepOutput
-    """Arrays on the device."""
     slots: np.ndarray
     """int32 [replicas * bucket.rows]: the slots of its rows."""
 
@@ -178,6 +176,10 @@ class Programs:
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         """Steps by bucket; choosers with a bucket without prompts; scorers with their tokens; encoders by length."""
+        self.announce: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
+        """Called with each operation and its arguments before it runs here, so that other processes run it as well."""
+        self._output: StepOutput
+        """Output of the last step, on the devices."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -229,27 +231,28 @@ class Programs:
     @property
     def count(self) -> int:
         """Programs that `compile` compiles."""
-        choices = {bucket.without_prompts() for bucket in self.buckets}
-        others = len(self.text_lengths) + (self.loaded.adapters is not None)
-        return others + len(self.buckets) + len(choices) * len(self.choosers)
+        return len(self._needed())
 
     def compile(self) -> Iterator[str]:
         """Compile all programs but scorers, which few requests need; yields the name of each after its compilation."""
-        for length in self.text_lengths:
-            self._encoder(length)
-            yield f"texts of {length} tokens"
-        for bucket in self.buckets:
-            self._step(bucket)
-            yield str(bucket)
-        for decoding, bucket in {bucket.without_prompts(): bucket for bucket in self.buckets}.items():
-            for chooser in self.choosers:
-                self._choice(bucket, chooser)
-                yield f"{chooser}, {decoding}"
-        if self.loaded.adapters is not None:
-            self._adapter_writer()
-            yield "loading of adapters"
+        for number, (name, _) in enumerate(self._needed()):
+            self._everywhere("compile", number)
+            yield name
         # Created now, so that the first request does not wait for it or run out of memory.
-        jax.block_until_ready((self.cache, self.latest))
+        self._everywhere("allocate")
+
+    def _needed(self) -> list[tuple[str, Callable[[], object]]]:
+        """The name of each program that `compile` compiles, and how."""
+        programs: list[tuple[str, Callable[[], object]]] = []
+        programs += [(f"texts of {length} tokens", partial(self._encoder, length)) for length in self.text_lengths]
+        programs += [(str(bucket), partial(self._step, bucket)) for bucket in self.buckets]
+        for decoding, bucket in {bucket.without_prompts(): bucket for bucket in self.buckets}.items():
+            programs += [
+                (f"{chooser}, {decoding}", partial(self._choice, bucket, chooser)) for chooser in self.choosers
+            ]
+        if self.loaded.adapters is not None:
+            programs.append(("loading of adapters", self._adapter_writer))
+        return programs
 
     def _compiled(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """A program; compiled when first needed."""
@@ -292,7 +295,8 @@ class Programs:
             (out, _), needed = self._step(bucket).out_info, chooser.like(self.replicas * bucket.choices)
             inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
             slots = self._like((self.replicas * bucket.rows,))
-            return jax.jit(choose).lower(out.logits, out.tokens, inputs, self.latest_like, slots)
+            jitted = jax.jit(choose, out_shardings=(self._sharding(), self.latest_like.sharding))
+            return jitted.lower(out.logits, out.tokens, inputs, self.latest_like, slots)
 
         return self._compiled((bucket.without_prompts(), chooser), lower)
 
@@ -305,7 +309,7 @@ class Programs:
 
         def lower() -> jax.stages.Lowered:
             targets = self._like((self.replicas * bucket.chunk,))
-            return jax.jit(score).lower(
+            return jax.jit(score, out_shardings=self._sharding()).lower(
                 jax.tree.map(_like, loaded.weights), self._step(bucket).out_info[0].prompts, targets
             )
 
@@ -320,32 +324,56 @@ class Programs:
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         if self.loaded.adapters is not None:
             arrays = arrays._replace(adapters=np.concatenate([adapter_slots(step, bucket) for step in work]))
-        out, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
-        return Dispatched(bucket, out, np.concatenate([chosen_slots(step, bucket) for step in work]))
+        self._everywhere("step", bucket, arrays)
+        return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]))
 
     def drop_cache(self) -> None:
         """Release the memory of the cache; the next use creates an empty one."""
         self.__dict__.pop("cache", None)
 
     def choose(self, step: Dispatched, chooser: Chooser, inputs: Any) -> Any:
-        """Dispatch the choice of the tokens that follow -> output of the chooser, arrays on the device.
+        """Dispatch the choice of the tokens that follow the last step -> output of the chooser, arrays on the device.
 
         inputs: the chooser's arrays, `bucket.choices` of each replica, concatenated.
         """
-        out = step.output
-        chosen, self.latest = self._choice(step.bucket, chooser)(
-            out.logits, out.tokens, inputs, self.latest, step.slots
-        )
-        return chosen
+        return self._everywhere("choose", step.bucket, self.choosers.index(chooser), inputs, step.slots)
 
     def score(self, step: Dispatched, scorer: Scorer, targets: np.ndarray) -> Any:
-        """Score the prompts' tokens of a step. targets: int32 [replicas * chunk], as in `Scorer`."""
-        return self._scores(step.bucket, scorer)(self.weights, step.output.prompts, targets)
+        """Score the prompts' tokens of the last step. targets: int32 [replicas * chunk], as in `Scorer`."""
+        return self._everywhere("score", step.bucket, scorer, targets)
 
-    def write_adapter(self, slot: int, values: Params) -> None:
+    def write_adapter(self, slot: int, values: Mapping[str, np.ndarray]) -> None:
         """Replace the adapter in a slot for the following steps. values: see `adapter_values.slot_values`."""
-        old = {path: self.weights[path] for path in values}
-        self.weights |= self._adapter_writer()(old, values, np.int32(slot))
+        self._everywhere("write_adapter", slot, values)
+
+    def _everywhere(self, name: str, *arguments: Any) -> Any:
+        """Run an operation on the devices of all processes -> its result."""
+        self.announce(name, arguments)
+        return self.operate(name, *arguments)
+
+    def operate(self, name: str, *arguments: Any) -> Any:
+        """Run this process's part of an operation. All processes run the same ones in the same order, with equal
+        arguments: arrays on the host. Results are replicated, so that each process can read them."""
+        match name, arguments:
+            case "step", (bucket, arrays):
+                self._output, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
+            case "choose", (bucket, number, inputs, slots):
+                choose, out = self._choice(bucket, self.choosers[number]), self._output
+                chosen, self.latest = choose(out.logits, out.tokens, inputs, self.latest, slots)
+                return chosen
+            case "score", (bucket, scorer, targets):
+                return self._scores(bucket, scorer)(self.weights, self._output.prompts, targets)
+            case "encode", (texts,):
+                self.cache = self._encoder(texts.tokens.shape[1])(self.weights, self.cache, texts)
+            case "compile", (number,):
+                self._needed()[number][1]()
+            case "allocate", ():
+                jax.block_until_ready((self.cache, self.latest))
+            case "write_adapter", (slot, values):
+                old = {path: self.weights[path] for path in values}
+                self.weights |= self._adapter_writer()(old, values, np.int32(slot))
+            case _:
+                raise ValueError(f"{name} is no operation")
 
     def _adapter_writer(self) -> jax.stages.Compiled:
         """The program that writes a slot: (arrays of all slots, those of an adapter, int32 slot) -> arrays."""
@@ -377,8 +405,7 @@ class Programs:
 
     def encode_texts(self, rows: abc.Sequence[Sequence | None]) -> None:
         """Run the encoder on the texts of rows, one of each replica, and write its output into their slots."""
-        texts = texts_of(rows, self.text_lengths)
-        self.cache = self._encoder(texts.tokens.shape[1])(self.weights, self.cache, texts)
+        self._everywhere("encode", texts_of(rows, self.text_lengths))
 
     def _encoder(self, length: int) -> jax.stages.Compiled:
         """The encoder program of a text length."""

@@ -6,6 +6,7 @@ i T/K to (i + 1) T/K - 1 have copies of head i. The gradients of the copies are 
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from megajax.mesh.collectives import reduce_shards
@@ -32,6 +33,13 @@ def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
         return lax.dynamic_slice_in_dim(w, lax.axis_index(over) * heads // devices, 1, dimension)
 
     return layout.island(local_head, (axes,), layout.plan.axes_in_step(axes))(w)
+
+
+def with_copied_heads(w: np.ndarray, axes: LogicalAxes, devices: int) -> np.ndarray:
+    """As `copy_heads`, of a whole weight on the host. devices: of `tensor`."""
+    if COPIED not in axes or (heads := w.shape[dimension := axes.index(COPIED)]) % devices == 0:
+        return w
+    return np.repeat(w, devices // heads, axis=dimension)
 
 
 def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array:

@@ -32,6 +32,28 @@ LLAMA = {
 }
 
 
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+}
+
+
+def mixtral_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers has them."""
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}.block_sparse_moe"
+        shapes[f"{block}.gate.weight"] = config["num_local_experts"], hidden
+        for number in range(config["num_local_experts"]):
+            shapes |= {f"{block}.experts.{number}.{name}.weight": (ffn, hidden) for name in ("w1", "w3")}
+            shapes[f"{block}.experts.{number}.w2.weight"] = hidden, ffn
+    return shapes
+
+
 def llama_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes as transformers has them."""
     hidden, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -50,10 +72,17 @@ def llama_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 def write_llama(folder: Path, dtype: type = np.float16, seed: int = 0, **changes: object) -> dict[str, np.ndarray]:
     """Writes the folder; returns its tensors. The norms are float32 whatever the dtype."""
-    config, draw = {**LLAMA, **changes}, np.random.default_rng(seed)
+    config = {**LLAMA, **changes}
+    return write(folder, config, llama_shapes(config), dtype, seed)
+
+
+def write(
+    folder: Path, config: dict, shapes: Mapping[str, tuple[int, ...]], dtype: type, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Writes a folder with random tensors of these shapes; returns them."""
+    draw = np.random.default_rng(seed)
     tensors = {
-        name: draw.normal(size=shape).astype(np.float32 if "norm" in name else dtype)
-        for name, shape in llama_shapes(config).items()
+        name: draw.normal(size=shape).astype(np.float32 if "norm" in name else dtype) for name, shape in shapes.items()
     }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -203,6 +203,25 @@ def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match=r"the cache has no room: 1\.5 KiB are free on a device, and a block of 16"):
         cache_size(config, 32, model.model, "float32")
     assert start_engine(model, queue=4).capacity == 2 * 2 + 4
+    monkeypatch.setitem(vars(model.model.mesh), "is_multi_process", True)
+    with pytest.raises(UserError, match="weights of this engine cannot be replaced"):
+        start_engine(model, queue=4).sleep()
+
+
+def test_all_processes_have_the_cache_of_the_fullest_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be another process's."""
+    model, of_block = loaded(Origin(hf=folder / "base"), tensor=2, data=2), 16 * 3 * 2 * 4 * 4
+    config, asked = replace(model.config.inference, cache_tokens=None, rows=3), list[Any]()
+
+    def free(devices: Any) -> FreeMemory:
+        asked.append(devices)
+        return FreeMemory(of_block * 100, from_devices=True)
+
+    other = SimpleNamespace(gather=lambda value: [value, of_block * 50])
+    monkeypatch.setattr("megajax.inference.assembly.free_memory", free)
+    monkeypatch.setattr("megajax.inference.assembly.Peers", lambda: other)
+    assert cache_size(config, 32, model.model, "float32").blocks == 45
+    assert asked == [model.model.mesh.local_devices]
 
 
 def logprobs(model: Loaded, origin: Origin, adapters: dict[str, Path], names: tuple[str | None, ...]) -> list[Any]:

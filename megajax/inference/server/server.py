@@ -70,12 +70,14 @@ class Serving:
         warm_up: bool,
         adapters: Mapping[str, Path],
         read_adapter: Callable[[Path], Any] | None,
+        stop_asked: Callable[[], bool],
     ) -> int:
         """Run until the server ends -> exit code.
 
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
         settings that requests do not name; warm_up: whether to compile all steps before the first request, while
-        /health answers "starting"; adapters: folders by name, loaded first; read_adapter: as in `ModelList`.
+        /health answers "starting"; adapters: folders by name, loaded first; read_adapter: as in `ModelList`;
+        stop_asked: whether another process was asked to stop, which has the effect of a signal.
         """
         prepare = _compile(device.programs) if warm_up else ()
         worker = Worker(engine, patience=self._config.stall_seconds, prepare=prepare)
@@ -94,7 +96,7 @@ class Serving:
             engine.load_adapter(adapter, models.read(adapter, folder))
             models.add(adapter)
         app = build_application(models, self._config, self._access, readiness, _log)
-        server = Server(app, self._config, readiness, _log)
+        server = Server(app, self._config, readiness, _log, stop_asked)
         _log(plain("megajax serve", [*_banner(device.programs, model, where, warm_up), self._section(sampling)]))
         worker.start()
         server.run([self._socket])
@@ -171,7 +173,14 @@ class Server(uvicorn.Server):
     ended. At the second signal, the process exits immediately. `exit_code` is 0 after a signal, else 1.
     """
 
-    def __init__(self, app: Gate, config: ServerConfig, readiness: Readiness, log: Callable[[str], None]):
+    def __init__(
+        self,
+        app: Gate,
+        config: ServerConfig,
+        readiness: Readiness,
+        log: Callable[[str], None],
+        stop_asked: Callable[[], bool] = lambda: False,
+    ):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -187,7 +196,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )
         )
-        self._limits, self._readiness, self._log = config, readiness, log
+        self._limits, self._readiness, self._log, self._stop_asked = config, readiness, log, stop_asked
         self._deadline = float("inf")
         self.exit_code = 0
 
@@ -196,11 +205,16 @@ class Server(uvicorn.Server):
         del frame
         if self._readiness.draining:
             os._exit(128 + sig)
+        self._drain()
+
+    def _drain(self) -> None:
         self._readiness.draining = True
         self._deadline = time.monotonic() + self._limits.drain_seconds
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
+        if not self._readiness.draining and self._stop_asked():
+            self._drain()
         if self._readiness.failed() and self._deadline == float("inf"):
             self._log("the engine has failed: the server ends")
             self.exit_code, self._deadline = 1, time.monotonic() + CLOSING_SECONDS

@@ -8,8 +8,8 @@ from served import Running, start, stop
 from waiting import wait_until
 
 from megajax.config.errors import ConfigError, UserError
+from megajax.inference.server.adapter_flags import named_folders, with_slots
 from megajax.inference.server.config import ServerConfig, ServingConfig
-from megajax.serve import named_folders, with_slots
 
 
 def read(folder: Path) -> str:

@@ -1,0 +1,103 @@
+"""The processes of an engine: process 0 announces its operations, and the others run their parts of them.
+
+Process 0 has the requests, the scheduler, the tokenizer and the answers. For each operation it sends the others what
+they need to run the same program: its shapes, and arrays on the host. Weights and cache stay on the devices, and
+results are replicated, so process 0 reads them without the others.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, NoReturn, Self
+
+from megajax.config.errors import UserError, first_line
+from megajax.faults.unfailing_output import to_stderr
+from megajax.inference.device import ModelDevice
+from megajax.inference.processes.encoding import decode, encode
+from megajax.mesh.mesh import find_devices
+from megajax.mesh.processes.message_stream import Receiver, Sender
+from megajax.mesh.processes.peers import Peers
+
+REPORT_SECONDS = 3.0
+"""How long process 0 waits after another one has reported a failure: it may be about to report the same one itself."""
+DUPLICATE_SECONDS = 0.25
+"""A launcher and the terminal may forward the same signal."""
+
+
+class Processes:
+    """All processes of an engine, within a `with` block; also a single one.
+
+    If one ends, all end: process 0 with a line that names it. A signal to one of them asks process 0 to stop.
+    """
+
+    def __init__(self):
+        """Connects the processes, which `megajax.mesh.processes.agreement.start` has joined."""
+        self.stop_asked = threading.Event()
+        """In process 0: set if another process was asked to stop."""
+        self._link: Sender | Receiver | None = None
+        self._signal: tuple[int, float] | None = None
+        peers = Peers("engine")
+        self.first = peers.first
+        """Whether this is process 0."""
+        if peers.count == 1:
+            return
+        # gloo waits only 30 s for a process that is still finding its devices.
+        find_devices()
+        peers.agree()
+        self._link = Sender(peers, _lost, self.stop_asked.set) if peers.first else Receiver(peers, self._left)
+        if not peers.first:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._on_signal)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(self._link, Receiver) and error is not None:
+            self._link.fail(first_line(error), error.code if isinstance(error, UserError) else 1)
+
+    def close(self) -> None:
+        """End all processes together: process 0 tells the others."""
+        if self._link is not None:
+            self._link.close()
+
+    def lead(self, device: ModelDevice) -> None:
+        """In process 0: send the following operations of an engine's device to the others."""
+        link = self._link
+        if isinstance(link, Sender):
+            device.programs.announce = lambda name, arguments: link.send(encode((name, arguments)))
+
+    def follow(self, device: ModelDevice) -> int:
+        """In other processes: run the operations of process 0 until it ends -> exit code 0."""
+        for message in self._link if isinstance(self._link, Receiver) else ():
+            name, arguments = decode(message)
+            device.programs.operate(name, *arguments)
+        return 0
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        del frame
+        if self._signal is not None and time.monotonic() > self._signal[1] + DUPLICATE_SECONDS:
+            os._exit(128 + number)
+        if self._signal is None and isinstance(self._link, Receiver):
+            self._signal = number, time.monotonic()
+            self._link.ask_to_stop()
+
+    def _left(self, process: str, reason: str | None, code: int) -> NoReturn:
+        """Process 0 was killed, or has failed."""
+        _end(process, reason, code if self._signal is None else 128 + self._signal[0])
+
+
+def _lost(process: str, reason: str | None, code: int) -> NoReturn:
+    """Another process has ended. The devices of this one may wait for it for ever, so nothing can be finished."""
+    if reason is not None:
+        time.sleep(REPORT_SECONDS)
+    _end(process, reason, code)
+
+
+def _end(process: str, reason: str | None, code: int) -> NoReturn:
+    what = "has ended" if reason is None else f"failed: {reason}"
+    to_stderr(f"megajax: {process} {what}; this process ends as well\n")
+    sys.stdout.flush()
+    os._exit(code)
