@@ -30,6 +30,7 @@ PARTS = {
     "mfu": Part(SPEED, "training.train_speed:mfu", "the shipped train step: tokens/s, TFLOP/s, MFU, memory, kernels",
                 prints=True, processes=True),
     "peers": Part(SPEED, "training.peers:peers", "the same model and batch in PyTorch on the same GPU", prints=True),
+    "processor": Part(SPEED, "training.processor:processor", "steps on one core relative to PyTorch", prints=True),
     "kernels": Part(SPEED, "kernels.measure:kernels", "single kernels: errors, times, share of the roofline",
                     prints=True),
     "xla_options": Part(SPEED, "training.xla_options:xla_options", "the train step with and without each XLA option",

@@ -209,7 +209,8 @@ def report(figures: dict[str, Any]) -> str:
     rows = [("MegaJAX", _row(own["tokens_per_second_per_device"], own["memory"]["peak_in_use"], own["losses"]))]
     for measurement in theirs["variants"]:
         variant = measurement["variant"]
-        name = f"torch, {variant['attention']} attention, compiled {variant['compile']}, {variant['loss']} loss"
+        compiled = "eager" if variant["compile"] == "none" else f"compiled {variant['compile']}"
+        name = f"torch, {variant['attention']} attention, {compiled}, {variant['loss']} loss"
         name += ", recomputed" if variant["recompute"] else ""
         if "error" in measurement:
             rows.append((name, measurement["error"]))

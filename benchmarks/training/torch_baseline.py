@@ -6,8 +6,8 @@ Needs torch and numpy but not MegaJAX, and runs in a separate process, so that t
 gradients and moments are float32. Weights are cast to the compute dtype where they are used, inside the compiled graph,
 as in mixed precision. Queries, keys and values are one matmul, and so are gate and up. Each variant starts from the
 weights of START and trains the same batch. Variants differ in attention (cuDNN or flash), compilation (single blocks or
-the whole model) and loss (whole logits or chunks). A variant that runs out of memory is repeated with recomputation of
-blocks. SPEC: see `peers.spec_of`.
+the whole model; on processors also none) and loss (whole logits or chunks). A variant that runs out of memory is
+repeated with recomputation of blocks. SPEC: see `peers.spec_of`.
 """
 
 import gc
@@ -224,11 +224,13 @@ def measure_variant(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -
         trainer.set_rate(rate)
         losses.append(trainer.step().item())
     warm = time.perf_counter() - began
+    began_processor = time.process_time()
     statistics = readings(trainer.step, spec["timed_steps"], wait, least=LEAST)
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
     return {
         "losses": losses,
         "step_seconds": statistics.to_dict(),
+        "processor_seconds": (time.process_time() - began_processor) / (spec["timed_steps"] + 1),
         "tokens_per_second": statistics.into(trainer.tokens).to_dict(),
         "peak_memory": peak,
         "warm_up_seconds": warm,
@@ -241,7 +243,8 @@ def variants(on_gpu: bool) -> list[dict[str, Any]]:
     plain = {"loss": "whole", "recompute": False}
     variants = [{"attention": kernel, "compile": "blocks", **plain} for kernel in kernels]
     variants += [{"attention": kernels[0], "compile": "whole", **plain}]
-    return [*variants, {**variants[0], "loss": "chunked"}]
+    variants += [{**variants[0], "loss": "chunked"}]
+    return variants if on_gpu else [{**variants[0], "compile": "none"}, *variants]
 
 
 def tried(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -> dict[str, Any]:

@@ -123,12 +123,15 @@ def measure(
             write_start(bench, export)
         warm = [jax.device_get(bench.step()) for _ in range(WARM_UP)]
         _demand_finite(warm[-1]["loss"])
+        began = time.process_time()
         statistics = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
+        processor = (time.process_time() - began) / (steps + 1)
         last = float(bench.step()["loss"])
     _demand_finite(last)
     tokens = program.sizes.sizes()[-1].rows * cfg.model.sequence_length
     figures = {
         **speeds(cfg, program.mesh.size, roof, statistics, tokens),
+        "processor_seconds": processor,
         "timed_steps": steps,
         "seconds": seconds,
         "memory": memory(compiled),

@@ -1,0 +1,136 @@
+"""Training on a core of a processor beside PyTorch."""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import megajax as mj
+from benchmarks.stopwatch import WARM_UP
+from benchmarks.training.peers import agree, demand_torch, measure_ours, measure_torch, spec_of, torch_environment
+from megajax.config.errors import UserError
+from megajax.display.banner import plain
+
+
+def processor(
+    *, torch_python: Path = Path(sys.executable), models: str = "all", steps: int = 10, rounds: int = 3
+) -> dict[str, Any]:
+    """Processor seconds of a train step relative to PyTorch, on one core, in float32.
+
+    quickstart   configs/quickstart.py: 4 Llama layers of 128, 16 rows of 128 bytes
+    nanogpt      the setting for processors of nanoGPT's readme: 4 GPT layers of 128, 12 rows of 64 characters, and
+                 biases
+    gpt2_124m    that of llm.c: GPT-2 124M, 4 rows of 64 tokens, 50,257 ids in 50,304 columns; random weights
+    llama_30m    8 Llama layers of 512, 4 rows of 256 tokens, 8,192 ids
+
+    PyTorch runs training/torch_baseline.py: eager, with compiled blocks, compiled as a whole, and with a loss in
+    chunks. All start from the same weights and train the same batch; the losses of the first steps must agree.
+    Processes take turns, and processor seconds count, so other load on the machine matters little.
+
+    --torch-python: the Python that has torch. --models: names, separated by commas. --steps: counted ones of each
+    process. --rounds: processes of each trainer; the median of their ratios counts.
+
+    Raises UserError for an unknown model, and if there is no torch.
+    """
+    configs = {"quickstart": quickstart, "nanogpt": nanogpt, "gpt2_124m": gpt2_124m, "llama_30m": llama_30m}
+    names = list(configs) if models == "all" else models.split(",")
+    if unknown := set(names) - set(configs):
+        raise UserError(f"--models: there is no {', '.join(sorted(unknown))}; there are {', '.join(configs)}")
+    demand_torch(torch_python)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # Processes inherit the core.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    figures = {name: compared(configs[name](), torch_python, steps, rounds) for name in names}
+    print(plain("processor seconds of a step on one core, MegaJAX over torch", [("", rows(figures))]))
+    return figures | {"wrong": not all(of_model["equal_work"] for of_model in figures.values())}
+
+
+def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each trainer in each round, and the ratios."""
+    seconds: dict[str, list[float]] = {"megajax": []}
+    equal = True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = [folder / name for name in ("spec.json", "start.npz", "torch.json")]
+        for _ in range(rounds):
+            own = measure_ours(cfg, folder, f"--steps={steps}")
+            spec = spec_of(cfg) | {
+                "learning_rates": own["learning_rates"],
+                "microbatches": own["run"]["microbatches"],
+                "timed_steps": steps,
+                "seconds": 600,
+                "warm_up": WARM_UP,
+            }
+            paths[0].write_text(json.dumps(spec))
+            program = [str(torch_python), "-m", "benchmarks.training.torch_baseline", *map(str, paths)]
+            theirs = measure_torch(program, paths[-1], torch_environment(), 1200)
+            seconds["megajax"].append(own["processor_seconds"])
+            for measured in theirs["variants"]:
+                variant = measured["variant"]
+                if "error" in measured:
+                    raise UserError(f"torch, {variant}: {measured['error']}")
+                equal = equal and agree(own["losses"], measured["losses"], "float32")
+                way = {"none": "eager", "blocks": "compiled blocks", "whole": "compiled whole"}[variant["compile"]]
+                seconds.setdefault(f"{way}, {variant['loss']} loss", []).append(measured["processor_seconds"])
+    ratios = {
+        name: round(statistics.median(own / other for own, other in zip(seconds["megajax"], taken, strict=True)), 3)
+        for name, taken in seconds.items()
+        if name != "megajax"
+    }
+    eager = ratios["eager, whole loss"]
+    return {"eager": eager, "best": max(ratios.values()), "ratios": ratios, "seconds": seconds, "equal_work": equal}
+
+
+def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """A line for each model."""
+    lines = []
+    for name, of_model in figures.items():
+        ratios = ", ".join(f"{ratio:.2f} x {way}" for way, ratio in of_model["ratios"].items())
+        milliseconds = 1e3 * statistics.median(of_model["seconds"]["megajax"])
+        work = "" if of_model["equal_work"] else "; NOT EQUAL WORK: the losses differ"
+        lines.append((name, f"{milliseconds:.0f} ms; {ratios}{work}"))
+    return lines
+
+
+def quickstart() -> mj.RunConfig:
+    return mj.load("quickstart.py")
+
+
+def nanogpt() -> mj.RunConfig:
+    model = mj.gpt2("124m", sequence_length=64, vocabulary_size=65, dropout=0.0)
+    (block,) = model.stack.pattern
+    block = replace(block, mixer=replace(block.mixer, heads=4), mlp=replace(block.mlp, ffn=512))
+    stack = replace(model.stack, pattern=(block,), repeats=4)
+    return _run(replace(model, hidden=128, stack=stack), rows=12)
+
+
+def gpt2_124m() -> mj.RunConfig:
+    return _run(mj.gpt2("124m", sequence_length=64, vocabulary_size=50257, dropout=0.0), rows=4)
+
+
+def llama_30m() -> mj.RunConfig:
+    mixer = mj.AttentionConfig(heads=8, kv_heads=4, rope=mj.RopeConfig(base=500000.0))
+    block = mj.BlockConfig(mixer=mixer, mlp=mj.GatedMLPConfig(ffn=1408), norm=mj.RMSNormConfig())
+    stack = mj.StackConfig(pattern=(block,), repeats=8)
+    norm = mj.RMSNormConfig()
+    model = mj.DecoderConfig(hidden=512, vocabulary_size=8192, sequence_length=256, stack=stack, norm=norm, tied=True)
+    return _run(model, rows=4)
+
+
+def _run(model: mj.DecoderConfig, *, rows: int) -> mj.RunConfig:
+    return mj.RunConfig(
+        model=model,
+        data=mj.MockConfig(),
+        tokenizer=mj.NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
+        precision=mj.PrecisionConfig(compute="float32"),
+        optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=mj.ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=10),
+        batch=mj.BatchConfig(global_size=rows, micro_size=rows),
+        evaluation=mj.EvaluationConfig(every=None),
+        steps=100,
+        run_dir="runs/processor",
+    )
