@@ -41,7 +41,7 @@ def run_config(folder: Path | str = "unused", **changes: Any) -> RunConfig:
         "precision": PrecisionConfig(compute="float32"),
         "schedule": ScheduleConfig(lr=1e-2, warmup_steps=2),
         "batch": BatchConfig(global_size=8, micro_size=4),
-        "evaluation": EvaluationConfig(batches=1),
+        "evaluation": EvaluationConfig(batches=1, at_end=True),
         "checkpoint": CheckpointConfig(every=3),
         "logging": LoggingConfig(every=1, plot=False, sample=False, live="never"),
         "steps": 6,

@@ -343,7 +343,7 @@ class Programs:
         return self._everywhere("score", step.bucket, scorer, targets)
 
     def write_adapter(self, slot: int, values: Mapping[str, np.ndarray]) -> None:
-        """Replace the adapter in a slot for the following steps. values: see `adapter_values.slot_values`."""
+        """Replace the adapter in a slot for the following steps. values: see `adapters.values.slot_values`."""
         self._everywhere("write_adapter", slot, values)
 
     def _everywhere(self, name: str, *arguments: Any) -> Any:

@@ -67,7 +67,7 @@ class Ending:
         if save_now and save.saved != step:
             job.local.before_stop(self.run, step)
             save(self.run, step)  # first: time may be short
-        if not stopped and cfg.evaluation.at_end:
+        if not stopped and cfg.evaluation.ends_with_one():
             steps.evaluate.at_end(self.run, step)
             for tasks in steps.tasks:
                 tasks(self.run, step)
@@ -166,8 +166,9 @@ class Ending:
 
     def _sample(self) -> None:
         """Print a sample of the trained model, only after the last step and in a single process. Errors are printed."""
-        sample_due = self.run.cfg.logging.sample and self.run.step >= self.run.cfg.steps
-        if self._sampler is None or not sample_due or jax.process_count() > 1:
+        logging, evaluation = self.run.cfg.logging, self.run.cfg.evaluation
+        wanted = logging.prompt is not None or evaluation.ends_with_one() if logging.sample is None else logging.sample
+        if self._sampler is None or not wanted or self.run.step < self.run.cfg.steps or jax.process_count() > 1:
             return
         try:
             with self.console.ticker("sampling", total=False):

@@ -51,8 +51,9 @@ class LoggingConfig(Builds):
     """Write RUN_DIR/report.html at the end, as python -m megajax.report does."""
     live: Literal["auto", "always", "never"] = "auto"
     """Progress bar that updates in place. auto: only on a terminal. never: one plain line per `every` steps."""
-    sample: bool = True
-    """Print a sample at the end of training: a continued text, filled blanks, captions, or a confusion matrix."""
+    sample: bool | None = None
+    """Print a sample at the end of training: a continued text, filled blanks, captions, or a confusion matrix. None: if
+    there is a `prompt`, or an evaluation at the end."""
     prompt: str | None = None
     """The text to continue or to fill. None: a validation row."""
 

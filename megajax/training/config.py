@@ -244,7 +244,7 @@ class EvaluationConfig:
     """
 
     every: int | None = None
-    """Steps between evaluations on the validation split; none: evaluate at the end only."""
+    """Steps between evaluations on the validation split; none: none of them, see `at_end`."""
     batches: int = 10
     """Global batches of each evaluation; 0: no evaluation."""
     full: bool = False
@@ -252,19 +252,24 @@ class EvaluationConfig:
     sets: Mapping[str, DataConfig] = field(default_factory=dict)
     """Additional validation sets by name. The validation split of each is evaluated and reported separately.
     On the command line: --evaluation.sets='{code: {type: BlendConfig, valid_paths: [PREFIX]}}'."""
-    at_end: bool = True
-    """Evaluate on the validation and test splits, and on the tasks, when training ends."""
+    at_end: bool | None = None
+    """Evaluate on the validation and test splits, and on the tasks, when training ends. None: if `every`,
+    `tasks_every`, `sets` or `tasks` is set."""
     tasks: tuple[TaskBuilder, ...] = ()
     """Tasks to evaluate on, such as megajax.tasks.config:LambadaConfig.
     On the command line: --evaluation.tasks='[{type: "megajax.tasks.config:LambadaConfig", path: FILE}]'."""
     tasks_every: int | None = None
     """Steps between evaluations on the tasks; none: evaluate on them at the end only."""
 
+    def ends_with_one(self) -> bool:
+        """Whether to evaluate when training ends."""
+        return bool(self.every or self.tasks_every or self.sets or self.tasks) if self.at_end is None else self.at_end
+
     def problems(self) -> list[Problem]:
         problems = []
         if self.every is not None and self.every < 1:
             problems.append(
-                Problem("every", f"must be at least 1, got {self.every}", "every=none evaluates at the end only")
+                Problem("every", f"must be at least 1, got {self.every}", "every=none: no evaluation between steps")
             )
         if self.tasks_every is not None and self.tasks_every < 1:
             problems.append(Problem("tasks_every", f"must be at least 1, got {self.tasks_every}", "none: at the end"))

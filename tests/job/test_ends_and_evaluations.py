@@ -58,9 +58,32 @@ def test_a_failing_sample_does_not_fail_the_run(tmp_path, capsys):
     def fails(run, folder):
         raise IndexError("too few rows")
 
-    cfg = run_config(tmp_path, logging=LoggingConfig(plot=False, report=False), evaluation=EvaluationConfig(batches=0))
+    logging = LoggingConfig(plot=False, report=False, sample=True)
+    cfg = run_config(tmp_path, logging=logging, evaluation=EvaluationConfig(batches=0))
     assert train(cfg, sampler=fails) == 0
     assert "no sample: IndexError: too few rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "logging", "evaluated", "sampled"),
+    [
+        ({}, {}, False, False),
+        ({"every": 6}, {}, True, True),
+        ({"at_end": True}, {"sample": False}, True, False),
+        ({"every": 6, "at_end": False}, {}, False, False),
+        ({}, {"prompt": "1 2"}, False, True),
+    ],
+)
+def test_what_happens_at_the_end(evaluation, logging, evaluated, sampled, tmp_path, capsys):
+    """Without evaluations and without a prompt, a run ends with its last step."""
+    cfg = run_config(
+        tmp_path,
+        evaluation=EvaluationConfig(batches=1, **evaluation),
+        logging=LoggingConfig(plot=False, report=False, **logging),
+    )
+    assert train(cfg, sampler=lambda run, folder: "a sample") == 0
+    assert ("a sample" in capsys.readouterr().out) == sampled
+    assert bool([line for line in lines(tmp_path) if line.get("split") == "test"]) == evaluated
 
 
 @pytest.fixture(scope="module")
