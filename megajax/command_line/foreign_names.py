@@ -256,7 +256,7 @@ ROWS = (
         note="--run_dir=runs/NAME; of MaxText, a folder in base_output_directory; of wandb, logging.wandb.name"),
     Row("save_steps save_interval checkpoint_period checkpoint.interval checkpointer.interval", "checkpoint.every"),
     Row("save_strategy eval_strategy evaluation_strategy",
-        note="steps between them: checkpoint.every and evaluation.every; none: a checkpoint at the end only, no evaluation"),
+        note="steps between them: checkpoint.every, evaluation.every; none: a checkpoint at the end, no evaluation"),
     Row("enable_checkpointing enable_checkpoint checkpoint.enable checkpoint.enable_checkpoint",
         note="without checkpoints: --checkpoint.every=none --checkpoint.at_end=false"),
     Row("async_checkpointing async_save checkpoint.async_mode", "checkpoint.asynchronous",
