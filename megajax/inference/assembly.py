@@ -50,12 +50,13 @@ def make_engine(
     end_tokens: Collection[int],
     length: int,
     queue: int,
+    answer_start: tuple[int, ...] = (),
 ) -> Engine:
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests. Raises UserError if there is no memory for the cache, or if the model cannot take back the tokens of a
-    draft.
+    requests; answer_start: as in `Engine`. Raises UserError if there is no memory for the cache, or if the model cannot
+    take back the tokens of a draft.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
@@ -85,6 +86,7 @@ def make_engine(
         tokenizer=tokenizer,
         end_tokens=end_tokens,
         queue=queue,
+        answer_start=answer_start,
         guide=guides,
         adapters=adapters,
         look_ahead=config.look_ahead,

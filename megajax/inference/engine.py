@@ -11,6 +11,7 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -61,6 +62,7 @@ class Engine:
         adapters: AdapterTable | None = None,
         look_ahead: bool = True,
         weights: Weights | None = None,
+        answer_start: tuple[int, ...] = (),
     ):
         """tokenizer: None for answers without text. end_tokens: tokens that end a text; None for the tokenizer's.
 
@@ -68,10 +70,12 @@ class Engine:
         seeds of requests without one; None for different ones each time. guide: makes the state of a constraint from
         `Sampling.guide`; raises UserError if that is invalid. adapters: of the device; None: it has no slots for any.
         look_ahead: start a step before the results of the previous one are received, unless the device has drafts,
-        which begin with these results. weights: of the device; None: they cannot be replaced or moved.
+        which begin with these results. weights: of the device; None: they cannot be replaced or moved. answer_start: of
+        a model with an encoder, the tokens before every answer: the encoder reads the prompt of a request without
+        `memory`.
         """
         self.adapters = adapters or AdapterTable()
-        self.device, self.tokenizer = device, tokenizer
+        self.device, self.tokenizer, self.answer_start = device, tokenizer, answer_start
         self.capacity = device.rows * device.replicas + queue
         """Maximum number of unfinished requests."""
         self.length = min(device.length, device.blocks * device.block)
@@ -113,8 +117,11 @@ class Engine:
         if self.failed:
             raise Refused("draining", "the device failed; a new engine is needed")
         self.adapters.find(request.adapter)
+        request, encoded = self._placed(request), request.memory == ()
         sampling, prompt = request.sampling, request.prompt
         problems = sampling.problems() or list(self._problems(request))
+        if encoded and request.memory and sampling.prompt_logprobs is not None:
+            problems.append(Problem("prompt_logprobs", "is of prompts that a decoder reads; this model has an encoder"))
         if problems:
             raise Refused("invalid", f"{problems[0].setting} {problems[0].message}", problems[0].setting)
         if request.identifier in self._open:
@@ -130,6 +137,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request, which runs in the following steps. Raises Refused."""
         self.check(request)
+        request = self._placed(request)
         if len(self._open) >= self.capacity:
             raise Refused("queue_full", f"{len(self._open)} requests are not finished; {self.capacity} may be")
         number, sampling = next(self._numbers), request.sampling
@@ -320,6 +328,12 @@ class Engine:
             last_step_seconds=self._last_seconds,
         )
 
+    def _placed(self, request: Request) -> Request:
+        """The request with its prompt where the model reads it."""
+        if not self.answer_start or request.memory:
+            return request
+        return replace(request, memory=request.prompt, prompt=self.answer_start)
+
     def _problems(self, request: Request) -> list[Problem]:
         """Problems beyond the limits of the settings, by name of the field."""
         sampling, vocabulary, problems = request.sampling, self.device.vocabulary, []
@@ -339,11 +353,7 @@ class Engine:
             problems.append(Problem("priority", f"must be an integer, got {request.priority!r}"))
         if not request.prompt:
             problems.append(Problem("prompt", "has no tokens"))
-        if bool(request.memory) != bool(self.device.memory):
-            missing = "is missing: it is the input of the model's encoder"
-            problems.append(
-                Problem("memory", missing if self.device.memory else "is given, but the model has no encoder")
-            )
+        problems += self._encoder_problems(request)
         if sampling.stop and self.tokenizer is None:
             problems.append(Problem("stop", "needs a tokenizer, and the engine has none"))
         candidates = candidates_of(sampling.beams, self._end_tokens_of(sampling))
@@ -354,6 +364,15 @@ class Engine:
             self._start_of(sampling)
         except UserError as error:
             problems.append(Problem("guide", str(error)))
+        return problems
+
+    def _encoder_problems(self, request: Request) -> list[Problem]:
+        problems, has_encoder = [], self.device.memory > 0
+        if request.pooling and has_encoder:
+            problems.append(Problem("pooling", "is of a decoder's states; this model has an encoder"))
+        if bool(request.memory) != has_encoder:
+            missing = "is missing: it is the input of the model's encoder"
+            problems.append(Problem("memory", missing if has_encoder else "is given, but the model has no encoder"))
         return problems
 
     def _end_tokens_of(self, sampling: Sampling) -> frozenset[int]:

@@ -75,11 +75,16 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, conversation: Conversation | None) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises UserError for a conversation without a chat template, or rejected by it."""
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer, conversation: Conversation | None, suffix: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Token ids of a prompt, with those of `suffix` after a text.
+
+    Raises UserError for a conversation without a chat template, or rejected by it.
+    """
     content: Any = prompt.content
     if isinstance(content, str):
-        return tuple(with_prefix(tokenizer, content).tolist()) or (start_token(tokenizer),)
+        return (*with_prefix(tokenizer, content).tolist(), *suffix) or (start_token(tokenizer),)
     if not prompt.is_conversation:
         return tuple(content)
     try:

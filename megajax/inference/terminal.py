@@ -74,12 +74,13 @@ class Session:
         """conversation: None without a chat template; where: path of the weights."""
         self._engine, self._tokenizer, self._conversation = engine, tokenizer, conversation
         self._sampling, self._where, self._screen = sampling, where, screen or Screen()
+        self._suffix = tokenizer.suffix if engine.answer_start else ()
         self._started = time.monotonic()
         self._first_seconds: float | None = None
 
     def answer(self, text: str) -> None:
         """Print the answers to a prompt: a single answer while it is generated, several when all are complete."""
-        prompt, single = encode(Prompt("--prompt", text), self._tokenizer, None), self._sampling.n == 1
+        prompt, single = encode(Prompt("--prompt", text), self._tokenizer, None, self._suffix), self._sampling.n == 1
         answers = self.answers(prompt, self._sampling, lambda output: self._screen.write(output.text * single))
         self._screen.write("\n" if single else "".join(f"[{n}] {answer.text}\n" for n, answer in enumerate(answers, 1)))
 
@@ -90,7 +91,7 @@ class Session:
 
         progress: called with the number of completed prompts and the number of all prompts. Raises UserError.
         """
-        encoded = [encode(prompt, self._tokenizer, self._conversation) for prompt in prompts]
+        encoded = [encode(prompt, self._tokenizer, self._conversation, self._suffix) for prompt in prompts]
         chat = None if self._conversation is None else self.of_chat()
         requests = [
             (tokens, chat if chat is not None and prompt.is_conversation else self._sampling)

@@ -10,6 +10,7 @@ from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
 from megajax.config.errors import UserError
+from megajax.config.read_limits import read_json
 from megajax.inference.adapters.values import AdapterWeights, slot_values
 from megajax.inference.assembly import for_steps, make_engine
 from megajax.inference.config import GenerationConfig
@@ -24,7 +25,7 @@ from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.layers.lora.add_adapters import AdapterSlots
-from megajax.models.protocol import ids_below
+from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -32,6 +33,8 @@ from megajax.tokenizers.conversation import Conversation
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.resolved import fitting_mesh
 from megajax.training.session import build_tokenizer
+
+START_TOKEN = "decoder_start_token_id"
 
 
 class Loaded(NamedTuple):
@@ -46,6 +49,8 @@ class Loaded(NamedTuple):
     """Turns messages into prompts; None without a chat template."""
     where: str
     """The source of the weights, for messages."""
+    answer_start: tuple[int, ...] = ()
+    """As in `Engine`."""
 
 
 def load(config: GenerationConfig, origin: Origin) -> Loaded:
@@ -55,12 +60,12 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     """
     parallel = config.parallel.layout()
     mesh = fitting_mesh(config, parallel)
-    if config.model.memory_length():
-        name = type(config.model).__name__
-        raise UserError(f"{name} is an encoder-decoder model, which generate and serve do not support")
     remedy = "set the tokenizer that the weights were trained with"
     tokenizer = build_tokenizer(config.tokenizer, ids_below(config.model), remedy)
+    answer_start = start_of_answers(config.model, origin, tokenizer)
     template = config.inference.template
+    if template is not None and answer_start:
+        raise UserError("inference.template: the model has an encoder, which reads texts, no messages: remove it")
     template = None if template is None else ChatTemplate(template, "inference.template")
     weights = quantized_weights(origin, config.model)
     precision = PrecisionConfig(compute=config.inference.compute)
@@ -74,7 +79,25 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
         end_tokens_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
         None if template is None else Conversation(template, tokenizer),
         weights.where,
+        answer_start,
     )
+
+
+def start_of_answers(model: ModelConfig, origin: Origin, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token before every answer of a model with an encoder; none without an encoder.
+
+    Raises UserError if it is not known.
+    """
+    if not model.memory_length():
+        return ()
+    if origin.hf is None:
+        token, place = tokenizer.specials.get("bos"), "the tokenizer has no bos"
+    else:
+        file = origin.hf / "config.json"
+        token, place = read_json(file).get(START_TOKEN), f"{file} has no {START_TOKEN}"
+    if type(token) is not int:
+        raise UserError(f"{place}, the token with which the decoder's answers begin: add it")
+    return (token,)
 
 
 def quantized_weights(origin: Origin, model: Any) -> WeightSource:
@@ -205,5 +228,11 @@ def start_engine(loaded: Loaded, *, queue: int) -> Engine:
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
     return make_engine(
-        loaded.model, config.inference, loaded.tokenizer, end_tokens=stop_tokens, length=length, queue=queue
+        loaded.model,
+        config.inference,
+        loaded.tokenizer,
+        end_tokens=stop_tokens,
+        length=length,
+        queue=queue,
+        answer_start=loaded.answer_start,
     )

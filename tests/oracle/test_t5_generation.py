@@ -11,12 +11,15 @@ from flax import nnx
 from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, cases
 
+from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.device import ModelDevice
-from megajax.inference.engine import Engine
+from megajax.inference.engine import Engine, complete
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
+from megajax.interop.loading import load, start_engine
+from megajax.interop.origin import Origin, generation_config
 
 CHUNK = 4
 
@@ -53,8 +56,20 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
         engine.submit(request)
         while engine.step():
             pass
-        answer = [token for piece in pieces for token in piece.tokens]
+        tokens = [token for piece in pieces for token in piece.tokens]
         pieces.clear()
-        leaves = {"encoder_tokens": np.asarray([text]), "tokens": np.asarray([[start, *answer]])}
-        assert answer == whole_logits(model, **leaves)[0].argmax(-1)[:-1].tolist()
+        leaves = {"encoder_tokens": np.asarray([text]), "tokens": np.asarray([[start, *tokens]])}
+        assert tokens == whole_logits(model, **leaves)[0].argmax(-1)[:-1].tolist()
     compare.finish()
+
+    # As `generate` and `serve` load it: the encoder reads the prompt, and the decoder begins with the folder's token.
+    origin = Origin(hf=folder)
+    config: GenerationConfig = generation_config(origin, GenerationConfig).base
+    settings = replace(config.inference, compute="float32", rows=2, chunk=CHUNK, length=length, block=1)
+    loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
+    assert loaded.answer_start == (start,)
+    sampling = replace(sampling, ignore_eos=True)
+    answers = complete(start_engine(loaded, queue=2), [(tuple(text), sampling) for text in texts])
+    for text, (answer,) in zip(texts, answers, strict=True):
+        leaves = {"encoder_tokens": np.asarray([text]), "tokens": np.asarray([[start, *answer.tokens]])}
+        assert list(answer.tokens) == whole_logits(model, **leaves)[0].argmax(-1)[:-1].tolist()

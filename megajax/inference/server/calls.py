@@ -33,7 +33,9 @@ class Call:
         """names: settings of `Sampling` -> fields of the request, for messages; the others: as in `Request`."""
         self._worker, self._metrics, self._adapter = worker, metrics, adapter
         self._priority, self._cache_salt = priority, cache_salt
-        self._names = {"adapter": "model", **names}
+        self._names = {"adapter": "model", "pooling": "model", **names}
+        # The engine may give a prompt to the model's encoder.
+        self._names["memory"] = self._names.get("prompt", "prompt")
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._running: set[str] = set()

@@ -48,6 +48,11 @@ class ServedModel:
         object.__setattr__(self, "plain", self.tokenizer.plain())
 
     @property
+    def reads(self) -> int:
+        """Maximum number of tokens of a prompt that the model's encoder reads; 0 for a decoder alone."""
+        return self.worker.engine.device.memory
+
+    @property
     def adapter(self) -> str | None:
         """The engine's adapter for requests to this model."""
         return None if self.parent is None else self.name
@@ -83,6 +88,8 @@ class ServedModel:
         param: the field of the messages, for the RequestError that is raised if they have no tokens.
         """
         conversation = self.conversation
+        if self.reads:
+            raise invalid(param, f"{self.name} has an encoder, which reads texts and no messages: use /v1/completions")
         if conversation is None:
             raise invalid(param, f"{self.name} has no chat template: use /v1/completions")
         messages = [_message(message) for message in values["messages"]]

@@ -347,7 +347,8 @@ async def completion_job(values: Values, model: ServedModel, config: ServerConfi
         if values.get("stream", False) and settings.n > 1:
             raise invalid("n", "n must be 1 in a stream with echo and logprobs")
     _check_stream(values, settings)
-    prompts = await read_prompts(values, model, config.prompts)
+    suffix = model.tokenizer.suffix if model.reads and values.get("add_special_tokens", True) else ()
+    prompts = await read_prompts(values, model, config.prompts, suffix=suffix)
     prompts = [shortened(prompt, values, _longest(model, settings)) for prompt in prompts]
     form = CompletionForm(model, prompts, settings, values)
     return _job(values, settings, config, form, prompts, {"prompt": "prompt"})
@@ -416,7 +417,7 @@ def with_bad_words(settings: Sampling, values: Values, model: ServedModel) -> Sa
 
 def _longest(model: ServedModel, settings: Sampling) -> int:
     """Maximum number of tokens of a prompt."""
-    return model.length - min(1, settings.max_tokens)
+    return model.reads or model.length - min(1, settings.max_tokens)
 
 
 def _defaults(values: Values, model: ServedModel) -> Sampling:

@@ -19,9 +19,13 @@ class EchoDevice:
     """Steps take `seconds`, and none ends inside `hanging`."""
 
     chunk, tile, block, replicas, vocabulary, top = 512, 32, 16, 1, 257, 20
-    drafts, prefix_sharing, window, memory = 0, True, None, 0
+    drafts, window = 0, None
 
-    def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):
+    def __init__(
+        self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005, memory: int = 0
+    ):
+        """memory: as of a model with an encoder, whose text an answer repeats; 0: of a decoder."""
+        self.memory, self.prefix_sharing = memory, not memory
         self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds
         self._ends = threading.Event()
         self._ends.set()
@@ -54,12 +58,12 @@ class EchoDevice:
         return [results]
 
     def _next(self, row: Sequence, computed: int) -> Sampled:
-        prompt = tuple(row.tokens[: row.prompt])
+        prompt = row.memory or tuple(row.tokens[: row.prompt])
         if prompt == DEATH:
             raise RuntimeError("the device is lost")
         if prompt == BAD:
             return Sampled(-1, float("nan"), finite=False)
-        token = prompt[max(0, computed - row.prompt) % row.prompt]
+        token = prompt[max(0, computed - row.prompt) % len(prompt)]
         scores = tuple(_score(item) for item in prompt[1:]) if row.unscored and computed == row.prompt else ()
         listed = tuple((item, -item / 100) for item in row.sampling.logprob_tokens)
         return Sampled(token, -0.5, 1, listed or _score(token).top, prompt=scores)

@@ -82,7 +82,14 @@ def start(
     prepare: Iterable[object] = (),
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
-    engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=_guide, adapters=AdapterTable(slots))
+    engine = Engine(
+        device,
+        tokenizer=tokenizer,
+        queue=config.queue,
+        guide=_guide,
+        adapters=AdapterTable(slots),
+        answer_start=(0,) * (device.memory > 0),
+    )
     worker = Worker(engine, patience=config.stall_seconds, prepare=prepare)
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None

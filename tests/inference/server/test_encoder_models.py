@@ -1,0 +1,61 @@
+"""A model with an encoder: it reads the prompts of /v1/completions, and its decoder answers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from echo_device import EchoDevice
+from served import Running, start, stop
+
+from megajax.inference.server.config import ServerConfig
+
+LONGEST = 12
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    running = start(ServerConfig(strict=True), EchoDevice(length=64, memory=LONGEST))
+    yield running
+    stop(running)
+
+
+def test_the_encoder_reads_the_prompt(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.worker.engine.tokenizer, "suffix", (33,))
+    for prompt, more, text in (
+        ("hello", {}, "hello!"),
+        ("hello", {"add_special_tokens": False}, "hello"),
+        (list(b"hello"), {}, "hello"),
+        ("abcdefghijklmnop", {"truncate_prompt_tokens": -1}, "fghijklmnop!"),
+    ):
+        body = running.complete(prompt=prompt, max_tokens=len(text), n=2, logprobs=0, **more).json()
+        assert [choice["text"] for choice in body["choices"]] == [text] * 2
+        usage = {"prompt_tokens": len(text), "completion_tokens": 2 * len(text), "total_tokens": 3 * len(text)}
+        assert usage.items() <= body["usage"].items()
+        row = running.device.seen[0]
+        assert (bytes(row.memory).decode(), row.tokens[: row.prompt]) == (text, [0])
+    body = {"prompts": ["ab", "cd"], "tokens_to_generate": 2, "top_k": 1}
+    answer = running.ask("/api", body, "PUT")
+    assert answer.json().get("text") == ["abab", "cdcd"], answer.text
+    assert '"text":"h"' in running.complete(prompt="h", max_tokens=1, stream=True).text
+    assert running.all_free()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/completions", {"prompt": "a" * (LONGEST + 1)}, "prompt", f"it may have {LONGEST}"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs", "encoder"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "prompt_logprobs", "encoder"),
+        ("/v1/chat/completions", {"messages": MESSAGES}, "messages", "has an encoder"),
+        ("/v1/responses", {"input": "hi"}, "input", "has an encoder"),
+        ("/tokenize", {"messages": MESSAGES}, "messages", "has an encoder"),
+        ("/v1/embeddings", {"input": "hi"}, "model", "has an encoder"),
+        ("/score", {"text_1": "hi", "text_2": "a"}, "model", "has an encoder"),
+    ],
+)
+def test_what_is_refused(running: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
+    answer = running.ask(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), answer.text
+    assert words in error["message"]
