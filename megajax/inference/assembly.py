@@ -18,6 +18,7 @@ from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
+from megajax.inference.images.image_states import image_leaves
 from megajax.inference.loaded_model import LoadedModel, layers_apart
 from megajax.inference.loading import model_on_mesh
 from megajax.inference.programs import CacheSize, Programs, buckets_up_to, like_cache
@@ -120,7 +121,8 @@ def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: 
     if config.cache_tokens is not None:
         return replace(size, blocks=config.cache_tokens // config.block)
     shape = model.mesh.shape
-    leaves, replicas = model.cfg.cache_leaves(shape["tensor"]), shape["data"] * shape["expert"]
+    leaves = (*model.cfg.cache_leaves(shape["tensor"]), *image_leaves(model.cfg))
+    replicas = shape["data"] * shape["expert"]
     like = like_cache(leaves, replace(size, blocks=1), dtype, model.mesh, model.layout, replicas)
     bytes_of = {leaf: shard_bytes(like[leaf.name]) for leaf in stored_leaves(leaves, dtype)}
     of_block = sum(count for leaf, count in bytes_of.items() if leaf.per == "token")

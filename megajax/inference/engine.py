@@ -36,6 +36,7 @@ from megajax.inference.request import (
     StartedStep,
     Step,
     Weights,
+    input_problems,
 )
 from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling.guide import mask_of
@@ -336,24 +337,7 @@ class Engine:
 
     def _problems(self, request: Request) -> list[Problem]:
         """Problems beyond the limits of the settings, by name of the field."""
-        sampling, vocabulary, problems = request.sampling, self.device.vocabulary, []
-        fields: dict[str, Collection[int]] = {"prompt": request.prompt, "memory": request.memory}
-        fields |= {"stop_tokens": sampling.stop_tokens, "logit_bias": sampling.logit_bias}
-        fields |= {"logprob_tokens": sampling.logprob_tokens, "allowed_tokens": sampling.allowed_tokens}
-        fields |= {"bad_tokens": {token for tokens in sampling.bad_tokens for token in tokens}}
-        for name, tokens in fields.items():
-            if set(map(type, tokens)) - {int}:
-                problems.append(Problem(name, "must be token ids, as integers"))
-            elif tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                invalid_token = min(tokens) if min(tokens) < 0 else max(tokens)
-                problems.append(Problem(name, f"has the token {invalid_token}; ids go from 0 to {vocabulary - 1}"))
-        if request.pooling and (sampling.max_tokens or sampling.choices() > 1 or sampling.beams > 1):
-            problems.append(Problem("pooling", "is given: an embedding has max_tokens=0 and n=1"))
-        if type(request.priority) is not int:
-            problems.append(Problem("priority", f"must be an integer, got {request.priority!r}"))
-        if not request.prompt:
-            problems.append(Problem("prompt", "has no tokens"))
-        problems += self._encoder_problems(request)
+        sampling, problems = request.sampling, list(input_problems(request, self.device))
         if sampling.stop and self.tokenizer is None:
             problems.append(Problem("stop", "needs a tokenizer, and the engine has none"))
         candidates = candidates_of(sampling.beams, self._end_tokens_of(sampling))
@@ -364,15 +348,6 @@ class Engine:
             self._start_of(sampling)
         except UserError as error:
             problems.append(Problem("guide", str(error)))
-        return problems
-
-    def _encoder_problems(self, request: Request) -> list[Problem]:
-        problems, has_encoder = [], self.device.memory > 0
-        if request.pooling and has_encoder:
-            problems.append(Problem("pooling", "is of a decoder's states; this model has an encoder"))
-        if bool(request.memory) != has_encoder:
-            missing = "is missing: it is the input of the model's encoder"
-            problems.append(Problem("memory", missing if has_encoder else "is given, but the model has no encoder"))
         return problems
 
     def _end_tokens_of(self, sampling: Sampling) -> frozenset[int]:
@@ -402,6 +377,7 @@ class Engine:
             seed=seed,
             end_tokens=self._end_tokens_of(sampling),
             memory=request.memory,
+            images=request.images,
             adapter=adapter,
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             pooling=request.pooling,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.inference.images.image_states import IMAGES, with_images
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
 from megajax.kernels.paged.capability import PagedKernel
@@ -23,6 +24,8 @@ STATES = ("batch", None, None)
 TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
 """Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed. Rows with
 penalties read all of them, see `Sequence.keeps_blocks`."""
+OTHERS = frozenset((TOKENS.name, IMAGES))
+"""Names of the cache leaves that no layer declares."""
 
 
 class StepOutput(NamedTuple):
@@ -59,13 +62,14 @@ def step_output(
     """The output of a step, and the cache with its tokens."""
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
+    ctx, others = with_images(layout, ctx, cache, arrays.images), {name: cache[name] for name in OTHERS & cache.keys()}
     x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
 
     def parts(x: Array, last: Array) -> tuple[Array, Array]:
         return x[last], x[rows.parts()[1]] if len(rows.groups) > 1 else x[:0]
 
     decoded, prompts = layout.island(parts, (STATES, ("batch",)), (STATES, STATES))(x, arrays.last)
-    return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, TOKENS.name: ids}
+    return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, **others, TOKENS.name: ids}
 
 
 def known_tokens(layout: Layout, arrays: StepArrays, latest: Array, bucket: Bucket) -> Array:
@@ -92,7 +96,7 @@ def with_chosen(layout: Layout, latest: Array, slots: Array, token: Array, bucke
 
 def of_layers(cache: Cache) -> Cache:
     """The cache leaves of layers."""
-    return {name: leaf for name, leaf in cache.items() if name != TOKENS.name}
+    return {name: leaf for name, leaf in cache.items() if name not in OTHERS}
 
 
 def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:

@@ -22,6 +22,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
+from megajax.inference.images.image_states import (
+    IMAGES,
+    ImagePool,
+    image_input,
+    image_leaves,
+    state_index,
+    written,
+)
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.model_step import (
     STATES,
@@ -33,7 +41,7 @@ from megajax.inference.model_step import (
     step_rows,
     with_chosen,
 )
-from megajax.inference.request import Sequence, Step
+from megajax.inference.request import ImageInput, Sequence, Step
 from megajax.inference.step_arrays import (
     Bucket,
     StepArrays,
@@ -170,7 +178,13 @@ class Programs:
         """Those of `loaded`, with the adapters that were loaded since; empty while they are elsewhere."""
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
-        self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
+        self.images = image_input(loaded.cfg)
+        self.leaves: tuple[CacheLeaf, ...] = (
+            *loaded.cfg.cache_leaves(shape["tensor"]),
+            *image_leaves(loaded.cfg),
+            TOKENS,
+        )
+        self._image_pool = None if self.images is None else ImagePool(self.images)
         self.width = -(-length // size.block)
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
@@ -215,7 +229,7 @@ class Programs:
     @property
     def prefix_sharing(self) -> bool:
         """Whether rows may share blocks; false if layers keep a state per row."""
-        return all(leaf.per == "token" for leaf in self.leaves)
+        return all(leaf.per == "token" for leaf in self.leaves if leaf.name != IMAGES)
 
     @property
     def window(self) -> int | None:
@@ -250,6 +264,8 @@ class Programs:
             programs += [
                 (f"{chooser}, {decoding}", partial(self._choice, bucket, chooser)) for chooser in self.choosers
             ]
+        if self.images is not None:
+            programs.append(("images", partial(self._image_reader, self.images)))
         if self.loaded.adapters is not None:
             programs.append(("loading of adapters", self._adapter_writer))
         return programs
@@ -324,6 +340,11 @@ class Programs:
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         if self.loaded.adapters is not None:
             arrays = arrays._replace(adapters=np.concatenate([adapter_slots(step, bucket) for step in work]))
+        if self._image_pool is not None and bucket.tiles:
+            for pixels, places in self._image_pool.missing(work):
+                self._everywhere("image", pixels, places)
+            index = [state_index(step, bucket, self._image_pool.images) for step in work]
+            arrays = arrays._replace(images=np.concatenate(index))
         self._everywhere("step", bucket, arrays)
         return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]))
 
@@ -365,6 +386,8 @@ class Programs:
                 return self._scores(bucket, scorer)(self.weights, self._output.prompts, targets)
             case "encode", (texts,):
                 self.cache = self._encoder(texts.tokens.shape[1])(self.weights, self.cache, texts)
+            case "image", (pixels, places) if self.images is not None:
+                self.cache = self._image_reader(self.images)(self.weights, self.cache, pixels, places)
             case "compile", (number,):
                 self._needed()[number][1]()
             case "allocate", ():
@@ -433,6 +456,20 @@ class Programs:
 
         return self._compiled(length, lower)
 
+    def _image_reader(self, images: ImageInput) -> jax.stages.Compiled:
+        """The program of images: (weights, cache, pixels, places) -> cache; as `ImagePool.missing` has them."""
+        loaded, replicas = self.loaded, self.replicas
+
+        def read(weights: Params, cache: Cache, pixels: Array, places: Array) -> Cache:
+            return written(loaded.layout, cache, loaded.bound(weights).image_states(pixels), places)
+
+        def lower() -> jax.stages.Lowered:
+            weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
+            pixels = self._like((replicas, images.height, images.width, 3), jnp.uint8)
+            return jax.jit(read, donate_argnums=1).lower(weights, cache, pixels, self._like((replicas,)))
+
+        return self._compiled(IMAGES, lower)
+
     def like(self, bucket: Bucket) -> StepArrays:
         """Shapes and shardings of the arrays of a step."""
         tokens, groups = self.replicas * bucket.tokens, bucket.groups()
@@ -441,7 +478,8 @@ class Programs:
         counts = tuple(self._like((rows,)) for rows in group_rows)
         last = self._like((self.replicas * bucket.choices,))
         adapters = None if self.loaded.adapters is None else self._like((tokens,))
-        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last, adapters)
+        images = self._like((tokens,)) if self.images is not None and bucket.tiles else None
+        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last, adapters, images)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding("batch", *[None] * (len(shape) - 1)))

@@ -5,11 +5,11 @@ Plain Python: a server or a script can build requests, and a scheduler can run, 
 
 from array import array
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from megajax.config.errors import UserError
+from megajax.config.errors import Problem, UserError
 from megajax.inference.sampling_settings import BAD_LENGTH, Sampling
 
 type Finish = Literal["stop", "length", "cancelled", "error", "abort"]
@@ -91,6 +91,32 @@ class Output(NamedTuple):
         )
 
 
+class ImageInput(NamedTuple):
+    """The images that a model reads within its text."""
+
+    most: int
+    """Maximum number of images of a row."""
+    positions: int
+    """Tokens of an image."""
+    token: int
+    """Token id at these positions."""
+    height: int
+    width: int
+
+
+class PromptImage(NamedTuple):
+    """An image within a prompt."""
+
+    first: int
+    """Position of its first token."""
+    count: int
+    """Number of its tokens, `ImageInput.positions`."""
+    pixels: Any
+    """uint8 [height, width, 3]."""
+    digest: bytes
+    """Hash of the pixels."""
+
+
 @dataclass(kw_only=True)
 class Request:
     """A prompt with its settings and the receiver of its answers."""
@@ -102,6 +128,8 @@ class Request:
     """Called on the engine's thread; it must not block."""
     memory: tuple[int, ...] = ()
     """Tokens for the model's encoder, if it has one; the prompt is then the start of the answer."""
+    images: tuple[PromptImage, ...] = ()
+    """The images of the prompt, in order; its other tokens are not those of images."""
     pooling: Pooling | None = None
     """Which embedding of the prompt to deliver, in place of an answer; then `sampling` must have max_tokens=0."""
     adapter: str | None = None
@@ -155,6 +183,8 @@ class Sequence:
     """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
     memory: tuple[int, ...] = ()
     """Tokens for the encoder, which reads them when the sequence starts."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt."""
     adapter: LoadedAdapter | None = None
     """The adapter that changes the model for this sequence."""
     unscored: bool = False
@@ -354,7 +384,52 @@ class Device(Protocol):
     """Maximum number of tokens before a token that its computation reads from the blocks; None: all."""
     memory: int
     """Maximum number of tokens of `Sequence.memory`; 0 for a model without an encoder."""
+    images: ImageInput | None
+    """The images that the model reads; None: text alone."""
 
     def start(self, work: abc.Sequence[Step | None]) -> "StartedStep":
         """Start a step of each replica. A row's awaited token is the one that the previous step chose for its slot."""
         ...
+
+
+def input_problems(request: Request, device: Device) -> Iterator[Problem]:
+    """Problems of the inputs of a request on a device."""
+    sampling, vocabulary, has_encoder = request.sampling, device.vocabulary, device.memory > 0
+    fields: Mapping[str, abc.Collection[int]] = {
+        # A tokenizer of text alone may lack the token of images.
+        "prompt": [token for token in request.prompt if device.images is None or token != device.images.token],
+        "memory": request.memory,
+        **{name: getattr(sampling, name) for name in ("stop_tokens", "logit_bias", "logprob_tokens", "allowed_tokens")},
+        "bad_tokens": {token for tokens in sampling.bad_tokens for token in tokens},
+    }
+    for name, tokens in fields.items():
+        if set(map(type, tokens)) - {int}:
+            yield Problem(name, "must be token ids, as integers")
+        elif tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            invalid_token = min(tokens) if min(tokens) < 0 else max(tokens)
+            yield Problem(name, f"has the token {invalid_token}; ids go from 0 to {vocabulary - 1}")
+    if request.pooling and (sampling.max_tokens or sampling.choices() > 1 or sampling.beams > 1):
+        yield Problem("pooling", "is given: an embedding has max_tokens=0 and n=1")
+    if request.pooling and has_encoder:
+        yield Problem("pooling", "is of a decoder's states; this model has an encoder")
+    if type(request.priority) is not int:
+        yield Problem("priority", f"must be an integer, got {request.priority!r}")
+    if not request.prompt:
+        yield Problem("prompt", "has no tokens")
+    if bool(request.memory) != has_encoder:
+        missing = "is missing: it is the input of the model's encoder"
+        yield Problem("memory", missing if has_encoder else "is given, but the model has no encoder")
+    yield from _image_problems(request, device.images)
+
+
+def _image_problems(request: Request, images: ImageInput | None) -> Iterator[Problem]:
+    if images is None:
+        if request.images:
+            yield Problem("images", "are given, but the model reads text alone")
+        return
+    if len(request.images) > images.most:
+        yield Problem("images", f"are {len(request.images)}, and the model reads at most {images.most}")
+    places = [place for image in request.images for place in range(image.first, image.first + image.count)]
+    if places != [place for place, token in enumerate(request.prompt) if token == images.token]:
+        message = f"has {request.prompt.count(images.token)} image tokens ({images.token}) that do not stand for images"
+        yield Problem("prompt", message if not request.images else "has image tokens at other places than its images")

@@ -284,6 +284,9 @@ class Scheduler:
         while len(sequence.digests) <= number:
             first = len(sequence.digests) * size
             before = sequence.digests[-1] if sequence.digests else sequence.origin
+            for image in sequence.images:
+                # Its tokens do not say which image it is.
+                before += image.digest * (image.first < first + size and first < image.first + image.count)
             sequence.digests.append(self.pool.digest(before, sequence.tokens[first : first + size]))
         return sequence.digests[number]
 

@@ -74,6 +74,9 @@ class StepArrays(NamedTuple):
     """int32 [choices]: indices, within the replica, of the tokens whose logits are computed."""
     adapters: Any = None
     """int32 [T]: slot of each token's adapter, -1 for none; None for a model without slots."""
+    images: Any = None
+    """int32 [T]: index, within the replica, of the image state in place of each token; -1: the token itself. None in
+    steps without prompts, and for a model without images."""
 
 
 AWAITED = -1

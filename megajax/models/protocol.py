@@ -260,6 +260,17 @@ class RememberingModel(GeneratingModel, Protocol):
         ...
 
 
+class ImageReadingModel(GeneratingModel, Protocol):
+    """A generating model that reads images within its text: its leaf `images` has a `Placeholder`.
+
+    `step` replaces tokens by the states that `Context.memory` and `Context.splice` give.
+    """
+
+    def image_states(self, images: Array) -> Array:
+        """images uint8 [B, height, width, 3] -> states [B, positions of an image, D]."""
+        ...
+
+
 NEEDED = ("context", "embed", "enter", "stack")
 """Required members of a section; earlier sections also need `leave`."""
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from started_step import StandInStep
 
-from megajax.inference.request import Sampled, Sequence, Step, TokenScore
+from megajax.inference.request import ImageInput, Sampled, Sequence, Step, TokenScore
 from megajax.inference.scheduler import Pool, Scheduler
 
 
@@ -50,11 +50,13 @@ class StandIn:
         window: int | None = None,
         memory: int = 0,
         drafts: int = 0,
+        images: ImageInput | None = None,
         bad: abc.Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
         self.tile = tile or chunk
         self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
+        self.images = images
         self.top, self.drafts, self.window = vocabulary, drafts, window
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Sequence, int, int]] = []

@@ -56,6 +56,12 @@ class Llava(DecoderLM):
         x, _ = last_output(self.sections, batch if segment_ids is None else {**batch, "segment_ids": segment_ids})
         return self.logits(self.final_norm(x))
 
+    def image_states(self, images: Array) -> Array:
+        """images uint8 [B, height, width, 3] -> their positions of the decoder [B, P, D]."""
+        section, ctx = VisionSection(self), self.vision.image_context(images.shape[0])
+        x = section.enter(self.vision.embed_images(images), ctx)
+        return section.positions(section.stack(x, ctx), ctx)
+
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, with the index of the image position at each `image_token`."""
         of_image = batch["tokens"] == self.cfg.image_token
@@ -99,10 +105,13 @@ class VisionSection:
     def leave(self, x: Array, ctx: Context) -> Array:
         """Output of the blocks [B * N, P, C] -> states for positions of the decoder [B, N * P', D]."""
         cfg = self.model.cfg
+        return self.positions(x, ctx).reshape(-1, cfg.slots * cfg.image_positions(), cfg.hidden)
+
+    def positions(self, x: Array, ctx: Context) -> Array:
+        """Output of the blocks [B * N, P, C] -> states of each image [B * N, P', D]."""
+        cfg = self.model.cfg
         first = cfg.vision.class_tokens - cfg.kept_class_tokens()
-        states = self.tower.leave(x, ctx)[:, first : cfg.vision.used_positions()]
-        projected = self.model.projector(states)
-        return projected.reshape(-1, cfg.slots * cfg.image_positions(), cfg.hidden)
+        return self.model.projector(self.tower.leave(x, ctx)[:, first : cfg.vision.used_positions()])
 
 
 class Projector(nnx.Module):

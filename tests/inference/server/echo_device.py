@@ -19,7 +19,7 @@ class EchoDevice:
     """Steps take `seconds`, and none ends inside `hanging`."""
 
     chunk, tile, block, replicas, vocabulary, top = 512, 32, 16, 1, 257, 20
-    drafts, window = 0, None
+    drafts, window, images = 0, None, None
 
     def __init__(
         self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005, memory: int = 0

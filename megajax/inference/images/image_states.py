@@ -1,0 +1,112 @@
+"""The states of images on the device: a model's vision tower computes them, and prompts take them in place of tokens.
+
+A cache leaf has room for the states of the images of the row in each slot. Before a step that computes image tokens, a
+program of its own computes the states of these images, one image of each replica at a time.
+"""
+
+from collections import abc
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from megajax.inference.request import ImageInput, PromptImage, Step
+from megajax.inference.step_arrays import NOWHERE, Bucket, prompt_tiles
+from megajax.layers.cache_spec import CacheLeaf
+from megajax.layers.context import Context
+from megajax.layers.decoding import Cache
+from megajax.mesh.layout import Layout
+
+IMAGES = "images"
+"""Name of the cache leaf, and of the leaf of a row."""
+POOL, STATES = (None, "batch", None, None), ("batch", None, None)
+"""Logical axes of the cache leaf, and of states [images, P, D]."""
+
+
+def image_input(model: Any) -> ImageInput | None:
+    """The images of a row of a `megajax.models.protocol.ModelConfig`; None if it reads none within its text."""
+    leaf = model.schema().get(IMAGES)
+    if leaf is None or leaf.placeholder is None:
+        return None
+    most, height, width, _ = leaf.shape
+    return ImageInput(most, leaf.placeholder.count, leaf.placeholder.token, height, width)
+
+
+def image_leaves(model: Any) -> tuple[CacheLeaf, ...]:
+    """The cache leaf of the states of a row's images; none for a model that reads no images."""
+    images = image_input(model)
+    if images is None:
+        return ()
+    return (CacheLeaf(IMAGES, (images.most * images.positions, model.hidden), (None, None), per="row"),)
+
+
+class ImagePool:
+    """Which images the slots of rows have."""
+
+    def __init__(self, images: ImageInput):
+        self.images = images
+        self._owners: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+
+    def missing(self, work: abc.Sequence[Step | None]) -> abc.Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The images that a step needs and the pool lacks, one of each replica at a time; they count as present then.
+
+        Yields pixels uint8 [replicas, H, W, 3] and places int32 [replicas]: slot x `ImageInput.most` + number of the
+        image; past the pool for none.
+        """
+        needed = [self._take(replica, step) for replica, step in enumerate(work)]
+        for number in range(max(map(len, needed))):
+            pixels = np.zeros((len(work), self.images.height, self.images.width, 3), np.uint8)
+            places = np.full(len(work), NOWHERE, np.int32)
+            for replica, images in enumerate(needed):
+                if number < len(images):
+                    places[replica], image = images[number]
+                    pixels[replica] = image.pixels
+            yield pixels, places
+
+    def _take(self, replica: int, step: Step | None) -> list[tuple[int, PromptImage]]:
+        needed = []
+        for row, start, count in step.prompts if step else ():
+            for number, image in enumerate(row.images):
+                place, owner = row.slot * self.images.most + number, (row.order, row.preempted)
+                overlaps = image.first < start + count and start < image.first + image.count
+                if overlaps and self._owners.get((replica, place)) != owner:
+                    self._owners[replica, place] = owner
+                    needed.append((place, image))
+        return needed
+
+
+def state_index(step: Step | None, bucket: Bucket, images: ImageInput) -> np.ndarray:
+    """`StepArrays.images` of a replica's step."""
+    index = np.full(bucket.tokens, -1, np.int32)
+    for place, (prompt, first, count) in enumerate(prompt_tiles(step, bucket.tile) if step else ()):
+        row, begin = step.prompts[prompt][0] if step else None, bucket.choices + place * bucket.tile - first
+        for number, image in enumerate(row.images if row else ()):
+            start, end = max(first, image.first), min(first + count, image.first + image.count)
+            if row and start < end:
+                state = (row.slot * images.most + number) * images.positions - image.first
+                index[begin + start : begin + end] = np.arange(state + start, state + end)
+    return index
+
+
+def written(layout: Layout, cache: Cache, states: Array, places: Array) -> Cache:
+    """The cache with states [replicas, P, D] of images at their places, int32 [replicas]."""
+
+    def local(pool: Array, states: Array, places: Array) -> Array:
+        by_image = pool.reshape(-1, *states.shape[1:])
+        return by_image.at[places].set(states.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+    pool = layout.island(local, (POOL, STATES, ("batch",)), POOL)(cache[IMAGES], states, places)
+    return {**cache, IMAGES: pool}
+
+
+def with_images(layout: Layout, ctx: Context, cache: Cache, index: Array | None) -> Context:
+    """The context of a step whose tokens have these states, int32 [T]; -1: the token itself. None: no images."""
+    if index is None:
+        return ctx
+
+    def local(pool: Array, index: Array) -> Array:
+        return pool.reshape(-1, pool.shape[-1])[jnp.maximum(index, 0)][:, None]
+
+    states = layout.island(local, (POOL, ("batch",)), STATES)(cache[IMAGES], index)
+    return ctx._replace(memory=states, splice=jnp.where(index >= 0, 0, -1)[:, None])
