@@ -17,14 +17,14 @@ from megajax.config.compose import assemble, override, read_value
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
-from megajax.config.hints import did_you_mean
+from megajax.config.hints import did_you_mean, either
 from megajax.config.overrides import Mark, patch_of, plain_name, setting
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, to_dict
-from megajax.planning.cost.serving import servings
+from megajax.planning.cost.serving import best_layout, demand_room, servings
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
 from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report
@@ -34,8 +34,15 @@ COMPILED = 3
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
 MODES = ("search", "compare", "sweep", "serve")
-NEEDS = {"context": "serve", "compile": "search", "out": "search", "png": "sweep"}
-"""Flags that need another flag."""
+NEEDS = {
+    "context": ("serve",),
+    "adapters": ("serve",),
+    "adapter_rank": ("serve",),
+    "compile": ("search", "serve"),
+    "out": ("search",),
+    "png": ("sweep",),
+}
+"""Flags that need one of other flags."""
 MAX_POINTS = 64
 STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")
 """Problems with these settings do not concern the layout; a larger batch in fewer steps may cause them."""
@@ -56,9 +63,12 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
         problems.append(
             Problem("--audit", f"cannot be combined with --{mode}", "it reads the program that is compiled")
         )
-    for name, mode in NEEDS.items():
-        if flags[name] is not None and not flags[mode]:
-            problems.append(Problem(f"--{name}", f"needs --{mode}"))
+    for name, needed in NEEDS.items():
+        if flags[name] is not None and not any(flags[mode] for mode in needed):
+            problems.append(Problem(f"--{name.replace('_', '-')}", f"needs {either([f'--{mode}' for mode in needed])}"))
+    for name, least in (("adapters", 0), ("adapter_rank", 1)):
+        if flags[name] is not None and flags[name] < least:
+            problems.append(Problem(f"--{name.replace('_', '-')}", f"must be at least {least}, got {flags[name]}"))
     free = cluster is None or {"search", "serve", "sweep"} & {*modes}
     return None if free else cluster.devices, problems
 
@@ -188,8 +198,11 @@ class Request:
         context = run.sections[-1].length if tokens is None else tokens
         if context < 1:
             raise UserError(f"--context must be at least 1 token, got {context}")
-        plans = servings(run, self.case.cluster.devices, context)
-        return serving_report(plans), [plan.to_dict() for plan in plans]
+        slots = {name: self.flags[name] for name in ("adapters", "adapter_rank") if self.flags[name] is not None}
+        plans = servings(run, self.case.cluster.devices, context, **slots)
+        fitting = demand_room(plans)
+        report = serving_report(plans, best_layout(fitting))
+        return report, [plan.to_dict() for plan in plans]
 
     def search(self) -> tuple[Report, Any]:
         out, wanted = self.flags["out"], self._layouts_to_compile()

@@ -8,7 +8,7 @@ from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, count, duration
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
-from megajax.planning.cost.serving import Serving, row_counts
+from megajax.planning.cost.serving import CACHE_SHARE, Serving, row_counts
 from megajax.planning.gpus import GIB, MIB, Device
 
 BYTE_CLASSES = {
@@ -166,36 +166,46 @@ def traffic_by_class(
     return f"memory traffic of one device and step, {name}", lines
 
 
-def serving_report(plans: Sequence[Serving]) -> Report:
-    """Weights, cache and first token of each layout and dtype; bounds of a step of the fastest unquantized one."""
-    run, context = plans[0].run, plans[0].context
-    rows = [
-        (
-            f"{plan.tensor}",
-            f"{plan.run.replicas}",
-            plan.weights,
-            plan.cache,
-            f"{plan.weight_bytes / GIB:.2f}",
-            byte_size(plan.token_bytes) if plan.token_bytes else "none",
-            "any" if plan.tokens is None else f"{plan.tokens:,}",
-            f"{plan.rows:,}",
-            f"{plan.first_token_seconds * 1e3:,.1f}",
-        )
-        for plan in plans
-    ]
-    headings = ("tensor", "replicas", "weights", "cache", "weights, GiB", "token", "tokens", "rows", "first token, ms")
-    room = Table("a replica; weights and bytes of a token are of one device", headings, rows, (2, 3))
-    blocks: list[Section | Table] = [("rows", [("of", f"{context:,} tokens, prompt and answer")]), room]
-    if fitting := [plan for plan in plans if plan.rows]:
-        unquantized = [plan for plan in fitting if plan.weights == plan.cache == run.dtype]
-        fastest = max(unquantized or fitting, key=lambda plan: plan.tokens_per_second(plan.rows))
-        bounds = []
-        for number in row_counts(fastest.rows):
-            times = (f"{1e3 * seconds:.2f}" for seconds in fastest.step_seconds(number))
-            bounds.append([f"{number:,}", *times, f"{fastest.tokens_per_second(number):,.0f}"])
-        headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
-        name = f"tensor {fastest.tensor}, weights {fastest.weights}, cache {fastest.cache}"
-        blocks.append(Table(f"bounds of a step: {name}", headings, bounds, ()))
+def serving_report(plans: Sequence[Serving], chosen: Serving) -> Report:
+    """Weights, cache and first token of each layout and dtype that fit; bounds of a step of the chosen one."""
+    run, context = chosen.run, chosen.context
+    fitting = [plan for plan in plans if plan.rows]
+    columns: dict[str, Callable[[Serving], str]] = {
+        "tensor": lambda plan: f"{plan.tensor}",
+        "expert": lambda plan: f"{plan.expert}",
+        "replicas": lambda plan: f"{plan.run.replicas}",
+        "weights": lambda plan: plan.weights,
+        "cache": lambda plan: plan.cache,
+        "weights, GiB": lambda plan: f"{plan.weight_bytes / GIB:.2f}",
+        "adapters, GiB": lambda plan: f"{plan.adapter_bytes / GIB:.2f}",
+        "token": lambda plan: byte_size(plan.token_bytes) if plan.token_bytes else "none",
+        "tokens": lambda plan: "any" if plan.tokens is None else f"{plan.tokens:,}",
+        "rows": lambda plan: f"{plan.rows:,}",
+        "first token, ms": lambda plan: f"{plan.first_token_seconds * 1e3:,.1f}",
+    }
+    optional = {"expert": any(plan.expert > 1 for plan in plans), "adapters, GiB": chosen.adapters > 0}
+    columns = {name: cell for name, cell in columns.items() if optional.get(name, True)}
+    rows = [tuple(cell(plan) for cell in columns.values()) for plan in fitting]
+    names = [*columns]
+    room = Table(
+        "a replica; weights and bytes of a token are of one device",
+        names,
+        rows,
+        (names.index("weights"), names.index("cache")),
+    )
+    facts = [("of", f"{context:,} tokens, prompt and answer")]
+    facts += [("fit", f"{len(fitting)} of {len(plans)} layouts and dtypes")] * (len(fitting) < len(plans))
+    bounds = []
+    for number in row_counts(chosen.rows):
+        times = (f"{1e3 * seconds:.2f}" for seconds in chosen.step_seconds(number))
+        bounds.append([f"{number:,}", *times, f"{chosen.tokens_per_second(number):,.0f}"])
+    headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
+    layout = f"tensor {chosen.tensor}" + f", expert {chosen.expert}" * (chosen.expert > 1)
+    title = f"bounds of a step: {layout}, weights {chosen.weights}, cache {chosen.cache}"
+    blocks: list[Section | Table] = [("rows", facts), room, Table(title, headings, bounds, ())]
+    if chosen.memory_share < CACHE_SHARE:
+        share = f"{chosen.memory_share:g}: temporaries of a step need {chosen.buffer_bytes / GIB:.1f} GiB"
+        blocks.append(("of this layout", [("inference.memory_share", share)]))
     return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
 
 

@@ -1,22 +1,30 @@
 """Text generation by formulas: weights on a device, the tokens of cache beside them, and bounds of the speed.
 
+`expert` devices share the experts of a mixture, each times `tensor` devices; all other weights have a copy on each of
+them, which has rows of its own. All replicas step together.
+
 A bound is what the memory bandwidth or the matmul peak of the data sheet allows at most. A step reads each weight once,
 whatever the number of rows; of experts, those that the rows choose in the mean.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from math import floor
 from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.layers.cache_spec import stored_leaves
-from megajax.layers.facts import CUT_AXES, Matmul, Norm, total_size
+from megajax.layers.facts import CUT_AXES, Elements, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
 from megajax.planning.cost.traffic import Span, seconds
-from megajax.planning.gpus import GIB
+from megajax.planning.gpus import GIB, MOST_DEVICES
 
 CACHE_SHARE = 0.9
 """Share of the memory left by weights, the default of inference.memory_share; steps and fragments use the rest."""
+CHUNK, ROWS = 512, 32
+"""Defaults of inference.chunk and inference.rows: the tokens of the largest step of a replica."""
 WIDTHS = BYTES | {"int8": 1, "float8_e4m3fn": 1, "int32": 4}
 """Bytes of an element of the cache."""
 WEIGHT_WIDTHS = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128}
@@ -29,17 +37,30 @@ class Serving:
     """Devices that generate text together, `tensor` of them a replica; figures are of one device unless said."""
 
     run: Description
-    """A layout with only `data` and `tensor`."""
+    """A layout with only `data`, `expert` and `tensor`."""
     weights: str
     """Dtype of the layers' matrices: that of computing, or a key of WEIGHT_WIDTHS."""
     cache: str
     """Dtype of the cache, or int8 or fp8."""
     context: int
     """Tokens of a row."""
+    adapters: int = 0
+    """Slots of adapters."""
+    adapter_rank: int = 16
+    """Rank of a slot."""
 
     @property
     def tensor(self) -> int:
         return self.run.parallel.tensor
+
+    @property
+    def expert(self) -> int:
+        return self.run.parallel.expert
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of weights and cache."""
+        return self.weights, self.cache
 
     @property
     def weight_width(self) -> float:
@@ -62,7 +83,8 @@ class Serving:
                 # model.quantization leaves gains, biases and filters as they are.
                 matrix = len(weight.shape) > 2 or (len(weight.shape) == 2 and "embed" in weight.axes)
                 element = self.weight_width if matrix else run.width
-                total += layers * element * (weight.size / (self.tensor if sharded else 1))
+                shards = (self.tensor if sharded else 1) * (self.expert if "expert" in weight.axes else 1)
+                total += layers * element * weight.size / shards
         # Before a block that predicts further ahead: a matrix of two parts and three norms.
         return total + len(ahead) * (2 * hidden**2 / self.tensor + 3 * hidden) * run.width
 
@@ -87,10 +109,46 @@ class Serving:
         """Bytes of a row in the cache beside those of its tokens."""
         return sum(layers * self.cached(mixer, "row") for mixer, layers in self.mixers)
 
+    @cached_property
+    def adapter_bytes(self) -> float:
+        """Bytes of the slots: A and B of each matrix of the blocks but experts and routers."""
+        total = 0.0
+        for tower in self.run.towers:
+            for block in tower.blocks:
+                routers = {Elements(replicated=size) for facts in block.experts for size in (facts.experts, 1)}
+                for matmul in block.matmuls:
+                    if matmul.experts == 1 and matmul.outputs not in routers:
+                        sides = matmul.weights * matmul.inputs.local(self.tensor) + matmul.outputs.local(self.tensor)
+                        total += tower.repeats * sides
+        return total * self.adapters * self.adapter_rank * self.run.width
+
+    @cached_property
+    def held_bytes(self) -> float:
+        """Bytes of weights and slots of adapters."""
+        return self.weight_bytes + self.adapter_bytes
+
+    @cached_property
+    def buffer_bytes(self) -> float:
+        """Bytes of temporaries of the largest step by default: buffers of experts, which have room for all tokens of
+        all replicas along `expert`, and logits."""
+        tokens, most = CHUNK + ROWS, 0.0
+        for facts in (facts for tower in self.run.towers for block in tower.blocks for facts in block.experts):
+            inner = sum(facts.tensors.values()) / self.tensor
+            rows = facts.most_rows(tokens, self.run.spread) / facts.chunks
+            most = max(most, rows * (2 * facts.width + inner) + 2 * self.expert * tokens * facts.width)
+        return most * self.run.width + 2 * ROWS * self.run.columns * 4
+
+    @property
+    def memory_share(self) -> float:
+        """The value of inference.memory_share: CACHE_SHARE, or less where the temporaries of a step need more than the
+        rest."""
+        left = self.run.usable_gib * GIB - self.held_bytes
+        return 0.0 if left <= 0 else max(0.0, min(CACHE_SHARE, floor(100 * (1 - self.buffer_bytes / left)) / 100))
+
     @property
     def room(self) -> float:
         """Bytes for the cache."""
-        return max(0.0, CACHE_SHARE * (self.run.usable_gib * GIB - self.weight_bytes))
+        return max(0.0, self.memory_share * (self.run.usable_gib * GIB - self.held_bytes))
 
     @property
     def tokens(self) -> int | None:
@@ -110,9 +168,10 @@ class Serving:
 
     def step_bytes(self, rows: int) -> float:
         """Bytes that a step reads in which each row generates one token."""
-        total = self.run.columns * self.run.towers[-1].hidden * self.run.width
+        total = self.run.columns * self.run.towers[-1].hidden * self.run.width + self.adapter_bytes
         for matmul, layers in self.matmuls:
-            chosen = 1 - (1 - min(1.0, matmul.per_token / matmul.experts)) ** rows
+            experts, tokens = matmul.experts * matmul.expert_shards, rows * matmul.expert_shards
+            chosen = 1 - (1 - min(1.0, matmul.per_token / experts)) ** tokens
             total += layers * matmul.local_size(self.tensor) * chosen * self.weight_width
         for mixer, layers in self.mixers:
             window = getattr(mixer, "window", None)
@@ -136,6 +195,12 @@ class Serving:
         parts = sum(tower.repeats * block.parts for tower in run.towers for block in tower.blocks)
         span = Span.along(["tensor"], run.sizes, run.per_node)
         collectives = (parts + 1) * seconds("all-reduce", rows * hidden * run.width, span, device)
+        for tower in run.towers:
+            for facts in (facts for block in tower.blocks for facts in block.experts):
+                for message in facts.collectives(rows, run.spread):
+                    if "expert" in message.axes:
+                        span, size = Span.along(message.axes, run.sizes, run.per_node), message.elements * run.width
+                        collectives += tower.repeats * message.forward * seconds(message.kind, size, span, device)
         return self.step_bytes(rows) / device.bandwidth, compute / device.peak_of(run.dtype), collectives
 
     def tokens_per_second(self, rows: int) -> float:
@@ -151,10 +216,45 @@ class Serving:
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as printed by --json."""
-        names = ("tensor", "weights", "cache", "context", "weight_bytes", "token_bytes", "row_bytes", "tokens", "rows")
+        names = (
+            *("tensor", "expert", "weights", "cache", "context", "adapters", "adapter_rank", "weight_bytes"),
+            *("adapter_bytes", "buffer_bytes", "memory_share", "token_bytes", "row_bytes", "tokens", "rows"),
+        )
         speeds = {rows: self.tokens_per_second(rows) for rows in row_counts(self.rows)}
         figures = {name: getattr(self, name) for name in (*names, "first_token_seconds")}
         return figures | {"replicas": self.run.replicas, "tokens_per_second": speeds}
+
+
+def dtypes_of(run: Description) -> list[tuple[str, str]]:
+    """The dtypes of weights and cache, from the widest on."""
+    return [(run.dtype, run.dtype), (run.dtype, "int8"), ("int8", "int8"), ("int4", "int8")]
+
+
+def demand_room(plans: Sequence[Serving]) -> list[Serving]:
+    """The plans with room for a row. Raises UserError if there is none."""
+    if fitting := [plan for plan in plans if plan.rows]:
+        return fitting
+    plan = min(plans, key=lambda plan: plan.held_bytes)
+    run, more = plan.run, 2 * plan.run.devices
+    needs = f"{plan.weight_bytes / GIB:.1f} GiB of weights" + (
+        f" and {plan.adapter_bytes / GIB:.1f} GiB of adapters" if plan.adapters else ""
+    )
+    slots = {"adapters": plan.adapters, "adapter_rank": plan.adapter_rank}
+    while more < MOST_DEVICES and not any(layout.rows for layout in servings(run, more, plan.context, **slots)):
+        more *= 2
+    row = (plan.context * plan.token_bytes + plan.row_bytes) / GIB
+    smallest = f"tensor {plan.tensor} x expert {plan.expert} with {plan.weights} weights, has {needs} on each device"
+    raise UserError(
+        f"no layout on {run.devices} x {run.device.name} has room for a row of {plan.context:,} tokens, which takes "
+        f"{row:.2f} GiB\nThe smallest, {smallest}, of which {run.usable_gib:.1f} GiB are usable\n"
+        f"Use {more} devices, GPUs with more memory, a shorter --context, or fewer --adapters"
+    )
+
+
+def best_layout(fitting: Sequence[Serving]) -> Serving:
+    """The fastest of these plans, among those with the widest dtypes of weights and cache."""
+    first = next(dtypes for dtypes in dtypes_of(fitting[0].run) if any(plan.dtypes == dtypes for plan in fitting))
+    return max((plan for plan in fitting if plan.dtypes == first), key=lambda plan: plan.tokens_per_second(plan.rows))
 
 
 def row_counts(most: int) -> list[int]:
@@ -162,23 +262,27 @@ def row_counts(most: int) -> list[int]:
     return sorted({*(4**n for n in range(6) if 4**n < most), min(most, 4**6)} - {0})
 
 
-def servings(run: Description, devices: int, context: int) -> list[Serving]:
-    """Every number of devices of a replica that divides the model, with every dtype of weights and cache.
+def servings(
+    run: Description, devices: int, context: int, *, adapters: int = 0, adapter_rank: int = 16
+) -> list[Serving]:
+    """Every layout that divides the model, with every dtype of weights and cache, also those that do not fit.
 
-    run: of any layout. Raises UserError for a model that does not generate text, and where no number of devices
-    divides it.
+    run: of any layout; adapters, adapter_rank: as in `Serving`. Raises UserError for a model that does not generate
+    text, and where no layout divides it.
     """
     run.model.cache_leaves(1)
-    plans = []
-    for tensor in (2**n for n in range(run.per_node.bit_length())):
-        sizes = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": tensor}
-        blocks, hidden = run.sections[-1].stack.pattern, run.sections[-1].hidden
-        if devices % tensor or any(True for block in blocks for _ in block.mesh_problems(sizes)) or hidden % tensor:
+    plans, blocks, hidden = [], run.sections[-1].stack.pattern, run.sections[-1].hidden
+    mixture = any(block.with_experts() for block in blocks)
+    shards = [2**n for n in range(devices.bit_length())] if mixture else [1]
+    for tensor, expert in product((2**n for n in range(run.per_node.bit_length())), shards):
+        sizes = {"pipeline": 1, "data": 1, "expert": expert, "context": 1, "tensor": tensor}
+        unfit = any(True for block in blocks for _ in block.mesh_problems(sizes))
+        if devices % (tensor * expert) or unfit or hidden % tensor:
             continue
-        sizes["data"] = devices // tensor
-        layout = replace(run, parallel=replace(run.parallel, **sizes, data_sharding="replicate", virtual_stages=1))
-        dtypes = [(run.dtype, run.dtype), (run.dtype, "int8"), ("int8", "int8"), ("int4", "int8")]
-        plans += [Serving(layout, weights, cache, context) for weights, cache in dtypes]
+        sizes["data"] = devices // (tensor * expert)
+        parallel = replace(run.parallel, **sizes, data_sharding="replicate", virtual_stages=1, sequence=False)
+        layout = replace(run, parallel=replace(parallel, expert_tensor="cut"))
+        plans += [Serving(layout, *dtypes, context, adapters, adapter_rank) for dtypes in dtypes_of(run)]
     if not plans:
         raise UserError(f"the model's heads can't be divided over {devices} devices in nodes of {run.per_node}")
     return plans
