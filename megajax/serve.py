@@ -86,6 +86,9 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
         return processes.follow(engine.device)
     processes.lead(engine.device)
     reader = resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
+    weights = resolve("megajax.interop.loading:weight_reader")(loaded, origin) if config.server.control else None
+    # The engine may release its weights.
+    loaded = loaded.without_weights()
     folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
     return serving.run(
         engine,
@@ -98,6 +101,7 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
         warm_up=config.inference.warm_up,
         adapters=adapters,
         read_adapter=reader,
+        read_weights=weights,
         stop_asked=processes.stop_asked.is_set,
     )
 

@@ -202,14 +202,22 @@ class Engine:
         return True
 
     def pause(self, running: Running = "keep") -> None:
-        """Run no step until `resume`. New requests are queued. Raises UserError for "finish" if it is paused already
-        and has requests."""
+        """Run no step until `resume`. New requests are queued. "recompute" forgets the cache.
+
+        Raises UserError for "finish" if it is paused already and has requests.
+        """
         self._leave(running)
+        if running == "recompute":
+            self._renew()
         self.paused = True
 
     def resume(self) -> None:
         """Run steps again."""
         self.paused = False
+
+    def abort_all(self) -> None:
+        """End all requests with what they have."""
+        self._leave("abort")
 
     def sleep(self, level: int = 1, running: Running = "recompute") -> None:
         """Release the devices' memory of the cache and the weights until `wake`. New requests are queued.

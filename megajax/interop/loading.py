@@ -52,6 +52,10 @@ class Loaded(NamedTuple):
     answer_start: tuple[int, ...] = ()
     """As in `Engine`."""
 
+    def without_weights(self) -> "Loaded":
+        """The model with the shapes of its weights alone."""
+        return self._replace(model=self.model.described())
+
 
 def load(config: GenerationConfig, origin: Origin) -> Loaded:
     """The model of an origin, with the settings of `origin.generation_config` and the command line.

@@ -25,6 +25,7 @@ from megajax.inference.server.body import RequestError, invalid, large_head, rea
 from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.chat_fields import CHAT, DETOKENIZE, TOKENIZE
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
+from megajax.inference.server.control import Control
 from megajax.inference.server.fields import COMPLETIONS
 from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
@@ -101,8 +102,10 @@ class Routes:
             Endpoint("/v1/load_lora_adapter", "POST", "Loads an adapter.", self.load_adapter, LOAD_ADAPTER),
             Endpoint("/v1/unload_lora_adapter", "POST", "Drops an adapter.", self.unload_adapter, UNLOAD_ADAPTER),
         ]
+        control = Control(self._models, self._config, self._unknown)
         return [
             *(adapters if self._config.load_adapters else []),
+            *(control.endpoints() if self._config.control else []),
             Endpoint("/", "GET", "The page for trying prompts.", self.page),
             Endpoint("/health", "GET", "Status 200 while the server answers requests, else 503.", self.health),
             Endpoint("/ping", "GET", "The same as /health.", self.health),

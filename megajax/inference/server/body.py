@@ -78,6 +78,11 @@ def failed() -> RequestError:
     return RequestError(500, "the engine failed on this request; see the server's log")
 
 
+def aborted() -> RequestError:
+    """A request without a use for a part of its answer, when all requests were aborted."""
+    return RequestError(503, "the request was aborted")
+
+
 def large_head(most: int) -> RequestError:
     """The first line and the headers have more bytes than `server.header_bytes`."""
     return RequestError(431, f"the first line and the headers must have at most {most:,} bytes (server.header_bytes)")

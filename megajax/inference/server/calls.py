@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from megajax.inference.request import Output, Pooling, Refused, Request
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.server.body import failed, refused, shutting_down
+from megajax.inference.server.body import aborted, failed, refused, shutting_down
 from megajax.inference.server.metrics import ServerMetrics
 from megajax.inference.worker import Worker
 
@@ -39,7 +39,7 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._running: set[str] = set()
-        self._unfinished = 0
+        self._unfinished, self._partial = 0, True
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
@@ -51,6 +51,9 @@ class Call:
 
         pooling: which embedding to deliver in place of an answer.
         """
+        # A part of a text is an answer; a part of an embedding, or of scores, is none.
+        scores = sampling.prompt_logprobs is not None or sampling.logprob_tokens
+        self._partial = pooling is None and not scores and sampling.max_tokens > 0
         for number, prompt in enumerate(prompts):
             identifier = uuid4().hex
             request = Request(
@@ -127,6 +130,8 @@ class Call:
             raise refused(Refused("invalid", f"guide {output.problem}", "guide"), self._names)
         if output.finish == "error":
             raise failed()
+        if output.finish == "abort" and not self._partial:
+            raise aborted()
         if output.finish == "cancelled":
             raise shutting_down()
 

@@ -41,6 +41,10 @@ class ServerConfig:
     load_adapters: bool = False
     """Routes that load an adapter from any folder that the server can read, and drop it: /v1/load_lora_adapter and
     /v1/unload_lora_adapter. For trusted clients only."""
+    control: bool = False
+    """Routes that pause the engine, let it sleep, abort all requests, and read other weights from any folder that the
+    server can read: /pause, /resume, /sleep, /wake_up, /abort_request, /update_weights_from_disk. For trusted clients
+    only."""
     cache_per_key: bool = False
     """Share cached prompts only between requests with the same key, so that the time of an answer says nothing about
     prompts of other keys. Needs --api-key-file."""

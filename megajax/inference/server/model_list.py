@@ -30,9 +30,17 @@ LOAD_ADAPTER: Fields = {
 class ModelList:
     """The model of a server and its adapters. Methods run on the event loop's thread, `add` also before it starts."""
 
-    def __init__(self, base: ServedModel, read_adapter: Callable[[Path], Any] | None = None):
-        """read_adapter: a folder -> the values of `Engine.load_adapter`; raises UserError. None: there are no slots."""
-        self.base, self._read = base, read_adapter
+    def __init__(
+        self,
+        base: ServedModel,
+        read_adapter: Callable[[Path], Any] | None = None,
+        read_weights: Callable[[Path], Callable[[], Any]] | None = None,
+    ):
+        """read_adapter: a folder -> the values of `Engine.load_adapter`; raises UserError. None: there are no slots.
+
+        read_weights: a folder -> a function for `Engine.refit`; raises UserError. None: the weights stay.
+        """
+        self.base, self._read, self._read_weights = base, read_adapter, read_weights
         self._adapters: dict[str, ServedModel] = {}
         self._loading = asyncio.Lock()
 
@@ -57,6 +65,14 @@ class ModelList:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give a PEFT folder, or a run with model.lora")
         return self._read(folder)
+
+    def read_weights(self, folder: Path) -> Callable[[], Any]:
+        """A function for `Engine.refit`. Raises UserError for a folder that does not fit the model."""
+        if self._read_weights is None:
+            raise UserError("the server cannot read other weights: set server.control")
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: give a run, a step of one, or a Hugging Face folder")
+        return self._read_weights(folder)
 
     def add(self, name: str) -> ServedModel:
         """List an adapter that the engine has loaded."""

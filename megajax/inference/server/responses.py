@@ -107,6 +107,7 @@ class ResponseForm:
         self._open: TextItem | None = None
         self._generated = self._shared = self._reasoning = self._number = 0
         self._status: Status = "in_progress"
+        self._reason = "max_output_tokens"
         self._head = {
             "id": _identifier("resp"),
             "object": "response",
@@ -132,7 +133,8 @@ class ResponseForm:
         self._generated += len(output.tokens)
         self._shared += output.shared
         if output.finish is not None:
-            self._status = "incomplete" if output.finish == "length" else "completed"
+            self._status = "incomplete" if output.finish in ("length", "abort") else "completed"
+            self._reason = "aborted" if output.finish == "abort" else "max_output_tokens"
         parts = self._parts.add(output.text, last=output.finish is not None)
         return self._numbered([event for part in parts for event in self._add(part)])
 
@@ -177,7 +179,7 @@ class ResponseForm:
         return [{**event, "sequence_number": number} for number, event in enumerate(events, start=first)]
 
     def _body(self) -> dict[str, Any]:
-        cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        cut = {"reason": self._reason} if self._status == "incomplete" else None
         usage = None if self._status in ("in_progress", "failed") else self._usage()
         state = {"status": self._status, "error": None, "incomplete_details": cut}
         return {**self._head, **state, "output": list(self._items), "usage": usage}

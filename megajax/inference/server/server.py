@@ -71,13 +71,14 @@ class Serving:
         adapters: Mapping[str, Path],
         read_adapter: Callable[[Path], Any] | None,
         stop_asked: Callable[[], bool],
+        read_weights: Callable[[Path], Callable[[], Any]] | None,
     ) -> int:
         """Run until the server ends -> exit code.
 
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
         settings that requests do not name; warm_up: whether to compile all steps before the first request, while
-        /health answers "starting"; adapters: folders by name, loaded first; read_adapter: as in `ModelList`;
-        stop_asked: whether another process was asked to stop, which has the effect of a signal.
+        /health answers "starting"; adapters: folders by name, loaded first; read_adapter, read_weights: as in
+        `ModelList`; stop_asked: whether another process was asked to stop, which has the effect of a signal.
         """
         prepare = _compile(device.programs) if warm_up else ()
         worker = Worker(engine, patience=self._config.stall_seconds, prepare=prepare)
@@ -91,7 +92,7 @@ class Serving:
             reranker=reranker_of(self._config, tokenizer),
         )
         readiness = Readiness(name, worker)
-        models = ModelList(model, read_adapter)
+        models = ModelList(model, read_adapter, read_weights)
         for adapter, folder in adapters.items():
             engine.load_adapter(adapter, models.read(adapter, folder))
             models.add(adapter)

@@ -4,10 +4,12 @@ import threading
 import time
 from collections import abc
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from started_step import StandInStep
 
+from megajax.config.errors import UserError
 from megajax.inference.embedder import pooled_positions
 from megajax.inference.request import Pooled, Sampled, Sequence, Step, TokenScore
 
@@ -30,6 +32,8 @@ class EchoDevice:
         self._ends = threading.Event()
         self._ends.set()
         self.seen: list[Sequence] = []
+        self.added: int | None = 0
+        """Added to each token of an answer."""
 
     @contextmanager
     def hanging(self) -> abc.Iterator[threading.Event]:
@@ -63,7 +67,8 @@ class EchoDevice:
             raise RuntimeError("the device is lost")
         if prompt == BAD:
             return Sampled(-1, float("nan"), finite=False)
-        token = prompt[max(0, computed - row.prompt) % len(prompt)]
+        assert self.added is not None, "the device has no weights"
+        token = prompt[max(0, computed - row.prompt) % len(prompt)] + self.added
         scores = tuple(_score(item) for item in prompt[1:]) if row.unscored and computed == row.prompt else ()
         listed = tuple((item, -item / 100) for item in row.sampling.logprob_tokens)
         return Sampled(token, -0.5, 1, listed or _score(token).top, prompt=scores)
@@ -76,3 +81,23 @@ def state_of(token: int) -> list[int]:
 
 def _score(token: int) -> TokenScore:
     return TokenScore(token, -0.5, 1, tuple(((token + place) % 256, -0.5 - place) for place in range(20)))
+
+
+class EchoWeights:
+    """Weights are a number that is added to each token of an answer."""
+
+    def __init__(self, device: EchoDevice):
+        self.device = device
+
+    def prepare(self, weights: Any) -> Any:
+        return weights
+
+    def replace(self, make: Any) -> None:
+        self.device.added = make()
+
+    def sleep(self, *, keep: bool) -> None:
+        self.device.added = self.device.added if keep else None
+
+    def wake(self) -> None:
+        if self.device.added is None:
+            raise UserError("the engine has no weights: call refit before it wakes up")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from echo_device import EchoDevice
+from echo_device import EchoDevice, EchoWeights
 from waiting import wait_until
 
 from megajax.config.errors import UserError
@@ -79,6 +79,7 @@ def start(
     sampling: Sampling | None = None,
     slots: int = 0,
     read_adapter: Callable[[Path], Any] | None = None,
+    read_weights: Callable[[Path], Any] | None = None,
     prepare: Iterable[object] = (),
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
@@ -89,6 +90,7 @@ def start(
         guide=_guide,
         adapters=AdapterTable(slots),
         answer_start=(0,) * (device.memory > 0),
+        weights=EchoWeights(device),
     )
     worker = Worker(engine, patience=config.stall_seconds, prepare=prepare)
     worker.start()
@@ -103,8 +105,9 @@ def start(
         reranker=reranker_of(config, tokenizer),
     )
     readiness, log = Readiness("tiny", worker), list[str]()
+    models = ModelList(model, read_adapter, read_weights)
     server = Server(
-        build_application(ModelList(model, read_adapter), config, access or Access(), readiness, log.append),
+        build_application(models, config, access or Access(), readiness, log.append),
         config,
         readiness,
         log.append,
