@@ -232,8 +232,8 @@ class Engine:
             raise UserError("sleep drops the cache, so no request can keep its keys: recompute, finish or abort them")
         self._leave(running)
         self._renew()
-        self.asleep = True
         weights.sleep(keep=level == 1)
+        self.asleep = True
 
     def wake(self) -> None:
         """Run steps again after `sleep`, with an empty cache. Raises UserError after level 2 without `refit`."""

@@ -80,6 +80,7 @@ class ModelWeights:
 
     def prepare(self, weights: Any) -> Callable[[], Params]:
         """weights: the arrays of a training state by path; or a function that returns weights as steps read them."""
+        self._demand_one_process()
         if callable(weights):
             return weights
         self._makes.check(weights)
@@ -96,6 +97,7 @@ class ModelWeights:
         programs.weights |= new
 
     def sleep(self, *, keep: bool) -> None:
+        self._demand_one_process()
         programs = self._programs
         for path in [*programs.weights] if keep else self._slots & programs.weights.keys():
             self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
@@ -112,6 +114,10 @@ class ModelWeights:
                 HostArray.on_devices, stored, is_leaf=lambda leaf: isinstance(leaf, HostArray)
             )
         jax.block_until_ready(programs.cache)
+
+    def _demand_one_process(self) -> None:
+        if (count := jax.process_count()) > 1:
+            raise UserError(f"an engine of {count} processes keeps its weights: start it again with others")
 
 
 def demand_alike(weights: Params, likes: Mapping[str, Any]) -> None:
