@@ -33,22 +33,23 @@ from megajax.precision.config import PrecisionConfig
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
          "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512}  # fmt: skip
 """The model in the names of transformers: 82 million weights, 327 MB, many times the caches of a processor."""
-BATCH, PROMPT, ANSWER, LENGTH, BLOCK, CHUNK, SPECULATE = 8, 64, 64, 512, 16, 64, 4
+BATCH, PROMPT, LONG, ANSWER, LENGTH, BLOCK, CHUNK, SPECULATE = 8, 64, 256, 64, 512, 16, 64, 4
 PEER = """
 import json, sys, time
 import torch
 from transformers import LlamaForCausalLM
 torch.set_num_threads(int(sys.argv[2]))
-prompts, answer = torch.tensor(json.loads(sys.argv[3])), int(sys.argv[4])
-model = LlamaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-args = dict(do_sample=False, min_new_tokens=answer, max_new_tokens=answer, attention_mask=torch.ones_like(prompts))
-taken = []
-with torch.inference_mode():
-    for _ in range(4):
-        start = time.perf_counter()
-        out = model.generate(prompts, **args)
-        taken.append(time.perf_counter() - start)
-print(json.dumps({"seconds": taken[1:], "tokens": out[:, prompts.shape[1]:].tolist()}))
+model, cases = LlamaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval(), []
+for prompts, answer in json.loads(sys.argv[3]):
+    prompts, taken = torch.tensor(prompts), []
+    args = dict(do_sample=False, min_new_tokens=answer, max_new_tokens=answer, attention_mask=torch.ones_like(prompts))
+    with torch.inference_mode():
+        for _ in range(4):
+            start = time.perf_counter(), time.process_time()
+            out = model.generate(prompts, **args)
+            taken.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    cases.append({"seconds": taken[1:], "tokens": out[:, prompts.shape[1]:].tolist()})
+print(json.dumps(cases))
 """
 
 
@@ -59,8 +60,9 @@ def inference(*, torch_python: Path | None = None) -> dict[str, Any]:
 
     bound         tokens/s of 8 rows relative to the bound by memory bandwidth, which is measured in the same run. A
                   step reads all weights and the cache of its rows.
-    transformers  speed relative to `generate` of transformers with the same weights, greedy, 8 rows of equal length.
-                  The tokens must be equal. Needs --torch-python, a Python with torch and transformers.
+    transformers  speed relative to `generate` of transformers with the same weights, greedy: 8 rows, one row, and long
+                  prompts with one token each; by the clock, and in processor seconds, which other load on the machine
+                  changes little. The tokens must be equal. Needs --torch-python, a Python with torch and transformers.
 
     speculation   tokens/s and steps of one request, with drafts of SPECULATE tokens and without. Text of 8 different
                   tokens, which repeats itself. The tokens must be equal.
@@ -76,7 +78,7 @@ def inference(*, torch_python: Path | None = None) -> dict[str, Any]:
         figures["bound"] = bound(model, eight)
         figures["speculation"] = speculation(model)
         if torch_python is not None:
-            figures["transformers"] = transformers(eight, torch_python, folder)
+            figures["transformers"] = transformers(model, torch_python, folder)
     return figures
 
 
@@ -126,7 +128,12 @@ def stream_bandwidth() -> float:
 
 
 def engine_of(
-    model: LoadedModel, *, rows: int = BATCH, drafts: int = 0, vocabulary: int = SIZES["vocab_size"]
+    model: LoadedModel,
+    *,
+    rows: int = BATCH,
+    drafts: int = 0,
+    chunk: int = CHUNK,
+    vocabulary: int = SIZES["vocab_size"],
 ) -> Engine:
     """An engine with all of its greedy steps compiled, as a server makes it on this machine. vocabulary: number of ids
     that may be chosen."""
@@ -135,7 +142,7 @@ def engine_of(
         CacheSize(blocks=rows * LENGTH // BLOCK, block=BLOCK, slots=rows),
         buckets=[
             *(Bucket(rows, drafts=most) for most in dict.fromkeys((0, drafts))),
-            Bucket(rows, CHUNK // TILE, TILE, drafts),
+            Bucket(rows, chunk // TILE, TILE, drafts),
         ],
         choosers=choosers(vocabulary)[:1],
         length=LENGTH,
@@ -147,10 +154,10 @@ def engine_of(
     return Engine(ModelDevice(steps, vocabulary), end_tokens=(), queue=10_000)
 
 
-def submit(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy requests for ANSWER tokens each. Returns the lists that their tokens arrive in."""
+def submit(engine: Engine, prompts: list[list[int]], answer: int = ANSWER) -> list[list[int]]:
+    """Greedy requests for `answer` tokens each. Returns the lists that their tokens arrive in."""
     answers: list[list[int]] = [[] for _ in prompts]
-    sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_eos=True)
+    sampling = Sampling(max_tokens=answer, temperature=0, ignore_eos=True)
     for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
 
         def deliver(piece: Output, tokens: list[int] = tokens) -> None:
@@ -165,24 +172,26 @@ def finish(engine: Engine) -> None:
         pass
 
 
-def prompts_of(draw: np.random.Generator) -> list[list[int]]:
+def prompts_of(seed: int, rows: int = BATCH, length: int = PROMPT) -> list[list[int]]:
     """Different random prompts, so that they share no blocks of the cache."""
-    return draw.integers(0, SIZES["vocab_size"], (BATCH, PROMPT)).tolist()
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], (rows, length)).tolist()
 
 
-def decode_seconds(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """Seconds, including the prompts, and the tokens."""
-    start = time.perf_counter()
-    answers = submit(engine, prompts)
+def decode_seconds(
+    engine: Engine, prompts: list[list[int]], answer: int = ANSWER
+) -> tuple[tuple[float, float], list[list[int]]]:
+    """Seconds by the clock and of the processor, including the prompts, and the tokens."""
+    start = time.perf_counter(), time.process_time()
+    answers = submit(engine, prompts, answer)
     finish(engine)
-    return time.perf_counter() - start, answers
+    return (time.perf_counter() - start[0], time.process_time() - start[1]), answers
 
 
 def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
     """Speed of steps in which all rows decode, relative to the bound by memory bandwidth."""
-    draw, rates = np.random.default_rng(1), []
-    for _ in range(3):
-        answers = submit(engine, prompts_of(draw))
+    rates = []
+    for seed in range(10, 13):
+        answers = submit(engine, prompts_of(seed))
         while not all(answers):
             engine.step()
         before, start = sum(map(len, answers)), time.perf_counter()
@@ -212,26 +221,36 @@ def speculation(model: LoadedModel) -> dict[str, Any]:
         runs = [decode_seconds(engine, prompt) for prompt in prompts]
         tokens.append([answers for _, answers in runs])
         counts = engine.statistics()
-        rate = counts.tokens_total / sum(seconds for seconds, _ in runs)
+        rate = counts.tokens_total / sum(seconds[0] for seconds, _ in runs)
         found[name] = {"tokens_per_second": rate, "steps": counts.steps_total}
     accepted = {"drafted": counts.drafted_tokens_total, "accepted": counts.accepted_tokens_total}
     ratio = found["with"]["tokens_per_second"] / found["without"]["tokens_per_second"]
     return {**found, **accepted, "tokens_equal": tokens[0] == tokens[1], "ratio": ratio}
 
 
-def transformers(engine: Engine, python: Path, folder: Path) -> dict[str, Any]:
+def transformers(model: LoadedModel, python: Path, folder: Path) -> dict[str, Any]:
     """Speed relative to `generate` of transformers, one after the other; prompts included."""
-    prompts = prompts_of(np.random.default_rng(2))
-    command = [str(python), "-c", PEER, str(folder), str(os.cpu_count()), json.dumps(prompts), str(ANSWER)]
-    peer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    tokens = decode_seconds(engine, prompts)[1]
-    # New prompts, which are not in the cache.
-    fresh = [decode_seconds(engine, prompts_of(np.random.default_rng(seed)))[0] for seed in (3, 4, 5)]
-    equal_tokens = int((np.array(tokens) == np.array(peer["tokens"])).sum())
-    own_seconds, peer_seconds = statistics.median(fresh), statistics.median(peer["seconds"])
-    return {
-        "tokens_equal": f"{equal_tokens} of {BATCH * ANSWER}",
-        "tokens_per_second": BATCH * ANSWER / own_seconds,
-        "transformers_tokens_per_second": BATCH * ANSWER / peer_seconds,
-        "ratio": peer_seconds / own_seconds,
-    }
+    cases = {"eight_rows": (BATCH, PROMPT, ANSWER), "one_row": (1, PROMPT, ANSWER), "prompts": (BATCH, LONG, 1)}
+    asked = [(prompts_of(2, rows, length), answer) for rows, length, answer in cases.values()]
+    command = [str(python), "-c", PEER, str(folder), str(os.cpu_count()), json.dumps(asked)]
+    # Its idle threads would spin on cores that others use.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    figures: dict[str, Any] = {}
+    for (name, (rows, length, answer)), (prompts, _), peer in zip(
+        cases.items(), asked, json.loads(output.splitlines()[-1]), strict=True
+    ):
+        engine = engine_of(model, rows=max(2, rows), chunk=512 if name == "prompts" else CHUNK)
+        tokens = decode_seconds(engine, prompts, answer)[1]
+        # New prompts, which are not in the cache.
+        own = [decode_seconds(engine, prompts_of(seed, rows, length), answer)[0] for seed in (3, 4, 5)]
+        ours, theirs = (np.median(np.array(seconds), axis=0) for seconds in (own, peer["seconds"]))
+        equal_tokens = int((np.array(tokens) == np.array(peer["tokens"])).sum())
+        figures[name] = {
+            "tokens_equal": f"{equal_tokens} of {rows * answer}",
+            "seconds": round(float(ours[0]), 3),
+            "transformers_seconds": round(float(theirs[0]), 3),
+            "ratio": round(float(theirs[0] / ours[0]), 3),
+            "ratio_of_processor_seconds": round(float(theirs[1] / ours[1]), 3),
+        }
+    return figures
