@@ -56,8 +56,8 @@ LIMITS: Mapping[str, Limit] = {
     "seed": Limit(int, 0, 2**63 - 1, optional=True),
     "logprobs": Limit(int, 0, 20, optional=True),
     "prompt_logprobs": Limit(int, 0, 20, optional=True),
-    "n": Limit(int, 1, 16),
-    "best_of": Limit(int, 1, 16, optional=True),
+    "n": Limit(int, 1, 1024),
+    "best_of": Limit(int, 1, 1024, optional=True),
     "beams": Limit(int, 1, 16),
     "length_penalty": Limit(float, -10, 10),
 }

@@ -240,6 +240,25 @@ def test_a_request_of_lower_priority_value_runs_before_earlier_ones() -> None:
         engine.submit(Client([1], priority="high").request)  # type: ignore[arg-type]
 
 
+def test_many_more_answers_than_rows() -> None:
+    """One place in the queue; the whole blocks of the prompt are computed once, and each answer has its own seed."""
+    device, prompt = StandIn(rows=8, chunk=32, tile=4, block=4, blocks=256), [number % 7 for number in range(22)]
+    engine = Engine(device, queue=0)
+    client = Client(prompt, n=300, max_tokens=3, temperature=1, seed=1)
+    engine.submit(client.request)
+    assert engine.requests == 1 and engine.capacity == 8
+    serve(engine)
+    answers = client.answers()
+    assert len({answer.tokens for answer in answers}) > 150
+    for choice in (0, 150, 299):
+        assert list(answers[choice].tokens) == expected(prompt, 3, seed=seed_of(1, choice))
+    # 5 of 5.5 blocks are shared.
+    assert engine.statistics().prompt_tokens_total == 22 + 299 * 2
+    best = Client(prompt, n=2, best_of=300, max_tokens=3, temperature=1, seed=1)
+    serve(engine, best)
+    assert [answer.finish for answer in best.answers()] == ["length"] * 2
+
+
 def test_the_best_of_several_comes_at_the_end() -> None:
     class Scored(StandIn):
         """Odd tokens are likely."""

@@ -80,6 +80,25 @@ def test_log_probabilities_of_listed_tokens() -> None:
         np.testing.assert_allclose([logprob for _, logprob in score.top], logprobs[place, list(listed)], atol=1e-4)
 
 
+def test_rollouts_have_the_log_probabilities_of_the_trainer() -> None:
+    """Token ids in; tokens and log-probabilities of more answers than rows out, at a temperature."""
+    model, prompt = loaded(LLAMA, {}), [5, 17, 200, 3, 3, 91, 12]
+    client = Client(prompt, max_tokens=8, temperature=1.3, top_p=0.9, seed=3, n=20, logprobs=0)
+    engine = Engine(device_of(model, 24, Program.FULL))
+    serve(engine, client)
+    answers = client.answers()
+    rows = np.zeros((len(answers), LENGTH), np.int32)
+    for row, answer in zip(rows, answers, strict=True):
+        row[: len(prompt) + 8] = [*prompt, *answer.tokens]
+    logprobs = np.asarray(jax.nn.log_softmax(whole_logits(model, rows)[..., :VOCABULARY]))
+    for row, answer, expected in zip(rows, answers, logprobs, strict=True):
+        at = np.arange(len(prompt) - 1, len(prompt) + 7)
+        np.testing.assert_allclose([score.logprob for score in answer.scores], expected[at, row[at + 1]], atol=1e-5)
+        assert [score.token for score in answer.scores] == list(answer.tokens)
+    assert len({answer.tokens for answer in answers}) > 10
+    assert engine.statistics().prompt_tokens_total == 7 + 19 * 3
+
+
 @pytest.mark.parametrize("kernel", ["tiled", "reference"])
 def test_blocks_behind_windows_are_freed(kernel: str) -> None:
     """Three rows of 32 tokens in nine blocks of 4: without windows they take 24."""
