@@ -28,6 +28,7 @@ The flags after --stats control sampling and the end of an answer. docs/generate
 FLAGS = (
     *MODEL_FLAGS,
     Flag("prompt", str | None, help="a text to continue"),
+    Flag("image", tuple[Path, ...], (), help="with --prompt: PNG or JPEG files, first or at each <image> in it"),
     Flag("prompts", Path | None, help="a file with one prompt per line, or .jsonl with prompt or messages"),
     Flag("output", Path | None, help="with --prompts: a .jsonl file of answers; resumes where it stopped. Default: the "
          "terminal"),
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
             session = resolve("megajax.inference.terminal:Session")(
                 engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
             )
-            answer(session, flags, prompts)
+            answer(session, flags, prompts, config.inference.image_fit)
         else:
             processes.follow(engine.device)
     processes.close()
@@ -72,8 +73,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None) -> None:
-    """Answer what the flags ask for."""
+def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None, image_fit: str) -> None:
+    """Answer what the flags ask for. image_fit: as in `InferenceConfig`."""
     if flags["chat"]:
         session.chat(input, live=sys.stdin.isatty())
     elif prompts is not None:
@@ -82,7 +83,7 @@ def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None
         session.answer_all(prompts, flags["output"], progress)
         progress.clear()
     else:
-        session.answer(flags["prompt"])
+        session.answer(flags["prompt"], flags["image"], image_fit)
     if flags["stats"]:
         print(session.statistics(), file=sys.stderr)
 
@@ -94,6 +95,8 @@ def base(flags: Mapping[str, Any]) -> Source:
     if len(actions) != 1:
         message = f"--{' and --'.join(actions)} are given" if actions else "there is nothing to generate"
         problems.append(Problem("--prompt", message, "give one of --prompt=TEXT, --prompts=FILE and --chat"))
+    if flags["image"] and flags["prompt"] is None:
+        problems.append(Problem("--image", "needs --prompt=TEXT"))
     if flags["output"] is not None and flags["prompts"] is None:
         problems.append(Problem("--output", "needs --prompts=FILE"))
     sampling = sampling_of(flags)

@@ -99,6 +99,7 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
         where=loaded.where,
         sampling=folder_sampling(origin.hf if config.server.generation_config else None),
         warm_up=config.inference.warm_up,
+        image_fit=config.inference.image_fit,
         adapters=adapters,
         read_adapter=reader,
         read_weights=weights,

@@ -112,7 +112,7 @@ class Answers(ActiveRequest):
     ):
         """sequences: one for each answer."""
         super().__init__(request, sequences, scheduler)
-        self._texts = {sequence: detokenizer.stream(request.prompt) for sequence in sequences}
+        self._texts = {sequence: detokenizer.stream(request.text()) for sequence in sequences}
 
     def grow(self, sequence: Sequence, result: Sampled) -> None:
         text, token, sampling = self._texts[sequence], result.token, sequence.sampling
@@ -204,7 +204,7 @@ class BeamAnswers(ActiveRequest):
         """sequences: the first beam."""
         (first,), sampling = sequences, request.sampling
         self._first = first
-        self._texts, self._copies = [detokenizer.stream(request.prompt) for _ in range(sampling.n)], 0
+        self._texts, self._copies = [detokenizer.stream(request.text()) for _ in range(sampling.n)], 0
         self._search = BeamSearch(
             beams=sampling.beams,
             limit=first.limit - first.prompt,

@@ -14,6 +14,7 @@ from megajax.models.protocol import ModelConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 
 type Dtype = Literal["float32", "bfloat16", "float16"]
+type ImageFit = Literal["pad", "crop", "stretch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,9 @@ class InferenceConfig:
     """Number of low-rank adapters that may be loaded at the same time, one for each request."""
     adapter_rank: int = 16
     """Maximum rank of these adapters. Each step computes `adapters` x `adapter_rank` columns beside each matrix."""
+    image_fit: ImageFit = "crop"
+    """Conversion of an image with another aspect ratio: padded with grey, cropped to the center, or stretched. With
+    --run, the default is the run's data.fit."""
     template: PathText | None = None
     """Chat template: Jinja2 text, a file with a template, or a name such as chatml (see data.template). None: the
     template of the run's data or of the tokenizer's files."""

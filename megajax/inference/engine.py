@@ -28,6 +28,7 @@ from megajax.inference.request import (
     Finish,
     LoadedAdapter,
     Output,
+    PromptImage,
     Refused,
     Request,
     Running,
@@ -452,11 +453,13 @@ def complete(
     requests: Iterable[tuple[tuple[int, ...], Sampling]],
     show: Callable[[Output], None] = lambda output: None,
     interrupted: Callable[[], bool] = lambda: False,
+    images: tuple[PromptImage, ...] = (),
 ) -> Iterator[list[Output]]:
     """Yield the answers to prompts in order, as soon as they and all earlier ones are complete.
 
     The engine runs on the caller's thread. requests: prompts and their settings, consumed as the engine has capacity.
-    show: called with each output; interrupted: called before each step, True ends all answers at once. Raises Refused.
+    show: called with each output; interrupted: called before each step, True ends all answers at once; images: of each
+    prompt. Raises Refused.
     """
     waiting, running, number, more = iter(requests), deque[tuple[str, list[Output]]](), 0, True
 
@@ -472,7 +475,9 @@ def complete(
                 prompt, sampling = following
                 name, answers = f"complete {number}", [Output(choice) for choice in range(sampling.n)]
                 collect = partial(deliver, answers)
-                engine.submit(Request(identifier=name, prompt=prompt, sampling=sampling, deliver=collect))
+                engine.submit(
+                    Request(identifier=name, prompt=prompt, sampling=sampling, images=images, deliver=collect)
+                )
                 running.append((name, answers))
                 number += 1
         if interrupted():

@@ -139,6 +139,11 @@ class Request:
     cache_salt: bytes = b""
     """Blocks of the cache are shared only between requests with the same one."""
 
+    def text(self) -> tuple[int, ...]:
+        """The prompt without the tokens of its images, which a tokenizer of text alone may lack."""
+        places = {place for image in self.images for place in range(image.first, image.first + image.count)}
+        return tuple(token for place, token in enumerate(self.prompt) if place not in places) if places else self.prompt
+
 
 class Refused(UserError):
     """A request that the engine rejects."""

@@ -13,15 +13,21 @@ from typing import TextIO
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.display.text import visible
+from megajax.inference.config import ImageFit
 from megajax.inference.engine import Engine, complete
+from megajax.inference.images.reader import ImageReader
 from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
-from megajax.inference.request import Output, Refused, Request
+from megajax.inference.request import Output, PromptImage, Refused, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends"
+MARKER = "<image>"
+"""The place of an image in --prompt."""
+PIXELS = 50_000_000
+"""Maximum number of pixels of an image, as in training."""
 NOTES = {"cancelled": " (stopped)", "length": " (cut off: raise --max-tokens)", "error": " (logits are not finite)"}
 """Finish -> note printed after an answer of a conversation."""
 
@@ -78,11 +84,38 @@ class Session:
         self._started = time.monotonic()
         self._first_seconds: float | None = None
 
-    def answer(self, text: str) -> None:
-        """Print the answers to a prompt: a single answer while it is generated, several when all are complete."""
+    def answer(self, text: str, files: Sequence[Path] = (), image_fit: ImageFit = "crop") -> None:
+        """Print the answers to a prompt: a single answer while it is generated, several when all are complete.
+
+        files: of images, which take the places of MARKER in the text, or come before it. Raises UserError.
+        """
         prompt, single = encode(Prompt("--prompt", text), self._tokenizer, None, self._suffix), self._sampling.n == 1
-        answers = self.answers(prompt, self._sampling, lambda output: self._screen.write(output.text * single))
+        images: tuple[PromptImage, ...] = ()
+        if files:
+            prompt, images = self._with_images(text, files, image_fit)
+        answers = self.answers(prompt, self._sampling, lambda output: self._screen.write(output.text * single), images)
         self._screen.write("\n" if single else "".join(f"[{n}] {answer.text}\n" for n, answer in enumerate(answers, 1)))
+
+    def _with_images(
+        self, text: str, files: Sequence[Path], image_fit: ImageFit
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        images = self._engine.device.images
+        if images is None:
+            raise UserError("--image: the model reads text alone")
+        reader, pictures = ImageReader(images, image_fit, PIXELS), []
+        for path in files:
+            try:
+                pictures.append(reader.read(path.read_bytes()))
+            except OSError as error:
+                raise UserError(f"--image={path}: cannot be read: {error.strerror or error}") from error
+            except UserError as error:
+                raise UserError(f"--image={path}: {error}") from error
+        pieces = text.split(MARKER) if MARKER in text else [*[""] * len(files), text]
+        tokens = list(self._tokenizer.prefix)
+        for number, piece in enumerate(pieces):
+            tokens += [*[images.token] * (number > 0), *(self._tokenizer.encode(piece).tolist() if piece else [])]
+        prompt, placed = reader.place(tokens, pictures)
+        return tuple(prompt), placed
 
     def answer_all(
         self, prompts: Sequence[Prompt], output: Path | None, progress: Callable[[int, int], None] = lambda *_: None
@@ -118,7 +151,13 @@ class Session:
         """Run a conversation. read_line: prints a prompt and returns a line, or raises EOFError; live: interactive."""
         Chat(self, demand_conversation(self._conversation, "--chat"), self._screen, live).run(read_line)
 
-    def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Output], None]) -> list[Output]:
+    def answers(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        show: Callable[[Output], None],
+        images: tuple[PromptImage, ...] = (),
+    ) -> list[Output]:
         """All answers to a prompt; Ctrl-C stops them. show: called with each output. Raises Refused."""
 
         def show_output(output: Output) -> None:
@@ -126,7 +165,7 @@ class Session:
             show(output)
 
         with interrupts() as interrupted:
-            (answers,) = complete(self._engine, [(prompt, sampling)], show_output, interrupted)
+            (answers,) = complete(self._engine, [(prompt, sampling)], show_output, interrupted, images)
         return answers
 
     def of_chat(self) -> Sampling:

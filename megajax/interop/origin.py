@@ -137,7 +137,9 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     config = root(
         model=without_adapters(cfg.model),
         tokenizer=cfg.tokenizer,
-        inference=InferenceConfig(compute=cfg.precision.compute, template=template),
+        inference=InferenceConfig(
+            compute=cfg.precision.compute, template=template, image_fit=getattr(cfg.data, "fit", "crop")
+        ),
         xla=cfg.xla,
     )
     return Source(source.name, config)

@@ -6,7 +6,9 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from stand_in import StandIn, expected
 
 from megajax.command_line.parser import Flag
@@ -14,6 +16,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.generate import main
 from megajax.inference.engine import Engine, complete
 from megajax.inference.prompts import Prompt, encode, read_prompts
+from megajax.inference.request import ImageInput
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
 from megajax.inference.terminal import Screen, Session
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -45,6 +48,30 @@ def test_an_answer_is_shown() -> None:
     generator.answer("abc")
     assert text.getvalue() == answer_to("abc") + "\n"
     assert "6 tokens of answers" in generator.statistics()
+
+
+def test_images_come_first_or_at_their_markers(tmp_path: Path) -> None:
+    pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    device = StandIn(vocabulary=301, length=256, blocks=256, images=ImageInput(2, 3, 300, 8, 8))
+    for prompt, tokens in (("abc", [300] * 3 + [*b"abc"]), ("a<image>b", [*b"a", *[300] * 3, *b"b"])):
+        generator, _ = session(device=device)
+        generator.answer(prompt, [tmp_path / "a.png"])
+        row, _, _ = device.computed[-1]
+        assert row.tokens[: row.prompt] == tokens
+        np.testing.assert_array_equal(row.images[0].pixels, pixels)
+    (tmp_path / "b.png").write_text("text")
+    for files, prompt, message in (
+        ([tmp_path / "b.png"], "a", "b.png: is neither"),
+        ([tmp_path / "c.png"], "a", "c.png: cannot be read"),
+        ([tmp_path / "a.png"], "<image><image>", "2 places of images for 1 images"),
+    ):
+        with pytest.raises(UserError, match=message):
+            session(device=device)[0].answer(prompt, files)
+    with pytest.raises(UserError, match="text alone"):
+        session()[0].answer("a", [tmp_path / "a.png"])
+    with pytest.raises(ConfigError, match="needs --prompt"):
+        main(["--run=x", "--chat", "--image=a.png"])
 
 
 def test_several_answers_are_shown_one_after_another() -> None:

@@ -186,7 +186,7 @@ class Routes:
         if ("prompt" in values) == ("messages" in values):
             raise invalid("prompt", "give one of prompt and messages")
         if "messages" in values:
-            tokens = await model.converse(values)
+            tokens, _ = await model.converse(values)
         else:
             special, prefix = values.get("special_tokens", False), values.get("add_special_tokens", True)
             tokens = await model.encode(values["prompt"], special_tokens=special, prefix=prefix)
@@ -226,9 +226,9 @@ class Routes:
             )
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
-                call.submit(prompts, job.sampling, job.pooling)
+                call.submit(prompts, job.sampling, job.pooling, job.images)
             else:  # Compiles the schema, which takes time.
-                await asyncio.to_thread(call.submit, prompts, job.sampling)
+                await asyncio.to_thread(call.submit, prompts, job.sampling, None, job.images)
             if job.stream is not None:
                 return EventStream(_events(call, job.stream, log, logged=logged))
             answers = await complete_answers(call, asyncio.ensure_future(_disconnected(request)))
@@ -444,9 +444,14 @@ def line(scope: Scope, status: int, seconds: float, notes: Mapping[str, Any]) ->
     """The log line of a request, without its headers; prompts only if they are in the notes."""
     client = scope.get("client") or ("-",)
     path = scope.get("raw_path", b"").decode("ascii", errors="replace")[:200]
-    more = "".join(f" {name}={json.dumps(value)}" for name, value in notes.items())
+    more = "".join(f" {name}={json.dumps(value, default=_size)}" for name, value in notes.items())
     now = time.strftime("%Y-%m-%dT%H:%M:%S")
     return f"{now} {client[0]} {scope['method'][:16]} {path} {status} {seconds:.3f}s{more}"
+
+
+def _size(data: bytes) -> str:
+    """An image, in the log."""
+    return f"{len(data):,} bytes"
 
 
 def _key(header: bytes) -> bytes:

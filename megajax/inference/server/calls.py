@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from uuid import uuid4
 
-from megajax.inference.request import Output, Pooling, Refused, Request
+from megajax.inference.request import Output, Pooling, PromptImage, Refused, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.body import aborted, failed, refused, shutting_down
 from megajax.inference.server.metrics import ServerMetrics
@@ -33,7 +33,7 @@ class Call:
         """names: settings of `Sampling` -> fields of the request, for messages; the others: as in `Request`."""
         self._worker, self._metrics, self._adapter = worker, metrics, adapter
         self._priority, self._cache_salt = priority, cache_salt
-        self._names = {"adapter": "model", "pooling": "model", **names}
+        self._names = {"adapter": "model", "pooling": "model", "images": names.get("prompt", "prompt"), **names}
         # The engine may give a prompt to the model's encoder.
         self._names["memory"] = self._names.get("prompt", "prompt")
         self._loop = asyncio.get_running_loop()
@@ -46,10 +46,16 @@ class Call:
         self.generated = 0
         """Tokens of all answers."""
 
-    def submit(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling, pooling: Pooling | None = None) -> None:
+    def submit(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        pooling: Pooling | None = None,
+        images: tuple[PromptImage, ...] = (),
+    ) -> None:
         """Submit all prompts. Raises RequestError if the engine rejects one of them; then none runs.
 
-        pooling: which embedding to deliver in place of an answer.
+        pooling: which embedding to deliver in place of an answer. images: of a single prompt.
         """
         # A part of a text is an answer; a part of an embedding, or of scores, is none.
         scores = sampling.prompt_logprobs is not None or sampling.logprob_tokens
@@ -61,6 +67,7 @@ class Call:
                 prompt=prompt,
                 sampling=sampling,
                 pooling=pooling,
+                images=images,
                 adapter=self._adapter,
                 priority=self._priority,
                 cache_salt=self._cache_salt,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.config.read_limits import parse_json
-from megajax.inference.server.fields import COMMON, FLAG, OBJECT, STRING, TOKENS, nonempty
+from megajax.inference.server.fields import COMMON, FLAG, IMAGE_URL, OBJECT, STRING, TOKENS, joined, nonempty
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, choice, instance, items, number, one_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -11,11 +11,17 @@ RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt", "tools
 """Variables of templates that a request cannot set."""
 
 
-def _text(value: Any) -> str:
-    """A text, or the joined texts of parts."""
-    if isinstance(value, list):
-        return "".join(part.get(part["type"], "") for part in value)
-    return instance(str)(value)
+def _content(value: Any) -> str | list[dict[str, Any]]:
+    """A text, or the joined parts. Raises RequestError for an image without a URL."""
+    return joined(list(map(_part, value))) if isinstance(value, list) else instance(str)(value)
+
+
+def _part(part: Values) -> dict[str, Any]:
+    if part["type"] != "image_url":
+        return {"type": "text", "text": part.get(part["type"], "")}
+    if "image_url" not in part:
+        raise part.invalid("image_url", "must be given")
+    return {"type": "image", "data": part["image_url"]["url"]}
 
 
 def _messages(value: Any) -> list[Any]:
@@ -65,13 +71,19 @@ NO_FUNCTIONS = Unsupported("this is the older form of tools: use tools and tool_
 
 PART: Fields = {
     "type": Field(
-        "text: other content than text is not supported",
-        {"enum": ["text", "refusal"]},
-        one_of("text", "refusal"),
+        "text or image_url: other content is not supported",
+        {"enum": ["text", "refusal", "image_url"]},
+        one_of("text", "refusal", "image_url"),
         required=True,
     ),
     "text": STRING,
     "refusal": STRING,
+    "image_url": Field(
+        "an object with a url",
+        {"type": "object"},
+        instance(Values),
+        fields={"url": IMAGE_URL._replace(required=True), "detail": STRING},
+    ),
 }
 FUNCTION: Fields = {
     "name": STRING._replace(required=True),
@@ -87,7 +99,7 @@ CALL: Fields = {
 }
 MESSAGE: Fields = {
     "role": choice(*ROLES)._replace(required=True),
-    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART),
+    "content": Field("a string or a list of parts", {"type": ["string", "array"]}, _content, fields=PART),
     "name": STRING,
     "refusal": STRING,
     "audio": Unsupported("only text is supported"),

@@ -38,6 +38,8 @@ class ServerConfig:
     cosine of the embeddings of both texts."""
     score_answers: tuple[str, ...] = ("yes", "no")
     """With score_template, the two answers, one token each. The score is p(first) / (p(first) + p(second))."""
+    image_pixels: int = 2**24
+    """Maximum number of pixels of an image in a request."""
     load_adapters: bool = False
     """Routes that load an adapter from any folder that the server can read, and drop it: /v1/load_lora_adapter and
     /v1/unload_lora_adapter. For trusted clients only."""
@@ -74,7 +76,14 @@ class ServerConfig:
     """Time limit for running requests after SIGTERM; the remaining ones end with status 503."""
 
     def problems(self) -> list[Problem]:
-        least = {"queue": 1, "prompts": 1, "body_bytes": 1024, "header_bytes": 1024, "connections": 1}
+        least = {
+            "image_pixels": 1,
+            "queue": 1,
+            "prompts": 1,
+            "body_bytes": 1024,
+            "header_bytes": 1024,
+            "connections": 1,
+        }
         problems = [
             Problem(name, f"must be at least {bound}, got {value}")
             for name, bound in least.items()

@@ -4,6 +4,7 @@ Bodies are checked by these tables, and /openapi.json is written from them.
 """
 
 import re
+from base64 import b64decode
 from typing import Any
 
 from megajax.config.read_limits import parse_json
@@ -21,6 +22,8 @@ from megajax.inference.server.values import (
     number,
 )
 
+IMAGE_URLS = ("data:image/png;base64", "data:image/jpeg;base64", "data:image/jpg;base64")
+"""Starts of the URLs of images: the server fetches nothing."""
 JSON_OBJECT = {"type": "object"}
 """The guide of any JSON object."""
 
@@ -98,6 +101,21 @@ def _one_guide(value: Any) -> Any:
     return guides[0]
 
 
+def data_url(value: Any) -> bytes:
+    """The content of a data: URL."""
+    kind, comma, text = instance(str)(value).partition(",")
+    if not comma or kind.lower() not in IMAGE_URLS:
+        raise ValueError
+    return b64decode(text, validate=True)
+
+
+def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a message of these parts, texts and images; one text without images."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
 def nonempty(value: Any) -> list[Any]:
     """A list with something in it."""
     if not instance(list)(value):
@@ -108,6 +126,7 @@ def nonempty(value: Any) -> list[Any]:
 FLAG = Field("true or false", {"type": "boolean"}, instance(bool))
 STRING = Field("a string", {"type": "string"}, instance(str))
 OBJECT = Field("an object", {"type": "object"}, instance(dict))
+IMAGE_URL = Field("a URL data:image/png;base64,… or data:image/jpeg;base64,…", {"type": "string"}, data_url)
 TOKENS = Field("a list of token ids", items("integer"), _tokens)
 GUIDE_SCHEMA = Field("a JSON schema", {"type": ["object", "string"]}, _schema)
 GUIDE_CHOICE = Field("a list of strings, at least one", items("string"), _choices)

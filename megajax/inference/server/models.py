@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
+from megajax.inference.images.reader import ImageReader
+from megajax.inference.request import PromptImage
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid
 from megajax.inference.server.pooling.reranker import Reranker
@@ -36,6 +40,8 @@ class ServedModel:
     """Maximum number of tokens of a prompt and its answer."""
     sampling: Sampling = field(default_factory=Sampling)
     """Settings of OpenAI's routes that a request does not name."""
+    images: ImageReader | None = None
+    """Reads images within messages; None: the model reads text alone."""
     reranker: Reranker | None = None
     """Scores pairs of texts by the next token; None: by embeddings."""
     parent: str | None = None
@@ -82,8 +88,8 @@ class ServedModel:
         tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist())
         return [*self.tokenizer.prefix, *tokens] if prefix else tokens
 
-    async def converse(self, values: Values, param: str = "messages") -> list[int]:
-        """Tokens of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`.
+    async def converse(self, values: Values, param: str = "messages") -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Tokens and images of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`.
 
         param: the field of the messages, for the RequestError that is raised if they have no tokens.
         """
@@ -101,12 +107,40 @@ class ServedModel:
         variables |= values.get("chat_template_kwargs", {})
         if values.get("tools") and values.get("tool_choice") != "none":
             variables["tools"] = values["tools"]
-        encode = partial(conversation.encode, messages, header=header, continued=continued, variables=variables)
-        text = "".join(message["content"] for message in messages)
+        reader = self.images
+        encode = partial(
+            conversation.encode,
+            messages,
+            header=header,
+            continued=continued,
+            variables=variables,
+            image_token=None if reader is None else reader.images.token,
+        )
+        pictures = await self._pictures(messages, param)
+        text = "".join(message["content"] for message in messages if isinstance(message["content"], str))
         try:
-            return await _tokens(text, encode, param)
-        except (TemplateMisfit, OverBudget) as error:
+            tokens = await _tokens(text, encode, param)
+            return (tokens, ()) if reader is None else reader.place(tokens, pictures)
+        except (TemplateMisfit, OverBudget, UserError) as error:
             raise invalid(param, str(error)) from None
+
+    async def _pictures(self, messages: Sequence[Mapping[str, Any]], param: str) -> list[np.ndarray]:
+        """The pixels of the images of messages. Raises RequestError, which numbers the image from 1."""
+        contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+        files = [part["data"] for content in contents for part in content if part["type"] == "image"]
+        if not files:
+            return []
+        if self.images is None:
+            raise invalid(param, f"{self.name} reads no images: send text alone")
+        if len(files) > (most := self.images.images.most):
+            raise invalid(param, f"{param} has {len(files)} images, {self.name} reads at most {most}")
+        pictures = []
+        for number, data in enumerate(files, start=1):
+            try:
+                pictures.append(await asyncio.to_thread(self.images.read, data))  # type: ignore[union-attr]
+            except UserError as error:
+                raise invalid(param, f"image {number} of {param} {error}") from None
+        return pictures
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a client's tokens. Raises RequestError for a token outside the vocabulary."""

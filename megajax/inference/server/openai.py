@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
-from megajax.inference.request import Output, Pooling, TokenScore
+from megajax.inference.request import Output, Pooling, PromptImage, TokenScore
 from megajax.inference.sampling_settings import BAD, Sampling
 from megajax.inference.server.body import RequestError, invalid
 from megajax.inference.server.chat.answer_parts import THINK, AnswerParts, Reasoning, Stage
@@ -135,6 +135,8 @@ class Job:
     """Settings of `Sampling` -> fields of the request."""
     pooling: Pooling | None = None
     """Which embeddings of the prompts are requested, in place of answers."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, if there is one."""
 
 
 class EventForm(Protocol):
@@ -337,6 +339,7 @@ class Chat(NamedTuple):
     """Makes the stages that find the parts of an answer."""
     demands_call: bool
     """Whether tool_choice demands a call, which the guide of `sampling` makes."""
+    images: tuple[PromptImage, ...]
 
 
 async def completion_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
@@ -365,7 +368,7 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
     _check_stream(values, chat.sampling)
     form = ChatForm(model, [chat.prompt], chat.sampling, values, chat.stages)
     names = {"prompt": "messages"} | ({"guide": "tools"} if chat.demands_call else {})
-    return _job(values, chat.sampling, config, form, [chat.prompt], names)
+    return replace(_job(values, chat.sampling, config, form, [chat.prompt], names), images=chat.images)
 
 
 async def read_chat(
@@ -383,7 +386,10 @@ async def read_chat(
         if settings.guide is not None:
             raise invalid("tool_choice", "tool_choice demands a call: leave out the format of the answer")
         settings = replace(settings, guide=use.guide)
-    prompt = shortened(await model.converse(values, param), values, _longest(model, settings))
+    prompt, images = await model.converse(values, param)
+    if images and "truncate_prompt_tokens" in values:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens would cut images: leave it out")
+    prompt = shortened(prompt, values, _longest(model, settings))
 
     # A guide holds from the first token on, so there is no reasoning.
     splits = config.reasoning and values.get("separate_reasoning", True) and settings.guide is None
@@ -391,10 +397,11 @@ async def read_chat(
     stage = use.stage if settings.guide is None or use.guide is not None or not use.finds_reasoning else None
 
     def stages() -> list[Stage]:
-        inside = model.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(THINK)
+        tail = [token for token in prompt[-TAIL:] if token < model.tokenizer.vocabulary_size]
+        inside = model.tokenizer.decode(tail).rstrip().endswith(THINK)
         return [*([Reasoning(inside=inside)] if splits else []), *([stage()] if stage else [])]
 
-    return Chat(prompt, settings, stages, demands_call=use.guide is not None)
+    return Chat(prompt, settings, stages, use.guide is not None, images)
 
 
 def with_bad_words(settings: Sampling, values: Values, model: ServedModel) -> Sampling:

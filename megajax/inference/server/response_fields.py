@@ -7,12 +7,14 @@ from megajax.config.read_limits import parse_json
 from megajax.inference.server.chat_fields import RENDERING
 from megajax.inference.server.fields import (
     FLAG,
+    IMAGE_URL,
     JSON_OBJECT,
     NO_EFFECT,
     OBJECT,
     SAMPLING,
     SCHEDULING,
     STRING,
+    joined,
     nonempty,
 )
 from megajax.inference.server.values import Field, Fields, Unsupported, Values, choice, instance, items, number, one_of
@@ -23,6 +25,7 @@ PART_TEXTS: Mapping[str, str] = {
     "refusal": "refusal",
 }
 """Type of a part -> the field with its text."""
+IMAGE_PART = "input_image"
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -31,6 +34,19 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """Type of an item -> the fields that it must have."""
 NOT_STORED = Unsupported("no response is stored: send all items in input")
+
+
+def _content(value: Any) -> str | list[dict[str, Any]]:
+    """A text, or the joined parts of a message. Raises RequestError for an image without a URL."""
+    return joined(list(map(_part, value))) if isinstance(value, list) else instance(str)(value)
+
+
+def _part(part: Values) -> dict[str, Any]:
+    if part["type"] != IMAGE_PART:
+        return {"type": "text", "text": part.get(PART_TEXTS[part["type"]], "")}
+    if "image_url" not in part:
+        raise part.invalid("image_url", "must be given")
+    return {"type": "image", "data": part["image_url"]}
 
 
 def _text(value: Any) -> str:
@@ -124,11 +140,23 @@ PART: Fields = {
     "refusal": STRING,
     **dict.fromkeys(("annotations", "logprobs"), Field("a list", {"type": "array"}, instance(list))),
 }
+CONTENT_PART: Fields = {
+    **PART,
+    "type": Field(
+        f"one of {', '.join((*PART_TEXTS, IMAGE_PART))}: other content is not supported",
+        {"enum": [*PART_TEXTS, IMAGE_PART]},
+        one_of(*PART_TEXTS, IMAGE_PART),
+        required=True,
+    ),
+    "image_url": IMAGE_URL,
+    "detail": STRING,
+    "file_id": Unsupported("no files are stored: give the image as a data: URL in image_url"),
+}
 PARTS = Field("a string or a list of parts", {"type": ["string", "array"]}, _text, fields=PART)
 ITEM: Fields = {
     "type": Field(f"one of {', '.join(NEEDED)}", {"enum": list(NEEDED)}, one_of(*NEEDED)),
     "role": choice(*ROLES),
-    "content": PARTS,
+    "content": PARTS._replace(read=_content, fields=CONTENT_PART),
     "summary": PARTS,
     "output": PARTS,
     **dict.fromkeys(("id", "status", "phase", "call_id", "name", "encrypted_content"), STRING),

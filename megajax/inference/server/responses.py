@@ -227,4 +227,11 @@ async def response_job(values: Values, model: ServedModel, config: ServerConfig)
     form = ResponseForm(model, chat.prompt, chat.sampling, values, chat.stages)
     names = {**values.names(), "prompt": "input", "guide": "tools" if chat.demands_call else "text"}
     stream = form if values.get("stream", False) else None
-    return Job(prompts=[chat.prompt], sampling=chat.sampling, response=form.response, stream=stream, names=names)
+    return Job(
+        prompts=[chat.prompt],
+        sampling=chat.sampling,
+        response=form.response,
+        stream=stream,
+        names=names,
+        images=chat.images,
+    )

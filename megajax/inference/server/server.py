@@ -19,8 +19,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.display.banner import Section, plain
 from megajax.display.text import count
+from megajax.inference.config import ImageFit
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
+from megajax.inference.images.reader import ImageReader
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.programs import Programs
 from megajax.inference.sampling_settings import Sampling
@@ -68,6 +70,7 @@ class Serving:
         where: str,
         sampling: Sampling,
         warm_up: bool,
+        image_fit: ImageFit,
         adapters: Mapping[str, Path],
         read_adapter: Callable[[Path], Any] | None,
         stop_asked: Callable[[], bool],
@@ -77,8 +80,9 @@ class Serving:
 
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
         settings that requests do not name; warm_up: whether to compile all steps before the first request, while
-        /health answers "starting"; adapters: folders by name, loaded first; read_adapter, read_weights: as in
-        `ModelList`; stop_asked: whether another process was asked to stop, which has the effect of a signal.
+        /health answers "starting"; image_fit: as in `InferenceConfig`; adapters: folders by name, loaded first;
+        read_adapter, read_weights: as in `ModelList`; stop_asked: whether another process was asked to stop, which has
+        the effect of a signal.
         """
         prepare = _compile(device.programs) if warm_up else ()
         worker = Worker(engine, patience=self._config.stall_seconds, prepare=prepare)
@@ -89,6 +93,7 @@ class Serving:
             conversation=conversation,
             length=engine.length,
             sampling=sampling,
+            images=None if device.images is None else ImageReader(device.images, image_fit, self._config.image_pixels),
             reranker=reranker_of(self._config, tokenizer),
         )
         readiness = Readiness(name, worker)

@@ -11,7 +11,7 @@ from started_step import StandInStep
 
 from megajax.config.errors import UserError
 from megajax.inference.embedder import pooled_positions
-from megajax.inference.request import Pooled, Sampled, Sequence, Step, TokenScore
+from megajax.inference.request import ImageInput, Pooled, Sampled, Sequence, Step, TokenScore
 
 BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
 """Prompts with nonfinite logits, and prompts that lose the device."""
@@ -21,13 +21,19 @@ class EchoDevice:
     """Steps take `seconds`, and none ends inside `hanging`."""
 
     chunk, tile, block, replicas, vocabulary, top = 512, 32, 16, 1, 257, 20
-    drafts, window, images = 0, None, None
+    drafts, window = 0, None
 
     def __init__(
-        self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005, memory: int = 0
+        self,
+        rows: int = 16,
+        blocks: int = 4000,
+        length: int = 4096,
+        seconds: float = 0.0005,
+        memory: int = 0,
+        images: ImageInput | None = None,
     ):
-        """memory: as of a model with an encoder, whose text an answer repeats; 0: of a decoder."""
-        self.memory, self.prefix_sharing = memory, not memory
+        """memory: as of a model with an encoder, whose text an answer repeats; 0: of a decoder. images: as `Device`."""
+        self.memory, self.prefix_sharing, self.images = memory, not memory, images
         self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds
         self._ends = threading.Event()
         self._ends.set()

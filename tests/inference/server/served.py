@@ -15,6 +15,7 @@ from waiting import wait_until
 from megajax.config.errors import UserError
 from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.engine import Engine
+from megajax.inference.images.reader import ImageReader
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig
@@ -102,6 +103,7 @@ def start(
         conversation=conversation,
         length=engine.length,
         sampling=sampling or Sampling(),
+        images=None if device.images is None else ImageReader(device.images, "crop", config.image_pixels),
         reranker=reranker_of(config, tokenizer),
     )
     readiness, log = Readiness("tiny", worker), list[str]()

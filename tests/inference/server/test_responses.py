@@ -170,7 +170,7 @@ def test_a_demanded_call(running: Running) -> None:
         ({"input": [{"role": "user"}]}, "input[0].content", "must be given"),
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id", "must be given"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
             "input[0].content[0].type",
             "not supported",
         ),

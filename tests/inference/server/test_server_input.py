@@ -143,7 +143,7 @@ def test_invalid_fields(served: Running, route: str, body: dict[str, Any], field
         ({"messages": CHATS, "guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"messages": CHATS, "structured_outputs": {"json": 5}}, "structured_outputs.json"),
         ({"messages": CHATS, "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1"}}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}]}]},
          "messages[0].content[0].type"),
         ({"messages": CHATS, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": CHATS, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
