@@ -13,7 +13,7 @@ from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import sampling_flags, sampling_of
-from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.interop.origin import DRAFT_FLAGS, MODEL_FLAGS, draft_origin, generation_config, origin_of
 from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
 
@@ -27,6 +27,7 @@ The flags after --stats control sampling and the end of an answer. docs/generate
 
 FLAGS = (
     *MODEL_FLAGS,
+    *DRAFT_FLAGS,
     Flag("prompt", str | None, help="a text to continue"),
     Flag("image", tuple[Path, ...], (), help="with --prompt: PNG or JPEG files, first or at each <image> in it"),
     Flag("prompts", Path | None, help="a file with one prompt per line, or .jsonl with prompt or messages"),
@@ -43,11 +44,13 @@ def main(argv: list[str]) -> int:
     """Parse the command line, then import jax, load the model and generate."""
     command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
     flags, config = command.flags, command.config
-    sampling = sampling_of(flags)
+    sampling, drafting = sampling_of(flags), draft_origin(flags, config.inference)
     prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
-    equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore", "prompts", "chat")}
+    equal = {
+        name: flags[name] for name in ("run", "hf", "adapter", "draft_run", "draft_hf", "ignore", "prompts", "chat")
+    }
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
@@ -59,7 +62,8 @@ def main(argv: list[str]) -> int:
     ):
         resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
         loaded = resolve("megajax.interop.loading:load")(config, origin_of(flags))
-        engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=rows)
+        draft = drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, drafting)
+        engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=rows, draft=draft)
         if processes.first:
             processes.lead(engine.device)
             session = resolve("megajax.inference.terminal:Session")(

@@ -89,13 +89,15 @@ def programs_of(
     length: int = 32,
     dtype: str = "float32",
     kernel: Any = "tiled",
+    drafting: Any = lambda size, **settings: None,
 ) -> Programs:
     """Steps of this many rows and as many slots. chunks: tokens of prompts, 0 for steps without one; tile: 0 for one
-    prompt a step."""
+    prompt a step. drafting: makes the drafts, from the same settings."""
     tiles = [(chunk // (tile or chunk), tile or chunk) if chunk else (0, 0) for chunk in chunks]
     buckets = [Bucket(rows, *shape, drafts) for shape in tiles]
     size = CacheSize(blocks=blocks, block=block, slots=rows)
-    return Programs(model, size, buckets=buckets, choosers=choosers, length=length, dtype=dtype, kernel=kernel)
+    settings: Any = {"buckets": buckets, "length": length, "dtype": dtype, "kernel": kernel}
+    return Programs(model, size, choosers=choosers, drafting=drafting(size, **settings), **settings)
 
 
 def step_logits(programs: Programs, work: abc.Sequence[Step]) -> list[tuple[Row, int, np.ndarray]]:

@@ -28,6 +28,7 @@ from megajax.interop.conversion import open_source
 from megajax.layers.cache_spec import stored_leaves
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig
 
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -113,7 +114,7 @@ def model_of(folder: Path) -> LoadedModel:
     """The model of the folder on the first device."""
     opened, parallel = open_source(f"hf:{folder}"), ParallelConfig(data=1, data_sharding="replicate")
     mesh = build_mesh(parallel, jax.devices()[:1])
-    return load_weights(opened.model, opened.weights, parallel, mesh, PrecisionConfig(compute="float32"), {})
+    return load_weights(opened.model, opened.weights, Plan.of(parallel), mesh, PrecisionConfig(compute="float32"), {})
 
 
 def stream_bandwidth() -> float:

@@ -19,11 +19,13 @@ from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.images.image_states import image_leaves
-from megajax.inference.loaded_model import LoadedModel, layers_apart
+from megajax.inference.loaded_model import Draft, LoadedModel, layers_apart
 from megajax.inference.loading import model_on_mesh
 from megajax.inference.programs import CacheSize, Programs, buckets_up_to, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
+from megajax.inference.speculation.draft_model import ByDevice, DraftModel
+from megajax.inference.speculation.earlier_text import EarlierText
 from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
@@ -52,12 +54,14 @@ def make_engine(
     length: int,
     queue: int,
     answer_start: tuple[int, ...] = (),
+    draft: Draft | None = None,
 ) -> Engine:
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests; answer_start: as in `Engine`. Raises UserError if there is no memory for the cache, or if the model cannot
-    take back the tokens of a draft.
+    requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: they come from the text of a
+    request. Raises UserError if there is no memory for the cache, or if the model cannot take back the tokens of a
+    draft.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
@@ -67,16 +71,30 @@ def make_engine(
     if config.speculate and not tiled:
         reason = "the model has layers with a state per request (or an encoder), from which no token can be taken back"
         raise UserError(f"inference.speculate={config.speculate}: {reason}. Set inference.speculate=0")
+    invariant, models = config.batch_invariant, (model, *(() if draft is None else (draft.model,)))
+    buckets = buckets_up_to(max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=invariant)
+    size, drafting = cache_size(config, length, models, dtype), None
+    if draft is not None:
+        # Rows have drafts in almost all steps.
+        buckets = tuple(bucket for bucket in buckets if bucket.drafts)
+        drafting = DraftModel(
+            draft._replace(model=for_steps(draft.model)),
+            size,
+            buckets=buckets,
+            vocabulary=vocabulary,
+            length=length,
+            dtype=dtype,
+            kernel=choose_kernel(config.kernel, draft.model.cfg, config.compute, dtype),
+        )
     programs = Programs(
         for_steps(model),
-        cache_size(config, length, model, dtype),
-        buckets=buckets_up_to(
-            max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=config.batch_invariant
-        ),
-        choosers=choosers(vocabulary, invariant=config.batch_invariant),
+        size,
+        buckets=buckets,
+        choosers=choosers(vocabulary, invariant=invariant),
         length=length,
         dtype=dtype,
         kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype),
+        drafting=drafting,
     )
     whitespace = config.json_whitespace
     guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens, whitespace=whitespace)
@@ -92,7 +110,8 @@ def make_engine(
         adapters=adapters,
         look_ahead=config.look_ahead,
         # The other processes would keep theirs.
-        weights=None if model.mesh.is_multi_process else ModelWeights(programs),
+        weights=None if model.mesh.is_multi_process else ModelWeights(programs, drafting),
+        drafter=EarlierText if draft is None else ByDevice,
     )
 
 
@@ -111,29 +130,33 @@ def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored:
     return choose_paged(kernel, requests, local_device(), "inference.kernel").kernel
 
 
-def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: str) -> CacheSize:
+def cache_size(config: InferenceConfig, length: int, models: Sequence[LoadedModel], dtype: str) -> CacheSize:
     """The cache of each replica: as configured, or as large as fits beside the weights.
 
-    length: most tokens of a row. Raises UserError where that is less than a block.
+    length: most tokens of a row; models: those on a mesh whose caches have the same blocks, the draft model last.
+    Raises UserError where that is less than a block.
     """
     rows, needed = max(2, config.rows), max(2, config.rows) * -(-length // config.block)
     size = CacheSize(blocks=needed, block=config.block, slots=rows)
     if config.cache_tokens is not None:
         return replace(size, blocks=config.cache_tokens // config.block)
-    shape = model.mesh.shape
-    leaves = (*model.cfg.cache_leaves(shape["tensor"]), *image_leaves(model.cfg))
-    replicas = shape["data"] * shape["expert"]
-    like = like_cache(leaves, replace(size, blocks=1), dtype, model.mesh, model.layout, replicas)
-    bytes_of = {leaf: shard_bytes(like[leaf.name]) for leaf in stored_leaves(leaves, dtype)}
-    of_block = sum(count for leaf, count in bytes_of.items() if leaf.per == "token")
-    of_rows = sum(count for leaf, count in bytes_of.items() if leaf.per == "row")
-    if not of_block:
+    mesh, bytes_of = models[0].mesh, {"token": 0, "row": 0}
+    for number, model in enumerate(models):
+        # Draft models read no images.
+        leaves = (*model.cfg.cache_leaves(model.layout.plan.tensor), *(() if number else image_leaves(model.cfg)))
+        replicas = mesh.shape["data"] * mesh.shape["expert"]
+        like = like_cache(leaves, replace(size, blocks=1), dtype, mesh, model.layout, replicas)
+        for leaf in stored_leaves(leaves, dtype):
+            bytes_of[leaf.per] += shard_bytes(like[leaf.name])
+    if not bytes_of["token"]:
         return size
-    free = least_free_memory(model.mesh)
-    blocks = int((free.bytes * (config.memory_share if free.from_devices else CPU_SHARE) - of_rows) // of_block)
+    free = least_free_memory(mesh)
+    usable = free.bytes * (config.memory_share if free.from_devices else CPU_SHARE) - bytes_of["row"]
+    blocks = int(usable // bytes_of["token"])
     if blocks < 1:
-        sizes = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
-        raise UserError(f"the cache has no room: {sizes} {byte_size(of_block)}. Use more devices (parallel.tensor)")
+        of_block = f"a block of {config.block} tokens takes {byte_size(bytes_of['token'])}"
+        sizes = f"{byte_size(free.bytes)} are free on a device, and {of_block}"
+        raise UserError(f"the cache has no room: {sizes}. Use more devices (parallel.tensor)")
     return replace(size, blocks=min(blocks, LARGEST_POOL // config.block if free.from_devices else needed))
 
 

@@ -52,9 +52,9 @@ class InferenceConfig:
     """Start a step before the tokens of the previous one are read, so that the device does not wait for the host. With
     `speculate` steps begin with these tokens, and do not look ahead."""
     speculate: int = 0
-    """Speculative decoding: a step verifies up to this many tokens for each request, those that followed its last
-    tokens where they occurred before. The answers are the same, with fewer steps for text that repeats itself. 0: none.
-    """
+    """Speculative decoding: a step verifies up to this many tokens for each request. With --draft-run or --draft-hf, a
+    smaller model drafts them; else they are those that followed the request's last tokens where they occurred before.
+    The answers are the same, in fewer steps if drafts are right. 0: none."""
     warm_up: bool = True
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
     json_whitespace: bool = False

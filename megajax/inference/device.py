@@ -59,8 +59,11 @@ class ModelStep:
         self._chosen = chosen, scores, sums
 
     def results(self) -> list[list[Sampled]]:
-        chosen, scores, sums = jax.device_get(self._chosen)
-        results, step, embedder = [], self._step, self._device.embedder
+        step, embedder, drafting = self._step, self._device.embedder, self._device.programs.drafting
+        (chosen, scores, sums), drafts = jax.device_get((self._chosen, step.drafts))
+        results = list[list[Sampled]]()
+        if drafting is not None:
+            drafting.receive(self._work, step.bucket, drafts, chosen.token)
         for replica, part in enumerate(self._work):
             rows = [] if part is None else [row for row, _ in part.parts()]
             results.append([_row(row, chosen, step.row(replica, number)) for number, row in enumerate(rows)])

@@ -14,7 +14,7 @@ from megajax.mesh.layout import Layout
 
 
 class Embedder(NamedTuple):
-    """Adds up the states of the prompts of a step, in a compiled program; a `programs.Scorer`."""
+    """Adds up the states of the prompts of a step, in a compiled program; a `model_step.Scorer`."""
 
     tile: int
     """Tokens of a tile; a step has at most one prompt for each tile."""

@@ -8,11 +8,10 @@ import logging
 import os
 import random
 import time
-from collections import abc, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import abc
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from itertools import count
 from threading import Lock
@@ -22,13 +21,11 @@ from megajax.config.errors import Problem, UserError
 from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
-from megajax.inference.drafts import EarlierText
 from megajax.inference.request import (
     Device,
+    Drafter,
     Finish,
     LoadedAdapter,
-    Output,
-    PromptImage,
     Refused,
     Request,
     Running,
@@ -43,6 +40,7 @@ from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.sampling.guide import mask_of
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler, replica_for
+from megajax.inference.speculation.earlier_text import EarlierText
 from megajax.inference.statistics import Statistics
 from megajax.tokenizers.base import Tokenizer
 
@@ -65,6 +63,7 @@ class Engine:
         look_ahead: bool = True,
         weights: Weights | None = None,
         answer_start: tuple[int, ...] = (),
+        drafter: Callable[[int], Drafter] = EarlierText,
     ):
         """tokenizer: None for answers without text. end_tokens: tokens that end a text; None for the tokenizer's.
 
@@ -74,7 +73,7 @@ class Engine:
         look_ahead: start a step before the results of the previous one are received, unless the device has drafts,
         which begin with these results. weights: of the device; None: they cannot be replaced or moved. answer_start: of
         a model with an encoder, the tokens before every answer: the encoder reads the prompt of a request without
-        `memory`.
+        `memory`. drafter: makes that of a sequence, from the device's maximum number of tokens of a draft.
         """
         self.adapters = adapters or AdapterTable()
         self.device, self.tokenizer, self.answer_start = device, tokenizer, answer_start
@@ -100,13 +99,16 @@ class Engine:
         """Whether the device has no cache, and no weights unless `refit` gave it some; no step runs until `wake`."""
         self._weights, self._identity = weights, os.urandom(DIGEST)
         self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
+        self._drafter = drafter
         self._numbers, self._guiding = count(), Lock()
         self._open: dict[str, int] = {}
         self._active: dict[int, ActiveRequest] = {}
         self._look_ahead = look_ahead and not device.drafts
         self._started: tuple[abc.Sequence[Step | None], StartedStep] | None = None
         """A step whose results are awaited."""
-        self._steps = self._tokens = self._errors = self._drafted = self._accepted = 0
+        self._steps = self._tokens = self._errors = self._drafts = self._drafted = 0
+        self._accepted = [0] * device.drafts
+        """Tokens by their position in the draft."""
         self._host_seconds = self._device_seconds = self._last_seconds = 0.0
 
     @property
@@ -330,7 +332,9 @@ class Engine:
             prompt_tokens_total=sum(scheduler.prompt_tokens for scheduler in schedulers),
             shared_tokens_total=sum(scheduler.shared_tokens for scheduler in schedulers),
             drafted_tokens_total=self._drafted,
-            accepted_tokens_total=self._accepted,
+            accepted_tokens_total=sum(self._accepted),
+            drafts_total=self._drafts,
+            accepted_at_total=tuple(self._accepted),
             preemptions_total=sum(scheduler.preemptions for scheduler in schedulers),
             errors_total=self._errors,
             scheduler_seconds_total=self._host_seconds,
@@ -393,7 +397,7 @@ class Engine:
             top=sampling.logprobs,
             allowed=mask_of(sampling.allowed_tokens, self.device.vocabulary) if sampling.allowed_tokens else None,
             guide=self._start_of(sampling),
-            drafter=EarlierText(self.device.drafts) if drafted else None,
+            drafter=self._drafter(self.device.drafts) if drafted else None,
         )
 
     def _receive(self, work: abc.Sequence[Step | None], started: StartedStep) -> None:
@@ -415,12 +419,13 @@ class Engine:
         """Give a sequence its result, and those after its draft as long as the draft has the tokens that were chosen:
         it gets the tokens of steps without drafts, one by one, and ends where it would end with these."""
         draft = sequence.draft
+        self._drafts += bool(draft)
         self._drafted += len(draft)
         self._guarded(active, ActiveRequest.receive, sequence, computed, result)
         for ahead, (token, following) in enumerate(zip(draft, result.following, strict=True)):
             if sequence not in active.sequences or sequence.tokens[computed + ahead] != token:
                 break
-            self._accepted += 1
+            self._accepted[ahead] += 1
             sequence.computed += 1
             self._guarded(active, ActiveRequest.receive, sequence, sequence.computed, following)
 
@@ -446,43 +451,3 @@ class Engine:
 def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a tokenizer's texts."""
     return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})
-
-
-def complete(
-    engine: Engine,
-    requests: Iterable[tuple[tuple[int, ...], Sampling]],
-    show: Callable[[Output], None] = lambda output: None,
-    interrupted: Callable[[], bool] = lambda: False,
-    images: tuple[PromptImage, ...] = (),
-) -> Iterator[list[Output]]:
-    """Yield the answers to prompts in order, as soon as they and all earlier ones are complete.
-
-    The engine runs on the caller's thread. requests: prompts and their settings, consumed as the engine has capacity.
-    show: called with each output; interrupted: called before each step, True ends all answers at once; images: of each
-    prompt. Raises Refused.
-    """
-    waiting, running, number, more = iter(requests), deque[tuple[str, list[Output]]](), 0, True
-
-    def deliver(answers: list[Output], output: Output) -> None:
-        answers[output.choice] = answers[output.choice].merge(output)
-        show(output)
-
-    while more or running:
-        while more and engine.requests < engine.capacity:
-            following = next(waiting, None)
-            more = following is not None
-            if following is not None:
-                prompt, sampling = following
-                name, answers = f"complete {number}", [Output(choice) for choice in range(sampling.n)]
-                collect = partial(deliver, answers)
-                engine.submit(
-                    Request(identifier=name, prompt=prompt, sampling=sampling, images=images, deliver=collect)
-                )
-                running.append((name, answers))
-                number += 1
-        if interrupted():
-            for name, _ in running:
-                engine.cancel(name)
-        engine.step()
-        while running and all(answer.finish for answer in running[0][1]):
-            yield running.popleft()[1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,14 @@ class LoadedModel:
         reads a constant row of such a stack in place."""
         stacked = {path: jnp.stack(w) if isinstance(w, tuple) else w for path, w in weights.items()}
         return bind(self.model, stacked)
+
+
+class Draft(NamedTuple):
+    """A model that drafts the tokens of another one, on the same mesh."""
+
+    model: LoadedModel
+    where: str
+    """The source of the weights, for messages."""
 
 
 def layers_apart(loaded: LoadedModel) -> LoadedModel:

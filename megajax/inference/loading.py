@@ -31,7 +31,7 @@ from megajax.precision.config import PrecisionConfig
 def load_weights(
     cfg: Any,
     source: WeightSource,
-    parallel: ParallelConfig,
+    plan: Plan,
     mesh: Mesh,
     precision: PrecisionConfig,
     options: Mapping[str, Any],
@@ -43,9 +43,9 @@ def load_weights(
     beside the matrices.
     Raises UserError for a model that cannot generate, and for missing weights or wrong shapes, listing all of them.
     """
-    layout = Layout(Plan.of(parallel))
+    layout = Layout(plan)
     demand_device(cfg, mesh.devices.flat[0])
-    cfg.cache_leaves(mesh.shape["tensor"])
+    cfg.cache_leaves(plan.tensor)
     built = cfg if adapters is None else replace(cfg, lora=adapters)
     abstract: nnx.Module = nnx.eval_shape(lambda: built.build(layout))
     slots = {} if adapters is None else specs(abstract, Adapter)

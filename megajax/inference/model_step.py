@@ -4,14 +4,17 @@ A step may be dispatched before the host knows the tokens that the previous one 
 token of each slot, and puts it in the place of `AWAITED`.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections import abc
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from megajax.inference.images.image_states import IMAGES, with_images
 from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.request import Step
 from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf
@@ -109,3 +112,56 @@ def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tupl
 
     pool, row = (None, "batch", None), ("batch", None)
     return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)
+
+
+class Chooser(Protocol):
+    """A way to choose the next tokens; hashable."""
+
+    def like(self, choices: int) -> Any:
+        """A pytree of its input arrays [choices, ...], as jax.ShapeDtypeStruct; choices: of all replicas."""
+        ...
+
+    def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: Any) -> Any:
+        """Arrays as in `StepOutput`, and those inputs -> a pytree of arrays, with the chosen tokens as `token`."""
+        ...
+
+
+class Scorer(Protocol):
+    """A use of the states of prompts' tokens; hashable."""
+
+    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> Any:
+        """States of `StepOutput.prompts` and int32 [chunk] targets -> a pytree of arrays.
+
+        model: a `megajax.models.protocol.GeneratingModel`.
+        """
+        ...
+
+
+class Drafting(Protocol):
+    """Makes the drafts of all rows, at the start of a step."""
+
+    loaded: LoadedModel
+    where: str
+    """The source of its weights."""
+    leaves: abc.Sequence[CacheLeaf]
+    """Of its cache, which has the same blocks."""
+
+    def needed(self) -> abc.Sequence[tuple[str, Callable[[], object]]]:
+        """The name of each of its programs, and how to compile it."""
+        ...
+
+    def allocate(self) -> None:
+        """Create its cache."""
+        ...
+
+    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket, arrays: StepArrays) -> Any:
+        """What `draft` reads beside the arrays of a step: a tree of arrays on the host."""
+        ...
+
+    def draft(self, bucket: Bucket, arrays: StepArrays, inputs: Any) -> tuple[StepArrays, Array]:
+        """The arrays of a step with the tokens of drafts, and these as `Dispatched.drafts`."""
+        ...
+
+    def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray, chosen: np.ndarray) -> None:
+        """Give the rows of a step their drafts. chosen [R * (1 + K)]: the tokens after each of the step's."""
+        ...

@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.model_step import (
     STATES,
     TOKENS,
+    Chooser,
+    Drafting,
+    Scorer,
     StepOutput,
     known_tokens,
     of_layers,
@@ -92,35 +95,14 @@ def like_cache(
     return cache
 
 
-class Chooser(Protocol):
-    """A way to choose the next tokens; hashable."""
-
-    def like(self, choices: int) -> Any:
-        """A pytree of its input arrays [choices, ...], as jax.ShapeDtypeStruct; choices: of all replicas."""
-        ...
-
-    def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: Any) -> Any:
-        """Arrays as in `StepOutput`, and those inputs -> a pytree of arrays, with the chosen tokens as `token`."""
-        ...
-
-
-class Scorer(Protocol):
-    """A use of the states of prompts' tokens; hashable."""
-
-    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> Any:
-        """States of `StepOutput.prompts` and int32 [chunk] targets -> a pytree of arrays.
-
-        model: a `megajax.models.protocol.GeneratingModel`.
-        """
-        ...
-
-
 class Dispatched(NamedTuple):
     """A step of the model that was dispatched to the device."""
 
     bucket: Bucket
     slots: np.ndarray
     """int32 [replicas * bucket.rows]: the slots of its rows."""
+    drafts: Any = None
+    """int32 [replicas * bucket.rows, bucket.drafts], replicated on the devices; None if rows have their drafts."""
 
     def row(self, replica: int, number: int) -> int:
         """The index of a row among the choices, by its index in `Step.parts`; those after its draft follow."""
@@ -169,10 +151,12 @@ class Programs:
         length: int,
         dtype: str,
         kernel: PagedKernel,
+        drafting: Drafting | None = None,
     ):
-        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache."""
+        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache; drafting: None if rows
+        have their drafts."""
         self.loaded, self.size, self.buckets = loaded.described(), size, tuple(buckets)
-        self.length, self.kernel = length, kernel
+        self.length, self.kernel, self.drafting = length, kernel, drafting
         self.choosers = tuple(choosers)
         self.weights = dict(loaded.weights)
         """Those of `loaded`, with the adapters that were loaded since; empty while they are elsewhere."""
@@ -234,7 +218,8 @@ class Programs:
     @property
     def window(self) -> int | None:
         """Number of positions before a query that any layer reads; None: some layer reads all."""
-        windows = [leaf.window for leaf in self.leaves if leaf.per == "token" and leaf is not TOKENS]
+        leaves = [*self.leaves, *(() if self.drafting is None else self.drafting.leaves)]
+        windows = [leaf.window for leaf in leaves if leaf.per == "token" and leaf is not TOKENS]
         return None if None in windows else max((window for window in windows if window is not None), default=None)
 
     @property
@@ -268,7 +253,7 @@ class Programs:
             programs.append(("images", partial(self._image_reader, self.images)))
         if self.loaded.adapters is not None:
             programs.append(("loading of adapters", self._adapter_writer))
-        return programs
+        return programs if self.drafting is None else [*programs, *self.drafting.needed()]
 
     def _compiled(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """A program; compiled when first needed."""
@@ -345,8 +330,9 @@ class Programs:
                 self._everywhere("image", pixels, places)
             index = [state_index(step, bucket, self._image_pool.images) for step in work]
             arrays = arrays._replace(images=np.concatenate(index))
-        self._everywhere("step", bucket, arrays)
-        return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]))
+        inputs = None if self.drafting is None else self.drafting.inputs(work, bucket, arrays)
+        drafts = self._everywhere("step", bucket, arrays, inputs)
+        return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]), drafts)
 
     def drop_cache(self) -> None:
         """Release the memory of the cache; the next use creates an empty one."""
@@ -376,8 +362,12 @@ class Programs:
         """Run this process's part of an operation. All processes run the same ones in the same order, with equal
         arguments: arrays on the host. Results are replicated, so that each process can read them."""
         match name, arguments:
-            case "step", (bucket, arrays):
+            case "step", (bucket, arrays, inputs):
+                drafts = None
+                if self.drafting is not None:
+                    arrays, drafts = self.drafting.draft(bucket, arrays, inputs)
                 self._output, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
+                return drafts
             case "choose", (bucket, number, inputs, slots):
                 choose, out = self._choice(bucket, self.choosers[number]), self._output
                 chosen, self.latest = choose(out.logits, out.tokens, inputs, self.latest, slots)
@@ -392,6 +382,8 @@ class Programs:
                 self._needed()[number][1]()
             case "allocate", ():
                 jax.block_until_ready((self.cache, self.latest))
+                if self.drafting is not None:
+                    self.drafting.allocate()
             case "write_adapter", (slot, values):
                 old = {path: self.weights[path] for path in values}
                 self.weights |= self._adapter_writer()(old, values, np.int32(slot))

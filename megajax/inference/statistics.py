@@ -29,6 +29,10 @@ class Statistics:
     """Tokens of drafts that steps verified."""
     accepted_tokens_total: int
     """Those among them that became tokens of answers."""
+    drafts_total: int
+    """Drafts that steps verified."""
+    accepted_at_total: tuple[int, ...]
+    """Accepted tokens by their position in the draft, from 0."""
     preemptions_total: int
     """Preempted rows, which are computed again."""
     errors_total: int

@@ -13,8 +13,9 @@ from typing import TextIO
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.display.text import visible
+from megajax.inference.completion import complete
 from megajax.inference.config import ImageFit
-from megajax.inference.engine import Engine, complete
+from megajax.inference.engine import Engine
 from megajax.inference.images.reader import ImageReader
 from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
 from megajax.inference.request import Output, PromptImage, Refused, Request

@@ -15,7 +15,7 @@ from megajax.inference.adapters.values import AdapterWeights, slot_values
 from megajax.inference.assembly import for_steps, make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
-from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.loaded_model import Draft, LoadedModel
 from megajax.inference.loading import demand_shapes, load_weights, stored_specs
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
@@ -25,6 +25,7 @@ from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.layers.lora.add_adapters import AdapterSlots
+from megajax.mesh.rules import Plan
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
@@ -78,7 +79,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     adapters = AdapterSlots(inference.adapters, inference.adapter_rank) if inference.adapters else None
     return Loaded(
         config,
-        load_weights(config.model, weights, parallel, mesh, precision, options, adapters),
+        load_weights(config.model, weights, Plan.of(parallel), mesh, precision, options, adapters),
         tokenizer,
         end_tokens_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
         None if template is None else Conversation(template, tokenizer),
@@ -198,7 +199,7 @@ def weight_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Callable[[
         demand_shapes(weights, stored_specs(described.model))
 
         def make() -> Params:
-            settings = config.parallel.layout(), described.mesh, precision, described.options
+            settings = Plan.of(config.parallel.layout()), described.mesh, precision, described.options
             return for_steps(load_weights(model, weights, *settings)).weights
 
         return make
@@ -227,8 +228,8 @@ def merged(weights: WeightSource, model: Any) -> WeightSource:
     return MergedWeights(weights, declared_by(model), model.lora.scale())
 
 
-def start_engine(loaded: Loaded, *, queue: int) -> Engine:
-    """An engine for a model; see `megajax.inference.assembly.make_engine`."""
+def start_engine(loaded: Loaded, *, queue: int, draft: Draft | None = None) -> Engine:
+    """An engine for a model and its draft model; see `megajax.inference.assembly.make_engine`."""
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
     return make_engine(
@@ -239,4 +240,5 @@ def start_engine(loaded: Loaded, *, queue: int) -> Engine:
         length=length,
         queue=queue,
         answer_start=loaded.answer_start,
+        draft=draft,
     )

@@ -128,6 +128,14 @@ class Plan:
                 in_step, at_rest = sharded, sharded
         return cls(compute=compute, step_layout=in_step, params=at_rest, optimizer=at_rest, tensor=cfg.tensor)
 
+    def over_batch(self) -> "Plan":
+        """The plan of a model that each device has as a whole: only the batch is sharded."""
+        whole = dict.fromkeys(
+            ("seq_residual", "embed", "mlp", "heads", "kv_heads", "vocab", "expert", "expert_mlp"), ()
+        )
+        rules = replace(self.compute, **whole)
+        return Plan(compute=rules, step_layout=rules, params=rules, optimizer=rules)
+
     def kv_heads(self, heads: int) -> str:
         """Logical axis of a weight's key-value heads."""
         return "kv_heads_copied" if heads < self.tensor else "kv_heads"

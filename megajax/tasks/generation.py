@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
-from megajax.inference.engine import complete
+from megajax.inference.completion import complete
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.check_compiler_options import inference_options

@@ -14,7 +14,8 @@ from stand_in import StandIn, expected
 from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, UserError
 from megajax.generate import main
-from megajax.inference.engine import Engine, complete
+from megajax.inference.completion import complete
+from megajax.inference.engine import Engine
 from megajax.inference.prompts import Prompt, encode, read_prompts
 from megajax.inference.request import ImageInput
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of

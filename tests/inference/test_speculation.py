@@ -18,13 +18,14 @@ from megajax.config.errors import UserError
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
-from megajax.inference.drafts import EarlierText
 from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Sampled, Sequence
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.scheduler import Pool, Scheduler
-from megajax.inference.server.metrics import VLLM_STATISTICS
+from megajax.inference.server.metrics import VLLM_STATISTICS, Readiness
+from megajax.inference.speculation.earlier_text import EarlierText
+from megajax.inference.worker import Worker
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 
@@ -125,9 +126,29 @@ def test_random_loads_have_the_answers_of_steps_without_drafts(seed: int, few: b
     assert drafted.steps_total < plain.steps_total and drafted.tokens_total == plain.tokens_total
     assert drafted.shared_tokens_total > 0
     assert not few or drafted.preemptions_total > 0
+    assert sum(drafted.accepted_at_total) == drafted.accepted_tokens_total
+    assert list(drafted.accepted_at_total) == sorted(drafted.accepted_at_total, reverse=True)
+    assert drafted.accepted_at_total[0] <= drafted.drafts_total <= drafted.drafted_tokens_total
     values = {name: value(drafted) for name, (_, value) in VLLM_STATISTICS.items()}
     assert values["spec_decode_num_draft_tokens_total"] == drafted.drafted_tokens_total
     assert values["spec_decode_num_accepted_tokens_total"] == drafted.accepted_tokens_total
+
+
+def test_metrics_of_a_server() -> None:
+    """Accepted tokens by their position; nothing of the kind without drafts."""
+    for drafts in (0, 2):
+        engine, client = Engine(Repeating(drafts=drafts, vocabulary=257)), Client([97] * 8, max_tokens=30)
+        serve(engine, client)
+        lines = set(Readiness("m", Worker(engine)).lines())
+        counts = engine.statistics().accepted_at_total
+        assert len(counts) == drafts and all(counts)
+        for name in (
+            'megajax_accepted_at_total{model="m"',
+            'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m"',
+        ):
+            assert {line for line in lines if line.startswith(name)} == {
+                f'{name},position="{position}"}} {count}' for position, count in enumerate(counts)
+            }
 
 
 def test_statistics_at_a_terminal() -> None:

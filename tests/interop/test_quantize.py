@@ -34,6 +34,7 @@ from megajax.layers.param import bind
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.command import prepare
@@ -305,11 +306,13 @@ def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: 
     expected = jax.nn.log_softmax(right[0, :-1])[np.arange(15), tokens[1:]]
     np.testing.assert_allclose(log_p[0, :15], expected, atol=1e-4)
     mesh = build_mesh(parallel, jax.devices()[:1])
-    loaded = load_weights(step.config.model, step.weights(), parallel, mesh, PrecisionConfig(compute="float32"), {})
+    loaded = load_weights(
+        step.config.model, step.weights(), Plan.of(parallel), mesh, PrecisionConfig(compute="float32"), {}
+    )
     with jax.set_mesh(mesh):
         logits = jax.jit(lambda values: bind(loaded.model, values)(tokens[None]))(loaded.weights)
     np.testing.assert_allclose(logits, right, atol=1e-5 * np.abs(right).max())
     narrow = load_weights(
-        step.config.model, step.weights(), parallel, mesh, PrecisionConfig(compute="bfloat16"), {}
+        step.config.model, step.weights(), Plan.of(parallel), mesh, PrecisionConfig(compute="bfloat16"), {}
     ).weights
     assert {str(value.dtype) for path, value in narrow.items() if ".query" in path} == {"uint8", "float32"}

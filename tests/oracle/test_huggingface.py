@@ -14,8 +14,8 @@ from megatron_run import OneDevice
 from safetensors.numpy import load_file
 
 from megajax.config.errors import UserError
+from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.engine import complete
 from megajax.inference.sampling_settings import Sampling
 from megajax.interop import conversion
 from megajax.interop.loading import load, start_engine

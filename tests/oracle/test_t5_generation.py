@@ -11,9 +11,10 @@ from flax import nnx
 from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, cases
 
+from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.device import ModelDevice
-from megajax.inference.engine import Engine, complete
+from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers

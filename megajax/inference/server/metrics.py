@@ -42,9 +42,12 @@ VLLM_STATISTICS: Mapping[str, tuple[str, Callable[[Statistics], float]]] = {
         "Tokens of drafts that became tokens of answers.",
         lambda counts: counts.accepted_tokens_total,
     ),
+    "spec_decode_num_drafts_total": ("Drafts that steps verified.", lambda counts: counts.drafts_total),
     "prefix_cache_hits_total": ("Tokens of prompts found in the cache.", lambda counts: counts.shared_tokens_total),
 }
 """Name after `vllm:` -> what it counts, and its value."""
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+"""vLLM's name of the accepted tokens by their position."""
 VLLM_FINISHES: Mapping[str, str] = {"cancelled": "abort"}
 """Reason for which an answer ended -> vLLM's name, where it is another."""
 
@@ -132,8 +135,10 @@ def _times(name: str, text: str, bounds: Sequence[float] = SECONDS) -> Histogram
 class Readiness:
     """The state reported by /health."""
 
-    def __init__(self, name: str, worker: Worker):
-        """name: name of the model."""
+    def __init__(self, name: str, worker: Worker, draft_model: str | None = None):
+        """name: name of the model; draft_model: path of its draft model."""
+        self.draft_model = draft_model
+        """Path of the draft model; None without one."""
         self._name, self._worker, self._texts = name, worker, field_texts(Statistics)
         self.draining = False
         self.active = 0
@@ -166,7 +171,14 @@ class Readiness:
         """Statistics of the engine in Prometheus's text format."""
         statistics = self._worker.statistics()
         for name, value in asdict(statistics).items():
-            yield from gauge(PREFIX + name, self._texts[name], value, model=self._name)
+            if not isinstance(value, tuple):
+                yield from gauge(PREFIX + name, self._texts[name], value, model=self._name)
+        accepted, text = statistics.accepted_at_total, self._texts["accepted_at_total"]
+        for name, label in ((f"{PREFIX}accepted_at_total", "model"), (f"{VLLM}{PER_POSITION}", "model_name")):
+            counter = Counter(name, text)
+            for position, value in enumerate(accepted):
+                counter.add(value, **{label: self._name}, position=str(position))
+            yield from counter.lines() if accepted else ()
         for name, (text, value_of) in VLLM_STATISTICS.items():
             yield from gauge(VLLM + name, text, value_of(statistics), model_name=self._name)
 

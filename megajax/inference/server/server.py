@@ -96,7 +96,8 @@ class Serving:
             images=None if device.images is None else ImageReader(device.images, image_fit, self._config.image_pixels),
             reranker=reranker_of(self._config, tokenizer),
         )
-        readiness = Readiness(name, worker)
+        drafting = device.programs.drafting
+        readiness = Readiness(name, worker, None if drafting is None else drafting.where)
         models = ModelList(model, read_adapter, read_weights)
         for adapter, folder in adapters.items():
             engine.load_adapter(adapter, models.read(adapter, folder))
@@ -153,12 +154,23 @@ def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) 
                 ("kernel", f"{programs.kernel}"),
                 ("steps", f"{', '.join(map(str, programs.buckets))}; {when}"),
                 ("cache", pool),
-                ("drafts", f"up to {programs.drafts} tokens of earlier text in a step" if programs.drafts else "none"),
+                ("drafts", _drafts(programs)),
                 ("request", f"at most {model.length:,} tokens, prompt and answer"),
                 *([] if slots is None else [("adapters", f"{names}; {slots.count} slots of rank {slots.rank}")]),
             ],
         ),
     ]
+
+
+def _drafts(programs: Programs) -> str:
+    """Which drafts steps verify."""
+    drafting = programs.drafting
+    if drafting is None:
+        return f"up to {programs.drafts} tokens of earlier text in a step" if programs.drafts else "none"
+    loaded, tensor = drafting.loaded, drafting.loaded.mesh.shape["tensor"]
+    sharded = "sharded as the model is" if loaded.layout.plan.tensor == tensor else "whole on each device"
+    size = f"{count(parameter_count(loaded))} parameters, of {drafting.where}"
+    return f"{programs.drafts} tokens in a step, by a model with {size}" + (f", {sharded}" if tensor > 1 else "")
 
 
 def parameter_count(loaded: LoadedModel) -> int:

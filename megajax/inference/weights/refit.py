@@ -13,6 +13,7 @@ from megajax.config.errors import UserError
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.loading import in_step, stored_specs
 from megajax.inference.programs import Programs
+from megajax.inference.speculation.draft_model import DraftModel
 from megajax.inference.weights.host_array import HostArray
 from megajax.layers.param import Adapter, Observation, ParamSpec, specs
 
@@ -71,10 +72,11 @@ class StepWeights:
 
 
 class ModelWeights:
-    """A `megajax.inference.request.Weights`: those of the compiled steps of a model."""
+    """A `megajax.inference.request.Weights`: those of the compiled steps of a model. Its draft model sleeps as well."""
 
-    def __init__(self, programs: Programs):
+    def __init__(self, programs: Programs, draft_model: DraftModel | None = None):
         self._programs, self._at_rest = programs, dict[str, Any]()
+        self._draft_model, self._draft_at_rest = draft_model, dict[str, Any]()
         self._slots = frozenset(specs(programs.loaded.model, Adapter))
         self._makes = StepWeights(programs.loaded)
 
@@ -103,21 +105,31 @@ class ModelWeights:
             self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
         programs.weights.clear()
         programs.drop_cache()
+        if self._draft_model is not None:
+            self._draft_at_rest |= jax.tree.map(HostArray.of, self._draft_model.weights)
+            self._draft_model.weights.clear()
+            self._draft_model.drop_cache()
 
     def wake(self) -> None:
         programs = self._programs
         if programs.loaded.weights.keys() - programs.weights.keys() - self._at_rest.keys():
             raise UserError("the engine has no weights: call refit before it wakes up")
-        for path in [*self._at_rest]:
-            stored = self._at_rest.pop(path)
-            programs.weights[path] = jax.tree.map(
-                HostArray.on_devices, stored, is_leaf=lambda leaf: isinstance(leaf, HostArray)
-            )
+        _move_back(self._at_rest, programs.weights)
         jax.block_until_ready(programs.cache)
+        if self._draft_model is not None:
+            _move_back(self._draft_at_rest, self._draft_model.weights)
+            jax.block_until_ready(self._draft_model.cache)
 
     def _demand_one_process(self) -> None:
         if (count := jax.process_count()) > 1:
             raise UserError(f"an engine of {count} processes keeps its weights: start it again with others")
+
+
+def _move_back(at_rest: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Move all weights from the host's memory to the devices."""
+    for path in [*at_rest]:
+        stored = at_rest.pop(path)
+        weights[path] = jax.tree.map(HostArray.on_devices, stored, is_leaf=lambda leaf: isinstance(leaf, HostArray))
 
 
 def demand_alike(weights: Params, likes: Mapping[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Drafts of tokens that may follow, for a step of the model to verify."""
