@@ -114,6 +114,14 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
         "vocabulary": model.vocabulary_size,
         "compute": cfg.precision.compute,
         "micro_size": cfg.batch.micro_size,
+        **optimizer_of(cfg),
+    }
+
+
+def optimizer_of(cfg: RunConfig) -> dict[str, Any]:
+    """The settings of AdamW."""
+    optimizer = cfg.optimizer
+    return {
         "betas": [optimizer.beta1, optimizer.beta2],
         "adam_epsilon": optimizer.epsilon,
         "weight_decay": optimizer.weight_decay,

@@ -9,11 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import megajax as mj
 from benchmarks.stopwatch import WARM_UP
-from benchmarks.training.peers import agree, demand_torch, measure_ours, measure_torch, spec_of, torch_environment
+from benchmarks.training.peers import (
+    agree,
+    demand_torch,
+    measure_ours,
+    measure_torch,
+    optimizer_of,
+    spec_of,
+    torch_environment,
+)  # fmt: skip
 from megajax.config.errors import UserError
 from megajax.display.banner import plain
+from megajax.interop.huggingface.format import family_for, write_model
 
 
 def processor(
@@ -26,17 +37,25 @@ def processor(
                  biases
     gpt2_124m    that of llm.c: GPT-2 124M, 4 rows of 64 tokens, 50,257 ids in 50,304 columns; random weights
     llama_30m    8 Llama layers of 512, 4 rows of 256 tokens, 8,192 ids
+    mixtral_20m  4 Mixtral layers of 256, 8 experts of which each token takes 2, 4 rows of 128 tokens, 8,192 ids
 
     PyTorch runs training/torch_baseline.py: eager, with compiled blocks, compiled as a whole, and with a loss in
-    chunks. All start from the same weights and train the same batch; the losses of the first steps must agree.
-    Processes take turns, and processor seconds count, so other load on the machine matters little.
+    chunks; of the mixture, the model of transformers, eager and compiled. All start from the same weights and train the
+    same batch; the losses of the first steps must agree. Processes take turns, and processor seconds count, so other
+    load on the machine matters little.
 
     --torch-python: the Python that has torch. --models: names, separated by commas. --steps: counted ones of each
     process. --rounds: processes of each trainer; the median of their ratios counts.
 
     Raises UserError for an unknown model, and if there is no torch.
     """
-    configs = {"quickstart": quickstart, "nanogpt": nanogpt, "gpt2_124m": gpt2_124m, "llama_30m": llama_30m}
+    configs = {
+        "quickstart": quickstart,
+        "nanogpt": nanogpt,
+        "gpt2_124m": gpt2_124m,
+        "llama_30m": llama_30m,
+        "mixtral_20m": mixtral_20m,
+    }
     names = list(configs) if models == "all" else models.split(",")
     if unknown := set(names) - set(configs):
         raise UserError(f"--models: there is no {', '.join(sorted(unknown))}; there are {', '.join(configs)}")
@@ -55,10 +74,11 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
     equal = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        mixture = isinstance(cfg.model.stack.pattern[0].mlp, mj.MoEConfig)
         paths = [folder / name for name in ("spec.json", "start.npz", "torch.json")]
         for _ in range(rounds):
             own = measure_ours(cfg, folder, f"--steps={steps}")
-            spec = spec_of(cfg) | {
+            spec = (optimizer_of(cfg) if mixture else spec_of(cfg)) | {
                 "learning_rates": own["learning_rates"],
                 "microbatches": own["run"]["microbatches"],
                 "timed_steps": steps,
@@ -66,13 +86,17 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
                 "warm_up": WARM_UP,
             }
             paths[0].write_text(json.dumps(spec))
-            program = [str(torch_python), "-m", "benchmarks.training.torch_baseline", *map(str, paths)]
+            if mixture:
+                paths[1] = write_for_transformers(cfg.model, folder)
+            baseline = "transformers_baseline" if mixture else "torch_baseline"
+            program = [str(torch_python), "-m", f"benchmarks.training.{baseline}", *map(str, paths)]
             theirs = measure_torch(program, paths[-1], torch_environment(), 1200)
             seconds["megajax"].append(own["processor_seconds"])
             for measured in theirs["variants"]:
                 variant = measured["variant"]
                 if "error" in measured:
-                    raise UserError(f"torch, {variant}: {measured['error']}")
+                    print(f"torch, {variant}: {measured['error']}")
+                    continue
                 equal = equal and agree(own["losses"], measured["losses"], "float32")
                 way = {"none": "eager", "blocks": "compiled blocks", "whole": "compiled whole"}[variant["compile"]]
                 seconds.setdefault(f"{way}, {variant['loss']} loss", []).append(measured["processor_seconds"])
@@ -83,6 +107,32 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
     }
     eager = ratios["eager, whole loss"]
     return {"eager": eager, "best": max(ratios.values()), "ratios": ratios, "seconds": seconds, "equal_work": equal}
+
+
+def write_for_transformers(model: mj.DecoderConfig, folder: Path) -> Path:
+    """A Hugging Face folder of start.npz, with its batch."""
+    start, target = np.load(folder / "start.npz"), folder / "transformers"
+    target.mkdir(exist_ok=True)
+    weights = Arrays({name: start[name] for name in start.files if not name.startswith("batch.")})
+    kind: Any = np.dtype(np.float32)
+    write_model(target, model, weights, family_for(model), dtype=kind, dtypes=lambda _: kind, recorded={}, names={})
+    np.savez(target / "batch.npz", tokens=start["batch.tokens"], labels=start["batch.labels"])
+    return target
+
+
+class Arrays:
+    """Weights in memory, as a `megajax.checkpoint.weights.foreign.WeightSource`."""
+
+    where = "the first step"
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self._arrays = arrays
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in self._arrays.items()}
+
+    def read(self, path: str, box: Any) -> np.ndarray:
+        return self._arrays[path][box]
 
 
 def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
@@ -118,6 +168,17 @@ def llama_30m() -> mj.RunConfig:
     stack = mj.StackConfig(pattern=(block,), repeats=8)
     norm = mj.RMSNormConfig()
     model = mj.DecoderConfig(hidden=512, vocabulary_size=8192, sequence_length=256, stack=stack, norm=norm, tied=True)
+    return _run(model, rows=4)
+
+
+def mixtral_20m() -> mj.RunConfig:
+    mixer = mj.AttentionConfig(heads=8, kv_heads=4, rope=mj.RopeConfig(base=1000000.0))
+    # Without a balancing loss, which is no part of the loss that is compared.
+    experts = mj.MoEConfig(experts=8, top_k=2, expert=mj.GatedMLPConfig(ffn=512), router=mj.RouterConfig(aux_loss=0.0))
+    block = mj.BlockConfig(mixer=mixer, mlp=experts, norm=mj.RMSNormConfig())
+    stack = mj.StackConfig(pattern=(block,), repeats=4)
+    norm = mj.RMSNormConfig()
+    model = mj.DecoderConfig(hidden=256, vocabulary_size=8192, sequence_length=128, stack=stack, norm=norm)
     return _run(model, rows=4)
 
 
