@@ -106,6 +106,7 @@ from megajax.models.llava.config import LlavaConfig as LlavaConfig
 from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
 from megajax.models.presets.bert import bert as bert
 from megajax.models.presets.deepseek import deepseek as deepseek
+from megajax.models.presets.gemma import gemma3 as gemma3
 from megajax.models.presets.gpt import gpt2 as gpt2
 from megajax.models.presets.gpt import gpt3 as gpt3
 from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss

@@ -22,7 +22,7 @@ from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.presets import deepseek, gpt_oss, llama, mixtral, qwen
+from megajax.models.presets import deepseek, gemma, gpt_oss, llama, mixtral, qwen
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -117,6 +117,10 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
         f"{LAYER}.mlp.experts.down_proj": (E, 6, D), f"{LAYER}.mlp.experts.down_proj_bias": (E, D),
     }),
     "gemma": ({}, {**ATTENTION, **MLP}),
+    "gemma3_text": ({"sliding_window": 8, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, {
+        **ATTENTION, **QK_NORMS, **MLP,
+        **{f"{LAYER}.{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")},
+    }),
     "phi3": ({"partial_rotary_factor": 0.5}, {
         f"{LAYER}.self_attn.qkv_proj.weight": (32, D), f"{LAYER}.self_attn.o_proj.weight": (D, 16), **NORMS,
         f"{LAYER}.mlp.gate_up_proj.weight": (2 * F, D), f"{LAYER}.mlp.down_proj.weight": (D, F),
@@ -173,7 +177,10 @@ def test_the_style_of_transformers_5_is_read_and_kept(case: tuple[str, Any, Shap
     inner = newer.pop("rope_parameters", {}) or newer.pop("rope_scaling") or {"rope_type": "default"}
     outer = {name: newer.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in newer}
     newer = {name: value for name, value in newer.items() if name not in ("torch_dtype", "rope_scaling")}
+    local = newer.pop("rope_local_base_freq", None)
     newer["rope_parameters"] = inner | outer
+    if local is not None:
+        newer["rope_parameters"] = {"full_attention": inner | outer, "sliding_attention": {"rope_theta": local}}
     for config in (published, newer):
         assert (
             read(**{"kind": kind, **{name: value for name, value in config.items() if name != "model_type"}}) == model
@@ -190,6 +197,7 @@ PRESETS = {
     "deepseek_v3": (deepseek.deepseek, ("debug", "v3")),
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
+    "gemma3_text": (gemma.gemma3, gemma.GEMMA3),
 }
 
 
@@ -302,6 +310,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
         {"num_experts_per_tok": 1, "topk_method": "greedy"},
         ["num_experts_per_tok=1", "topk_method=greedy"],
     ),
+    "layered rope": ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters={...}: transfo"]),
     "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
     "layers": ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types=(1 layers): num_hidden_layers=32"]),
     "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),

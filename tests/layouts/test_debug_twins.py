@@ -17,6 +17,7 @@ CASES = {
     "gpt_oss": (4, 12, 1.0, ("parallel.expert=4", *SEQUENCE)),
     "deepseek": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "nemotron_h": (2, 12, 1.0, PIPELINE),
+    "gemma3": (None, 12, 1.0, SEQUENCE),
     "bert": (None, 20, 0.5, PIPELINE),
     "t5": (None, 20, 0.5, SEQUENCE),
     "vit": (None, 20, 0.3, PIPELINE),

@@ -21,6 +21,7 @@ from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
+from megajax.models.presets.gemma import GEMMA3, gemma3
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
@@ -143,6 +144,12 @@ PUBLISHED = {
     "qwen3 235b-a22b": (qwen3_moe("235b-a22b"), 235_093_634_560),
     "mamba2 130m": (mamba2("130m"), 128_989_632),
     "mamba2 2.7b": (mamba2("2.7b"), 2_702_599_680),
+    "gemma3 270m": (gemma3("270m"), 268_098_176),
+    "gemma3 1b": (gemma3("1b"), 999_885_952),
+    # Without the vision tower and the projection of its width to the hidden size, with its norm.
+    "gemma3 4b": (gemma3("4b"), 4_300_079_472 - 416_866_032 - 1152 * 2561),
+    "gemma3 12b": (gemma3("12b"), 12_187_325_040 - 416_866_032 - 1152 * 3841),
+    "gemma3 27b": (gemma3("27b"), 27_432_406_640 - 416_866_032 - 1152 * 5377),
     "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
     "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
 }
@@ -274,7 +281,7 @@ def test_gpt3_175b_has_the_cost_of_the_paper():
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
-            "gpt_oss": (gpt_oss, GPT_OSS), "mamba2": (mamba2, MAMBA2),
+            "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip
 
 

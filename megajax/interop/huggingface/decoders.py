@@ -1,22 +1,22 @@
 """Settings and tensor names that decoder families share: those of Llama, which most later families kept.
 
-Rotary positions and windows have older and newer spellings in config.json.
+Windows have older and newer spellings in config.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import log
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, linear, norm, tokens
 from megajax.interop.huggingface.family import attention as attention_rows
+from megajax.interop.huggingface.rotary import FULL, SLIDING, rope, rope_settings
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig, MixerConfig, NormPlacement
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
 from megajax.layers.norm.config import RMSNormConfig
-from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.decoder.config import DecoderConfig
 
@@ -35,10 +35,10 @@ def attention(settings: Settings, *, base: float = 10000.0, partial: bool = Fals
     )
 
 
-def gated_mlp(settings: Settings, *, bias: bool = False) -> GatedMLPConfig:
-    """A gated feed-forward layer."""
-    activation: Any = settings.activation("hidden_act", "silu")
-    return GatedMLPConfig(ffn=settings.need("intermediate_size"), activation=activation, bias=bias)
+def gated_mlp(settings: Settings, *, bias: bool = False, activation: str = "hidden_act") -> GatedMLPConfig:
+    """A gated feed-forward layer. activation: name of its setting."""
+    function: Any = settings.activation(activation, "silu")
+    return GatedMLPConfig(ffn=settings.need("intermediate_size"), activation=function, bias=bias)
 
 
 def router(settings: Settings, **changes: Any) -> RouterConfig:
@@ -53,6 +53,7 @@ def decoder(
     mlp: Callable[[int], FeedForwardConfig],
     *,
     slides: Callable[[int], bool] | None = None,
+    rope_of: Callable[[int, bool], RopeConfig | None] | None = None,
     zero_centred: bool = False,
     norm_placement: NormPlacement = "pre",
     **changes: Any,
@@ -60,14 +61,19 @@ def decoder(
     """A decoder of these layers.
 
     mlp: number of a layer -> its feed-forward config. slides: number of a layer -> whether it has a sliding window,
-    used if there is no layer_types; None if the family has no windows. zero_centred: setting of the norms;
-    norm_placement: of the blocks.
+    used if there is no layer_types; None if the family has no windows. rope_of: number of a layer, and whether it has a
+    sliding window -> its rotary positions; None: those of `mixer`. zero_centred: setting of the norms; norm_placement:
+    of the blocks.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
     norm = RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
     mixers: list[Any] = [mixer] * layers
     if slides is not None:
-        mixers = [replace(mixers[0], window=size) for size in windows(settings, layers, length, slides)]
+        window, sliding = windows(settings, layers, length, slides)
+        mixers = [replace(mixers[0], window=window if slides else None) for slides in sliding]
+        if rope_of is not None:
+            pairs = enumerate(zip(mixers, sliding, strict=True))
+            mixers = [replace(mixer, rope=rope_of(layer, slides)) for layer, (mixer, slides) in pairs]
     blocks = [
         BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, norm_placement=norm_placement)
         for layer, mixer in enumerate(mixers)
@@ -188,138 +194,21 @@ def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **par
     )
 
 
-LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low",
-    "high_freq_factor": "high",
-    "original_max_position_embeddings": "original",
-}
-YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original",
-    "beta_fast": "fast",
-    "beta_slow": "slow",
-    "truncate": "rounded",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all",
-}
-
-
-def rope(settings: Settings, length: int, *, base: float = 10000.0, partial: bool = False) -> RopeConfig:
-    """From rope_parameters, or from rope_theta and rope_scaling of older files, which take precedence.
-
-    length: max_position_embeddings; base: default of rope_theta; partial: whether the family can rotate a part of each
-    head.
-    """
-    base, fraction = settings.take("rope_theta", base, float), settings.take("partial_rotary_factor", 1.0)
-    parameters, scaling = settings.take("rope_parameters", {}), settings.take("rope_scaling", {})
-    inner = settings.part("rope_scaling" if scaling else "rope_parameters", scaling or parameters)
-    old_type = inner.take("type", kind=str)
-    kind = inner.take("rope_type", old_type or "default")
-    plain = RopeConfig(base=inner.take("rope_theta", base), fraction=inner.take("partial_rotary_factor", fraction))
-    if plain.fraction != 1 and not partial:
-        settings.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
-    # dynamic: frequencies change only for texts longer than max_position_embeddings, which rows never are.
-    kinds = {"default": _plain, "dynamic": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-    if kind not in kinds:
-        settings.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
-        return plain
-    config = kinds[kind](inner, plain, length)
-    inner.close()
-    return config
-
-
-def _plain(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    del length
-    settings.take("factor", kind=float)
-    return rope
-
-
-def _linear(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    del length
-    return _with(rope, interpolation=settings.need("factor", float))
-
-
-def _llama3(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    original = settings.count("original_max_position_embeddings", length)
-    factors = {field: settings.need(name, float) for name, field in LLAMA3.items() if field != "original"}
-    return _with(rope, scaling=Llama3ScalingConfig(**factors, original=original))
-
-
-def _yarn(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    """An attention_factor is converted to mscale, from which the model computes it."""
-    kinds = {"original": int, "rounded": bool}
-    present = {name: field for name, field in YARN.items() if name in settings.remaining}
-    fields = {field: settings.take(name, kind=kinds.get(field, float)) for name, field in present.items()}
-    values: dict[str, Any] = {"original": length}
-    values |= {name: value for name, value in fields.items() if value or (name == "rounded" and value is not None)}
-    values.setdefault("factor", length / values["original"])
-    mscale, total, scale = (
-        values.pop("mscale", None),
-        values.pop("mscale_all", None),
-        settings.take("attention_factor", kind=float),
-    )
-    plain = YarnScalingConfig(**values)
-    if scale is None and not total:
-        return _with(rope, scaling=plain)
-    if scale is None and mscale:
-        return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total))
-    magnitude = (scale or plain.mscale_factor(1.0)) * plain.mscale_factor(total or 0.0)
-    mscale = round((magnitude - 1) / (0.1 * log(plain.factor)), 12) if plain.factor > 1 else 0.0
-    return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total or 0.0))
-
-
-def _with(rope: RopeConfig, **changes: Any) -> RopeConfig:
-    return RopeConfig(base=rope.base, fraction=rope.fraction, **changes)
-
-
-def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
-    """rope_theta and rope_scaling, which all versions of transformers read."""
-    if rope is None:
-        return {}
-    settings: dict[str, Any] = {"rope_theta": rope.base, "rope_scaling": None}
-    if rope.fraction != 1:
-        settings["partial_rotary_factor"] = rope.fraction
-    scaling = rope.scaling
-    if scaling is None:
-        linear = {"rope_type": "linear", "factor": rope.interpolation}
-        return settings if rope.interpolation == 1 else {**settings, "rope_scaling": linear}
-    kind, names = ("llama3", LLAMA3) if isinstance(scaling, Llama3ScalingConfig) else ("yarn", YARN)
-    values = {name: getattr(scaling, field) for name, field in names.items()}
-    if isinstance(scaling, YarnScalingConfig) and scaling.mscale_all == 0:
-        values |= {"attention_factor": scaling.magnitude(), "mscale": None, "mscale_all_dim": None}
-    values = {name: value for name, value in values.items() if value is not None}
-    return {**settings, "rope_scaling": {"rope_type": kind, **values}}
-
-
-ROPE = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
-"""The settings of `rope_settings`."""
-
-
-def with_rope(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the rotary positions of `described`, in rope_parameters if it has that."""
-    settings = {name: described[name] for name in ROPE if name in described}
-    others = {name: value for name, value in config.items() if name not in ROPE}
-    if "rope_parameters" not in config:
-        return others | settings
-    scaling = settings.pop("rope_scaling", None) or {"rope_type": "default"}
-    return others | {"rope_parameters": {**scaling, **settings}}
-
-
-def windows(settings: Settings, layers: int, length: int, slides: Callable[[int], bool]) -> list[int | None]:
-    """The window of each layer, without the query's own position, which transformers counts.
+def windows(
+    settings: Settings, layers: int, length: int, slides: Callable[[int], bool]
+) -> tuple[int | None, list[bool]]:
+    """The window, without the query's own position, which transformers counts; and whether each layer has it.
 
     slides: number of a layer -> whether it has the window, used if there is no layer_types.
     """
     size, on = settings.take("sliding_window", kind=int), settings.take("use_sliding_window", True)
-    kinds = settings.take("layer_types", kind=list)
-    window = size - 1 if size and on and size <= length else None
-    kinds = kinds or ["sliding_attention" if slides(number) else "full_attention" for number in range(layers)]
+    kinds = settings.take("layer_types", kind=list) or [SLIDING if slides(layer) else FULL for layer in range(layers)]
     if len(kinds) != layers:
         settings.refuse("layer_types", f"({len(kinds)} layers)", f"num_hidden_layers={layers}")
-    for kind in sorted({*map(str, kinds)} - {"sliding_attention", "full_attention"}):
-        settings.refuse("layer_types", kind, "only full_attention and sliding_attention are supported")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        kinds = [FULL] * layers
+    for kind in sorted({*map(str, kinds)} - {SLIDING, FULL}):
+        settings.refuse("layer_types", kind, f"only {FULL} and {SLIDING} are supported")
+    return size - 1 if size and on and size <= length else None, [kind == SLIDING for kind in kinds]
 
 
 def window_settings(mixers: Sequence[Any]) -> Mapping[str, Any]:
@@ -329,5 +218,5 @@ def window_settings(mixers: Sequence[Any]) -> Mapping[str, Any]:
         "sliding_window": max(mixers[number].window for number in windowed) + 1 if windowed else None,
         "use_sliding_window": bool(windowed),
         "max_window_layers": windowed[0] if windowed else len(mixers),
-        "layer_types": ["full_attention" if mixer.window is None else "sliding_attention" for mixer in mixers],
+        "layer_types": [FULL if mixer.window is None else SLIDING for mixer in mixers],
     }

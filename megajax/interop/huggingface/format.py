@@ -26,10 +26,10 @@ from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean, listed
 from megajax.config.read_limits import read_json
 from megajax.interop.formats import Reading, split_name
-from megajax.interop.huggingface.decoders import ROPE, with_rope
 from megajax.interop.huggingface.family import Family, Settings, is_unused
 from megajax.interop.huggingface.folder import CONFIG, read_model
 from megajax.interop.huggingface.registry import OTHER_MODEL, families, hint, lost_settings
+from megajax.interop.huggingface.rotary import ROPE, with_rope
 from megajax.interop.huggingface.safetensors import ShardWriter
 from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredModel, stored_foreign
 from megajax.interop.stored.model_differences import differences

@@ -61,7 +61,7 @@ KINDS = (
         "a decoder with rotary positions and LayerNorm or parallel sub-layers",
         ("llama",),
     ),
-    Kin("gemma2 gemma3_text gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
+    Kin("gemma2 gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
     Kin("olmo olmo3 exaone4", "a decoder with other norms", ("llama", "olmo2")),
     Kin("qwen glm glm4 chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2",)),
     Kin(

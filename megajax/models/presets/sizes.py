@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.layers.block.config import BlockConfig
-from megajax.layers.stack.config import StackConfig
+from megajax.layers.stack.config import StackConfig, stack_of
 from megajax.models.decoder.config import DecoderConfig
 
 
@@ -32,12 +32,17 @@ def pick[Row](family: str, sizes: Mapping[str, Row], size: str) -> Row:
 
 
 def decoder(size: Size, *blocks: BlockConfig, sequence_length: int, vocabulary_size: int, **more: Any) -> DecoderConfig:
-    """A decoder that repeats these blocks; their norm is also the final norm. more: other settings of the model."""
+    """A decoder that repeats these blocks, the last time perhaps only the first of them.
+
+    Their norm is also the final norm. more: other settings of the model.
+    """
+    repeats, rest = divmod(size.layers, len(blocks))
+    whole = StackConfig(pattern=blocks, repeats=repeats)
     return DecoderConfig(
         hidden=size.hidden,
         vocabulary_size=vocabulary_size,
         sequence_length=sequence_length,
-        stack=StackConfig(pattern=blocks, repeats=size.layers // len(blocks)),
+        stack=stack_of([*blocks * repeats, *blocks[:rest]]) if rest else whole,
         norm=blocks[0].norm,
         **more,
     )

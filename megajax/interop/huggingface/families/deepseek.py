@@ -10,8 +10,9 @@ from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows, rope, rope_settings
+from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of, linear
+from megajax.interop.huggingface.rotary import rope, rope_settings
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig, SharedExpertConfig

@@ -1,8 +1,7 @@
 """Llama 2 and 3 and their relatives: pre-norm blocks with rotary positions and gated layers.
 
-Mistral, Qwen 2, Qwen 3 and Gemma have the same table. Mixtral is Mistral with experts. Phi-3 has queries, keys and
-values in one tensor, and gate and up in another. Gemma has zero-centred norms, GeGLU, embeddings times sqrt(hidden
-size), and a tied head.
+Mistral, Qwen 2, Qwen 3 and Gemma 1 have the same table. Mixtral is Mistral with experts. Phi-3 has queries, keys and
+values in one tensor, and gate and up in another.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from megajax.interop.huggingface.decoders import ATTENTION, LAYER, NORMS, expert
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.layers.moe.config import MoEConfig
 from megajax.layers.norm.config import RMSNormConfig
-from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig
 
 COMMON: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -45,18 +44,6 @@ PHI3: Mapping[str, Any] = COMMON | {
     "vocab_size": 32064,
     "intermediate_size": 8192,
     "max_position_embeddings": 4096,
-}
-GEMMA: Mapping[str, Any] = COMMON | {
-    "hidden_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "vocab_size": 256000,
-    "intermediate_size": 24576,
-    "max_position_embeddings": 8192,
-    "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
 }
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -100,7 +87,7 @@ def _write(name: str, cfg: Any) -> dict[str, Any]:
 
 
 def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table, which LLaVA has too."""
+    """The table, which LLaVA and Gemma 1 have too."""
     return [*outer_rows(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
 
 
@@ -146,16 +133,6 @@ def _rows_phi3(cfg: DecoderConfig) -> list[Row]:
     ]
 
 
-def _read_gemma(settings: Settings) -> DecoderConfig:
-    settings.assume(GEMMA)
-    if settings.remaining["hidden_act"] == "gelu":  # of the first files, which mean the other
-        settings.remaining["hidden_act"] = "gelu_pytorch_tanh"
-    mixer = decoders.attention(settings, bias=settings.take("attention_bias", False))
-    mlp, hidden = decoders.gated_mlp(settings), settings.peek("hidden_size")
-    scaling = WidthScalingConfig(base_hidden=hidden, score_power=0.5, embedding=hidden**0.5)
-    return decoders.decoder(settings, mixer, lambda _: mlp, zero_centred=True, width_scaling=scaling)
-
-
 FAMILIES = [
     decoders.family(
         name,
@@ -170,7 +147,6 @@ FAMILIES = [
     decoders.family(name, architecture, read=read, write=write, rows=rows, unused=frozenset({unused}))
     for name, architecture, read, write, rows, unused in (
         ("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _rows_mixtral, "router_jitter_noise"),
-        ("gemma", "GemmaForCausalLM", _read_gemma, decoders.write, rows, "hidden_activation"),
         ("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, _rows_phi3, "original_max_position_embeddings"),
     )
 ]

@@ -1,0 +1,71 @@
+"""Decoder families of transformers: logits, loss and greedy tokens, and round trips of both styles of config.json."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_cases import arrays, opened, stored
+from megatron_cases import FOLDER as ORACLE
+from megatron_run import OneDevice
+from safetensors.numpy import load_file
+
+from megajax.inference.completion import complete
+from megajax.inference.config import GenerationConfig, InferenceParallelConfig
+from megajax.inference.sampling_settings import Sampling
+from megajax.interop import conversion
+from megajax.interop.loading import load, start_engine
+from megajax.interop.origin import Origin, generation_config
+
+ROOT = ORACLE.parent / "oracle3" / "hf"
+TOLERANCE = 5e-5
+FOLDERS = [ROOT / name for name in ("gemma3_text",) if (ROOT / name).exists()]
+NEW = 8
+"""Tokens of an answer."""
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def folder(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_logits_and_loss(folder: Path) -> None:
+    """`opened` also writes every tensor back, byte for byte."""
+    opening, io = opened(folder), stored(folder)
+    ids = io["input_ids"].astype(np.int32)
+    params, kept = arrays(opening)
+    actual = OneDevice(opening.model).forward(params, ids, np.roll(ids, -1, axis=1), kept)
+    np.testing.assert_allclose(actual["logits"], io["logits"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(actual["per_token_loss"][:, :-1].mean(), io["loss"], rtol=0, atol=TOLERANCE)
+
+
+def test_greedy_tokens_of_the_engine(folder: Path) -> None:
+    """From prompts in chunks."""
+    origin = Origin(hf=folder)
+    config: GenerationConfig = generation_config(origin, GenerationConfig).base
+    settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
+    loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
+    io = stored(folder)
+    prompts = io["input_ids"][:, : len(io["greedy"][0]) - NEW if io["greedy"].shape[1] > NEW else NEW].tolist()
+    sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    engine = start_engine(loaded, queue=len(prompts))
+    answers = complete(engine, [(tuple(prompt), sampling) for prompt in prompts])
+    assert [list(answer.tokens) for (answer,) in answers] == io["greedy"][:, -NEW:].tolist()
+
+
+def test_both_styles_of_config_json_round_trip(folder: Path, tmp_path: Path) -> None:
+    """`megajax.convert` to a run and back: the same model, bytes and settings."""
+    published = tmp_path / "published"
+    shutil.copytree(folder, published)
+    shutil.copy(folder / "config_published_style.json", published / "config.json")
+    assert opened(published).model == opened(folder).model
+    for source in (folder, published):
+        run, back = tmp_path / f"{source.name}_run", tmp_path / f"{source.name}_back"
+        conversion.write(conversion.open_source(f"hf:{source}"), str(run), conversion.Options(), lambda _: None)
+        conversion.write(conversion.open_source(str(run)), f"hf:{back}", conversion.Options(), lambda _: None)
+        given, written = (load_file(path / "model.safetensors") for path in (source, back))
+        assert {name: x.tobytes() for name, x in given.items()} == {name: x.tobytes() for name, x in written.items()}
+        configs = [json.loads((path / "config.json").read_text()) for path in (source, back)]
+        assert configs[0] == configs[1]
