@@ -24,10 +24,19 @@ from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, to_dict
-from megajax.planning.cost.serving import best_layout, demand_room, servings
+from megajax.planning.cost.serving import by_preference, demand_room, servings
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
-from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report
+from megajax.planning.show import (
+    DEVICES_AXIS,
+    Point,
+    comparison,
+    compiled_steps_table,
+    draw_sweep,
+    plan_report,
+    serving_report,
+    sweep_report,
+)
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
@@ -200,9 +209,16 @@ class Request:
             raise UserError(f"--context must be at least 1 token, got {context}")
         slots = {name: self.flags[name] for name in ("adapters", "adapter_rank") if self.flags[name] is not None}
         plans = servings(run, self.case.cluster.devices, context, **slots)
-        fitting = demand_room(plans)
-        report = serving_report(plans, best_layout(fitting))
-        return report, [plan.to_dict() for plan in plans]
+        order = by_preference(demand_room(plans))
+        report, figures = serving_report(plans, order[0]), [plan.to_dict() for plan in plans]
+        compiled = []
+        if number := self.flags["compile"]:
+            devices.prepare()  # before anything imports jax
+            compile_steps = resolve("megajax.planning.program.serving_step:compile_steps")
+            for plan in order[:number]:
+                compiled += compile_steps(self.case.cfg, self.case.cluster, plan)
+            report = replace(report, blocks=[*report.blocks, compiled_steps_table(compiled)])
+        return report, [*figures, *(step.to_dict() for step in compiled)]
 
     def search(self) -> tuple[Report, Any]:
         out, wanted = self.flags["out"], self._layouts_to_compile()

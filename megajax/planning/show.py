@@ -209,6 +209,29 @@ def serving_report(plans: Sequence[Serving], chosen: Serving) -> Report:
     return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
 
 
+def compiled_steps_table(steps: Sequence[Any]) -> Table:
+    """Memory of compiled steps: `megajax.planning.program.serving_step.StepPlan`s."""
+    rows = []
+    for step in steps:
+        plan, sizes = step.serving, (step.arguments, step.temporary, step.outputs)
+        layout = f"tensor {plan.tensor}, expert {plan.expert}, {plan.weights}, {plan.cache}"
+        share = f"{1 - step.temporary / max(1, plan.run.usable_gib * GIB - plan.held_bytes):.2f}"
+        cells = [f"{size / GIB:.2f}" for size in sizes]
+        fits = "yes" if step.fits else f"NO, of {plan.run.usable_gib:.2f}"
+        rows.append([layout, step.bucket, *cells, f"{step.peak_gib:.2f}", fits, share])
+    names = (
+        "layout, weights, cache",
+        "step",
+        "arguments",
+        "temporary",
+        "outputs",
+        "peak",
+        "fits",
+        "memory_share up to",
+    )
+    return Table("compiled steps, GiB of one device", names, rows, (0, 1, 6))
+
+
 def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report, dict[str, Any]]:
     """Two plans side by side, and their JSON: both plans, and the ratios of the second's figures to the first's."""
     first, second = (to_dict(case.estimate) for case in cases)

@@ -15,6 +15,7 @@ from math import floor
 from typing import Any
 
 from megajax.config.errors import UserError
+from megajax.inference.config import InferenceParallelConfig
 from megajax.layers.cache_spec import stored_leaves
 from megajax.layers.facts import CUT_AXES, Elements, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
@@ -130,12 +131,15 @@ class Serving:
     @cached_property
     def buffer_bytes(self) -> float:
         """Bytes of temporaries of the largest step by default: buffers of experts, which have room for all tokens of
-        all replicas along `expert`, and logits."""
-        tokens, most = CHUNK + ROWS, 0.0
+        all replicas along `expert`, and logits. Of an expert's tensors, programs hold the largest and one of its width;
+        of quantized matrices of experts, one in the compute dtype."""
+        most = 0.0
         for facts in (facts for tower in self.run.towers for block in tower.blocks for facts in block.experts):
-            inner = sum(facts.tensors.values()) / self.tensor
-            rows = facts.most_rows(tokens, self.run.spread) / facts.chunks
-            most = max(most, rows * (2 * facts.width + inner) + 2 * self.expert * tokens * facts.width)
+            rows = facts.most_rows(CHUNK + ROWS, self.run.spread) / facts.chunks
+            most = max(most, rows * (facts.width + max(facts.tensors.values()) / self.tensor))
+        if self.weights in WEIGHT_WIDTHS:
+            experts = (matmul for matmul, _ in self.matmuls if matmul.per_token < matmul.experts * matmul.expert_shards)
+            most += max((matmul.local_size(self.tensor) / matmul.weights for matmul in experts), default=0.0)
         return most * self.run.width + 2 * ROWS * self.run.columns * 4
 
     @property
@@ -251,10 +255,10 @@ def demand_room(plans: Sequence[Serving]) -> list[Serving]:
     )
 
 
-def best_layout(fitting: Sequence[Serving]) -> Serving:
-    """The fastest of these plans, among those with the widest dtypes of weights and cache."""
-    first = next(dtypes for dtypes in dtypes_of(fitting[0].run) if any(plan.dtypes == dtypes for plan in fitting))
-    return max((plan for plan in fitting if plan.dtypes == first), key=lambda plan: plan.tokens_per_second(plan.rows))
+def by_preference(fitting: Sequence[Serving]) -> list[Serving]:
+    """These plans, those with the widest dtypes of weights and cache first, and of equal ones the fastest."""
+    dtypes = dtypes_of(fitting[0].run)
+    return sorted(fitting, key=lambda plan: (dtypes.index(plan.dtypes), -plan.tokens_per_second(plan.rows)))
 
 
 def row_counts(most: int) -> list[int]:
@@ -279,9 +283,8 @@ def servings(
         unfit = any(True for block in blocks for _ in block.mesh_problems(sizes))
         if devices % (tensor * expert) or unfit or hidden % tensor:
             continue
-        sizes["data"] = devices // (tensor * expert)
-        parallel = replace(run.parallel, **sizes, data_sharding="replicate", virtual_stages=1, sequence=False)
-        layout = replace(run, parallel=replace(parallel, expert_tensor="cut"))
+        shares = {"tensor": tensor, "expert": expert, "data": devices // (tensor * expert)}
+        layout = replace(run, parallel=InferenceParallelConfig(**shares).layout())
         plans += [Serving(layout, *dtypes, context, adapters, adapter_rank) for dtypes in dtypes_of(run)]
     if not plans:
         raise UserError(f"the model's heads can't be divided over {devices} devices in nodes of {run.per_node}")
