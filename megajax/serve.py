@@ -12,7 +12,15 @@ from megajax.config.files import Source
 from megajax.config.optional_packages import require
 from megajax.inference.server.adapter_flags import named_folders, with_slots
 from megajax.inference.server.config import Access, ServingConfig
-from megajax.interop.origin import DRAFT_FLAGS, MODEL_FLAGS, draft_origin, folder_sampling, generation_config, origin_of
+from megajax.interop.origin import (
+    DRAFT_FLAGS,
+    MODEL_FLAGS,
+    draft_origin,
+    folder_pooling,
+    folder_sampling,
+    generation_config,
+    origin_of,
+)
 from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
 
@@ -105,6 +113,7 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
         sampling=folder_sampling(origin.hf if config.server.generation_config else None),
         warm_up=config.inference.warm_up,
         image_fit=config.inference.image_fit,
+        pooling=folder_pooling(origin.hf),
         adapters=adapters,
         read_adapter=reader,
         read_weights=weights,

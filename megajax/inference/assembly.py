@@ -17,6 +17,8 @@ from megajax.display.text import byte_size
 from megajax.inference.adapters.table import AdapterTable
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
+from megajax.inference.encoder.encoder_device import EncoderDevice
+from megajax.inference.encoder.encoder_programs import EncoderPrograms
 from megajax.inference.engine import Engine
 from megajax.inference.images.image_states import image_leaves
 from megajax.inference.loaded_model import Draft, LoadedModel, layers_apart
@@ -113,6 +115,15 @@ def make_engine(
         weights=None if model.mesh.is_multi_process else ModelWeights(programs, drafting),
         drafter=EarlierText if draft is None else ByDevice,
     )
+
+
+def encoder_engine(
+    model: LoadedModel, config: InferenceConfig, tokenizer: Tokenizer, *, length: int, queue: int
+) -> Engine:
+    """An engine that gives embeddings. Programs are compiled when first needed; the arguments as in `make_engine`."""
+    vocabulary = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size)
+    device = EncoderDevice(EncoderPrograms(for_steps(model), rows=config.rows, length=length), vocabulary)
+    return Engine(device, tokenizer=tokenizer, queue=queue)
 
 
 def for_steps(model: LoadedModel) -> LoadedModel:

@@ -16,6 +16,7 @@ from megajax.inference.step_arrays import Bucket, first_tokens
 class ModelDevice:
     """A `megajax.inference.request.Device` that runs a model's compiled steps."""
 
+    generates = True
     top = TOP
     """Maximum of `Sequence.top`."""
 

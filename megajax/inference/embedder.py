@@ -54,4 +54,6 @@ def pooled_positions(step: Step, number: int) -> range:
     row, start, count = step.prompts[number]
     if row.pooling is None:
         return range(0)
+    if row.pooling == "first":
+        return range(start, 1)
     return range(start if row.pooling == "mean" else max(start, row.prompt - 1), start + count)

@@ -45,7 +45,8 @@ def load_weights(
     """
     layout = Layout(plan)
     demand_device(cfg, mesh.devices.flat[0])
-    cfg.cache_leaves(plan.tensor)
+    if cfg.text_encoder() is None:
+        cfg.cache_leaves(plan.tensor)
     built = cfg if adapters is None else replace(cfg, lora=adapters)
     abstract: nnx.Module = nnx.eval_shape(lambda: built.build(layout))
     slots = {} if adapters is None else specs(abstract, Adapter)

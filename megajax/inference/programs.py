@@ -124,13 +124,13 @@ def buckets_up_to(rows: int, chunk: int, tile: int, *, drafts: int = 0, invarian
     if invariant:
         return (Bucket(rows, tiles, tile, drafts),)
     # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
-    row_counts = _fewer(rows, least=2)
+    row_counts = smaller_counts(rows, least=2)
     decoding = [Bucket(count, drafts=most) for most in dict.fromkeys((0, drafts)) for count in row_counts]
     few_or_all = dict.fromkeys((row_counts[0], rows))
-    return (*decoding, *(Bucket(n, t, tile, drafts) for n in few_or_all for t in _fewer(tiles, least=1)))
+    return (*decoding, *(Bucket(n, t, tile, drafts) for n in few_or_all for t in smaller_counts(tiles, least=1)))
 
 
-def _fewer(count: int, *, least: int) -> list[int]:
+def smaller_counts(count: int, *, least: int) -> list[int]:
     """`count` and fewer, ascending."""
     counts = [count]
     while counts[0] // FEWER >= least:

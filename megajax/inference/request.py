@@ -21,8 +21,8 @@ type Running = Literal["finish", "abort", "recompute", "keep"]
 abort: they end at once, with what they have; recompute: they go on later, after all their tokens were computed again;
 keep: they go on later with the keys that they have."""
 
-type Pooling = Literal["last", "mean"]
-"""The states of an embedding: that of the prompt's last token, or the mean over its tokens."""
+type Pooling = Literal["first", "last", "mean"]
+"""The states of an embedding: that of the prompt's first or last token, or the mean over its tokens."""
 
 
 FREED = -1
@@ -272,7 +272,7 @@ class Sequence:
     @property
     def whole(self) -> bool:
         """Whether the whole prompt is computed, without sharing blocks."""
-        return self.unscored or self.pooling == "mean"
+        return self.unscored or self.pooling in ("first", "mean")
 
 
 class Step(NamedTuple):
@@ -391,6 +391,8 @@ class Device(Protocol):
     """Maximum number of tokens of `Sequence.memory`; 0 for a model without an encoder."""
     images: ImageInput | None
     """The images that the model reads; None: text alone."""
+    generates: bool
+    """Whether it gives next tokens; otherwise embeddings alone."""
 
     def start(self, work: abc.Sequence[Step | None]) -> "StartedStep":
         """Start a step of each replica. A row's awaited token is the one that the previous step chose for its slot."""
@@ -415,6 +417,8 @@ def input_problems(request: Request, device: Device) -> Iterator[Problem]:
             yield Problem(name, f"has the token {invalid_token}; ids go from 0 to {vocabulary - 1}")
     if request.pooling and (sampling.max_tokens or sampling.choices() > 1 or sampling.beams > 1):
         yield Problem("pooling", "is given: an embedding has max_tokens=0 and n=1")
+    if not request.pooling and not device.generates:
+        yield Problem("pooling", "must be given: the model gives embeddings, and no text")
     if request.pooling and has_encoder:
         yield Problem("pooling", "is of a decoder's states; this model has an encoder")
     if type(request.priority) is not int:

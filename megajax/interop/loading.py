@@ -12,7 +12,7 @@ from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quanti
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
 from megajax.inference.adapters.values import AdapterWeights, slot_values
-from megajax.inference.assembly import for_steps, make_engine
+from megajax.inference.assembly import encoder_engine, for_steps, make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.loaded_model import Draft, LoadedModel
@@ -63,6 +63,8 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
 
     Raises UserError if the settings do not fit the devices, or if the weights or the tokenizer do not fit the model.
     """
+    if (encoder := config.model.text_encoder()) is not None:
+        config = replace(config, model=encoder)
     parallel = config.parallel.layout()
     mesh = fitting_mesh(config, parallel)
     remedy = "set the tokenizer that the weights were trained with"
@@ -125,7 +127,8 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
         weights, family = run_weights(step, model), _family(step)
     else:
         stored = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore))
-        stored.demand_fit()
+        # An encoder has no heads, which its folder may lack.
+        stored.demand_fit(None if model.text_encoder() is None else declared_by(model))
         weights, family = stored.weights, stored.origin.family
         if stored.note:
             print(f"{weights.where}: {stored.note}", file=sys.stderr)
@@ -232,6 +235,8 @@ def start_engine(loaded: Loaded, *, queue: int, draft: Draft | None = None) -> E
     """An engine for a model and its draft model; see `megajax.inference.assembly.make_engine`."""
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
+    if config.model.text_encoder() is not None:
+        return encoder_engine(loaded.model, config.inference, loaded.tokenizer, length=length, queue=queue)
     return make_engine(
         loaded.model,
         config.inference,

@@ -13,6 +13,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read_stored
 from megajax.config.read_limits import read_json
 from megajax.inference.config import GenerationConfig, InferenceConfig
+from megajax.inference.request import Pooling
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.chat_template import is_missing
 
@@ -206,6 +207,15 @@ def folder_template(folder: Path | None) -> str | None:
     return None
 
 
+POOLING = "1_Pooling/config.json"
+POOLING_MODES: Mapping[str, Pooling] = {
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+"""The file of sentence-transformers, and its names."""
+
+
 def folder_sampling(folder: Path | None) -> Sampling:
     """Settings of `SAMPLING_DEFAULTS` that generation_config.json in a model's folder recommends; the others as usual.
 
@@ -218,6 +228,23 @@ def folder_sampling(folder: Path | None) -> Sampling:
         where = f"{folder}/{GENERATION_CONFIG}: {problem.setting} {problem.message}"
         raise UserError(f"{where}: correct the file, or set server.generation_config=false")
     return sampling
+
+
+def folder_pooling(folder: Path | None) -> Pooling | None:
+    """The embeddings of a folder of sentence-transformers, as its file says; None without the file.
+
+    Raises UserError for embeddings of another kind.
+    """
+    file = folder / POOLING if folder is not None else None
+    if file is None or not file.is_file():
+        return None
+    modes = [name for name, used in read_json(file).items() if name.startswith("pooling_mode_") and used is True]
+    if len(modes) != 1 or modes[0] not in POOLING_MODES:
+        known = ", ".join(POOLING_MODES)
+        raise UserError(
+            f"{file}: has {' and '.join(modes) or 'no mode'}; one of {known} is supported: set server.pooling"
+        )
+    return POOLING_MODES[modes[0]]
 
 
 def folder_stop_tokens(folder: Path | None) -> frozenset[int]:

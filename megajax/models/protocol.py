@@ -88,6 +88,11 @@ class ModelConfig(Protocol):
         """
         return 0
 
+    def text_encoder(self) -> "ModelConfig | None":
+        """A model of the same weights, but the heads, that gives embeddings of texts: its module is a
+        `TextEncodingModel`. None for others, such as models that generate text."""
+        return None
+
     def sampler(self) -> str | None:
         """Sample output of a trained model: a name in `megajax.tasks.end_of_run_samples.SAMPLERS`; None: no sample.
 
@@ -257,6 +262,14 @@ class RememberingModel(GeneratingModel, Protocol):
 
         ctx: a `megajax.layers.context.Context` whose `rows` has one group, of R rows with L tokens each.
         """
+        ...
+
+
+class TextEncodingModel(Model, Protocol):
+    """A model that gives the states of whole texts."""
+
+    def text_states(self, tokens: Array, segment_ids: Array) -> Array:
+        """tokens int32 [B, S], segment_ids int32 [B, S], 0 for padding -> normalised states [B, S, D]."""
         ...
 
 

@@ -35,6 +35,8 @@ class StandIn:
     nonfinite logits.
     """
 
+    generates = True
+
     def __init__(
         self,
         *,

@@ -69,7 +69,7 @@ def test_embeddings_are_the_states_of_the_trainer(name: str, sizes: dict[str, in
     alone, beside = answers(), answers()
     for client in alone:
         serve(Engine(device), client)
-    engine, poolings = Engine(device), ("mean", "last") * 2
+    engine, poolings = Engine(device), ("mean", "last", "first", "last")
     clients = [(embedding(prompt, pooling), pooling) for pooling in poolings for prompt in prompts]
     for client in beside:
         engine.submit(client.request)
@@ -82,7 +82,7 @@ def test_embeddings_are_the_states_of_the_trainer(name: str, sizes: dict[str, in
     for place, (client, pooling) in enumerate(clients):
         prompt = prompts[place % len(prompts)]
         of_prompt = states[place % len(prompts), : len(prompt)]
-        vector = of_prompt[-1] if pooling == "last" else of_prompt.mean(0)
+        vector = {"first": of_prompt[0], "last": of_prompt[-1], "mean": of_prompt.mean(0)}[pooling]
         assert (client.answer.finish, client.answer.tokens) == ("length", ())
         np.testing.assert_allclose(client.answer.embedding, vector / np.linalg.norm(vector), atol=1e-5)
 

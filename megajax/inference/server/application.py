@@ -212,6 +212,9 @@ class Routes:
             self._demand_ready()
             model = self._models.named(values)
             job = await read_job(values, model, self._config)
+            if job.pooling is None and not model.generates:
+                message = f"{model.name} gives embeddings and no text: use /v1/embeddings, /score or /rerank"
+                raise invalid("model", message)
             log = request.state.log
             log.update(model=model.name, prompt_tokens=sum(map(len, job.prompts)))
             logged = self._log_prompts and not values.get("no_log", False)

@@ -30,8 +30,9 @@ class ServerConfig:
     found in the chat template."""
     reasoning: bool = False
     """Split the text between <think> and </think> at the start of chat answers off into `reasoning_content`."""
-    pooling: Literal["last", "mean"] = "last"
-    """What /v1/embeddings answers: the state of the last token of a text, or the mean over its tokens."""
+    pooling: Literal["first", "last", "mean"] | None = None
+    """What /v1/embeddings answers: the state of the first or last token of a text, or the mean over its tokens. None:
+    that of a sentence-transformers folder, else mean for encoders such as BERT, and last for decoders."""
     score_template: PathText | None = None
     """Template of a reranker that answers with one of two tokens, for /score and /rerank: Jinja2 text or a file, with
     the messages of a pair, of the roles query and document, and system for an instruction. None: a pair's score is the

@@ -12,7 +12,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.inference.images.reader import ImageReader
-from megajax.inference.request import PromptImage
+from megajax.inference.request import Pooling, PromptImage
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid
 from megajax.inference.server.pooling.reranker import Reranker
@@ -42,6 +42,8 @@ class ServedModel:
     """Settings of OpenAI's routes that a request does not name."""
     images: ImageReader | None = None
     """Reads images within messages; None: the model reads text alone."""
+    pooling: Pooling = "last"
+    """The embeddings of texts."""
     reranker: Reranker | None = None
     """Scores pairs of texts by the next token; None: by embeddings."""
     parent: str | None = None
@@ -52,6 +54,25 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.tokenizer.plain())
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model gives text, not embeddings alone."""
+        return self.worker.engine.device.generates
+
+    @property
+    def prefix(self) -> Sequence[int]:
+        """Tokens before a text."""
+        return self.tokenizer.prefix or self._around("cls")
+
+    @property
+    def suffix(self) -> Sequence[int]:
+        """Tokens after a text that is not continued."""
+        return self.tokenizer.suffix or self._around("sep")
+
+    def _around(self, role: str) -> Sequence[int]:
+        """The special token of this role around the texts of an encoder such as BERT."""
+        return () if self.generates or role not in self.tokenizer.specials else (self.tokenizer.specials[role],)
 
     @property
     def reads(self) -> int:
@@ -86,7 +107,7 @@ class ServedModel:
         """
         tokenizer = self.tokenizer if special_tokens else self.plain
         tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist())
-        return [*self.tokenizer.prefix, *tokens] if prefix else tokens
+        return [*self.prefix, *tokens] if prefix else tokens
 
     async def converse(self, values: Values, param: str = "messages") -> tuple[list[int], tuple[PromptImage, ...]]:
         """Tokens and images of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`.

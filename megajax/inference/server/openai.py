@@ -350,7 +350,7 @@ async def completion_job(values: Values, model: ServedModel, config: ServerConfi
         if values.get("stream", False) and settings.n > 1:
             raise invalid("n", "n must be 1 in a stream with echo and logprobs")
     _check_stream(values, settings)
-    suffix = model.tokenizer.suffix if model.reads and values.get("add_special_tokens", True) else ()
+    suffix = model.suffix if model.reads and values.get("add_special_tokens", True) else ()
     prompts = await read_prompts(values, model, config.prompts, suffix=suffix)
     prompts = [shortened(prompt, values, _longest(model, settings)) for prompt in prompts]
     form = CompletionForm(model, prompts, settings, values)

@@ -21,10 +21,13 @@ from megajax.display.banner import Section, plain
 from megajax.display.text import count
 from megajax.inference.config import ImageFit
 from megajax.inference.device import ModelDevice
+from megajax.inference.encoder.encoder_device import EncoderDevice
+from megajax.inference.encoder.encoder_programs import EncoderPrograms
 from megajax.inference.engine import Engine
 from megajax.inference.images.reader import ImageReader
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.programs import Programs
+from megajax.inference.request import Pooling
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import Gate, build_application
 from megajax.inference.server.body import RequestError, large_head
@@ -62,7 +65,7 @@ class Serving:
     def run(
         self,
         engine: Engine,
-        device: ModelDevice,
+        device: ModelDevice | EncoderDevice,
         tokenizer: Tokenizer,
         conversation: Conversation | None,
         *,
@@ -71,6 +74,7 @@ class Serving:
         sampling: Sampling,
         warm_up: bool,
         image_fit: ImageFit,
+        pooling: Pooling | None,
         adapters: Mapping[str, Path],
         read_adapter: Callable[[Path], Any] | None,
         stop_asked: Callable[[], bool],
@@ -80,9 +84,9 @@ class Serving:
 
         device: device of the engine. name: name of the model in requests; where: path of the weights; sampling:
         settings that requests do not name; warm_up: whether to compile all steps before the first request, while
-        /health answers "starting"; image_fit: as in `InferenceConfig`; adapters: folders by name, loaded first;
-        read_adapter, read_weights: as in `ModelList`; stop_asked: whether another process was asked to stop, which has
-        the effect of a signal.
+        /health answers "starting"; image_fit: as in `InferenceConfig`; pooling: of the model's folder; adapters:
+        folders by name, loaded first; read_adapter, read_weights: as in `ModelList`; stop_asked: whether another
+        process was asked to stop, which has the effect of a signal.
         """
         prepare = _compile(device.programs) if warm_up else ()
         worker = Worker(engine, patience=self._config.stall_seconds, prepare=prepare)
@@ -94,9 +98,10 @@ class Serving:
             length=engine.length,
             sampling=sampling,
             images=None if device.images is None else ImageReader(device.images, image_fit, self._config.image_pixels),
+            pooling=self._config.pooling or pooling or ("last" if device.generates else "mean"),
             reranker=reranker_of(self._config, tokenizer),
         )
-        drafting = device.programs.drafting
+        drafting = device.programs.drafting if isinstance(device, ModelDevice) else None
         readiness = Readiness(name, worker, None if drafting is None else drafting.where)
         models = ModelList(model, read_adapter, read_weights)
         for adapter, folder in adapters.items():
@@ -128,7 +133,7 @@ def described(sampling: Sampling) -> str:
     return f"{', '.join(values)} by generation_config.json" if values else "OpenAI's defaults"
 
 
-def _compile(programs: Programs) -> Iterator[None]:
+def _compile(programs: Programs | EncoderPrograms) -> Iterator[None]:
     """Compiles a program at each step."""
     began = time.monotonic()
     for number, name in enumerate(programs.compile(), 1):
@@ -137,28 +142,41 @@ def _compile(programs: Programs) -> Iterator[None]:
     _log(f"compiled all programs in {time.monotonic() - began:.1f} s")
 
 
-def _banner(programs: Programs, model: ServedModel, where: str, compiled: bool) -> list[Section]:
-    loaded, size, slots = programs.loaded, programs.size, programs.loaded.adapters
-    names = ", ".join(model.worker.engine.adapters.names()) or "none"
+def _banner(programs: Programs | EncoderPrograms, model: ServedModel, where: str, compiled: bool) -> list[Section]:
+    loaded = programs.loaded
     dtypes = ", ".join(sorted({array.dtype.name for array in jax.tree.leaves(loaded.weights)}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
     when = f"{programs.count} programs, compiled before the first request" if compiled else "compiled when first needed"
-    pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
+    if isinstance(programs, Programs):
+        rows = _engine_rows(programs, model, when)
+    else:
+        shapes = f"{', '.join(map(str, programs.counts))} texts of {', '.join(map(str, programs.lengths))} tokens"
+        rows = [("steps", f"{shapes}; {when}"), ("embeddings", f"{model.pooling}, of at most {model.length:,} tokens")]
     return [
         ("model", [("name", model.name), ("parameters", f"{count(parameter_count(loaded))} in {dtypes}, of {where}")]),
         (
             "engine",
             [
                 ("devices", f"{devices} {loaded.mesh.devices.flat[0].device_kind}: {', '.join(mesh) or 'no mesh'}"),
-                ("kernel", f"{programs.kernel}"),
-                ("steps", f"{', '.join(map(str, programs.buckets))}; {when}"),
-                ("cache", pool),
-                ("drafts", _drafts(programs)),
-                ("request", f"at most {model.length:,} tokens, prompt and answer"),
-                *([] if slots is None else [("adapters", f"{names}; {slots.count} slots of rank {slots.rank}")]),
+                *rows,
             ],
         ),
+    ]
+
+
+def _engine_rows(programs: Programs, model: ServedModel, when: str) -> list[tuple[str, str]]:
+    """Lines about steps and cache. when: when they are compiled."""
+    size, slots = programs.size, programs.loaded.adapters
+    names = ", ".join(model.worker.engine.adapters.names()) or "none"
+    pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
+    return [
+        ("kernel", f"{programs.kernel}"),
+        ("steps", f"{', '.join(map(str, programs.buckets))}; {when}"),
+        ("cache", pool),
+        ("drafts", _drafts(programs)),
+        ("request", f"at most {model.length:,} tokens, prompt and answer"),
+        *([] if slots is None else [("adapters", f"{names}; {slots.count} slots of rank {slots.rank}")]),
     ]
 
 

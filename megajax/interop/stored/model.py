@@ -1,6 +1,6 @@
 """A model with its weights, as it was read from any format, and how one is written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -123,8 +123,11 @@ class StoredModel:
         """Number of weights."""
         return sum(map(prod, self.weights.shapes().values()))
 
-    def demand_fit(self) -> None:
-        """Raises UserError for tensors of another library that do not fit the model, and for a part of a model."""
+    def demand_fit(self, paths: Collection[str] | None = None) -> None:
+        """Raises UserError for tensors of another library that do not fit the model, and for a part of a model.
+
+        paths: the weights that are needed; None: all.
+        """
         if self.foreign is None:
             return
         if not hasattr(self.model, "schema"):
@@ -133,7 +136,10 @@ class StoredModel:
                 f"{self.name} is only a {kind}, which no run can train alone: load it into a model that has one with "
                 f"--checkpoint.weights='[{{run: \"{self.name}\", into: vision}}]'"
             )
-        demand_fit(self.foreign.tensors, self.table or (), self.foreign.ignored)
+        table = self.table or ()
+        needed = [tensor for tensor in table if paths is None or any(piece.path in paths for piece in tensor.pieces)]
+        unused = {tensor.name for tensor in table} - {tensor.name for tensor in needed}
+        demand_fit(self.foreign.tensors, needed, (*self.foreign.ignored, *unused))
 
 
 class RenamedTensors:

@@ -1,6 +1,6 @@
 """The config of BERT; importing this imports neither jax nor flax."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
@@ -51,6 +51,10 @@ class BertConfig(DecoderConfig):
                 message = "needs blocks that normalise their inputs"
                 problems.append(Problem("residual", f"float32 {message}, and {setting} does not", "set it to compute"))
         return problems
+
+    def text_encoder(self) -> "BertEncoderConfig":
+        """BERT without its heads."""
+        return BertEncoderConfig(**{field.name: getattr(self, field.name) for field in fields(BertConfig)})
 
     def causal_problems(self) -> list[Problem]:
         """Problems with causal blocks."""
@@ -111,3 +115,14 @@ class BertConfig(DecoderConfig):
             order = Weight("order", (hidden, 2), ("embed", None)), Weight("order_bias", (2,), (None,))
             weights += [*dense("pooler", hidden, hidden), *order]
         return replace(head, weights=tuple(weights), matmuls=(Matmul(inputs=hidden_side, outputs=hidden_side),))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertEncoderConfig(BertConfig):
+    """BERT without the heads of its pretraining: it gives the states of texts, from which embeddings are made."""
+
+    target: ClassVar[str] = "megajax.models.bert.module:BertEncoder"
+
+    def head_facts(self) -> HeadFacts:
+        """No weights."""
+        return replace(BertConfig.head_facts(self), weights=())

@@ -109,6 +109,19 @@ class Bert(DecoderLM):
         return Loss(total, weight, metrics)
 
 
+class BertEncoder(Bert):
+    """Takes texts; gives the states of their tokens."""
+
+    def add_head(self, settings: LayerSettings) -> None:
+        """No head."""
+
+    def text_states(self, tokens: Array, segment_ids: Array) -> Array:
+        """tokens int32 [B, S], segment_ids (0 for padding) -> normalised output of the stack [B, S, D]."""
+        batch = {"tokens": tokens, "segment_ids": segment_ids, "token_types": jnp.zeros_like(tokens)}
+        ctx = self.context(batch)
+        return self.final_norm(self.stack(self.enter(self.embed(batch), ctx), ctx))
+
+
 class Dense(nnx.Module):
     """x matrix + bias, [B, S, D] -> [B, S, D], replicated over `tensor`."""
 

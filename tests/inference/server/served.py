@@ -104,6 +104,7 @@ def start(
         length=engine.length,
         sampling=sampling or Sampling(),
         images=None if device.images is None else ImageReader(device.images, "crop", config.image_pixels),
+        pooling=config.pooling or "last",
         reranker=reranker_of(config, tokenizer),
     )
     readiness, log = Readiness("tiny", worker), list[str]()

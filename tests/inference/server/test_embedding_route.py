@@ -13,7 +13,7 @@ from served import Running, start, stop
 from megajax.inference.server.config import ServerConfig
 
 
-@pytest.fixture(scope="module", params=["last", "mean"])
+@pytest.fixture(scope="module", params=["first", "last", "mean"])
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     running = start(ServerConfig(strict=True, prompts=8, pooling=request.param))
     running.pooling = request.param  # type: ignore[attr-defined]
@@ -24,7 +24,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 def vector_of(running: Running, text: bytes) -> np.ndarray:
     """The expected embedding."""
     states = np.array([state_of(token) for token in text], float)
-    state = states[-1] if running.pooling == "last" else states.mean(0)  # type: ignore[attr-defined]
+    by_pooling = {"first": states[0], "last": states[-1], "mean": states.mean(0)}
+    state = by_pooling[running.pooling]  # type: ignore[attr-defined]
     return state / np.linalg.norm(state)
 
 

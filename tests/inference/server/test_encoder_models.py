@@ -59,3 +59,28 @@ def test_what_is_refused(running: Running, path: str, body: dict[str, Any], para
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), answer.text
     assert words in error["message"]
+
+
+def test_a_model_that_gives_embeddings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EchoDevice()
+    device.generates = False
+    running = start(ServerConfig(strict=True, pooling="mean"), device)
+    monkeypatch.setitem(running.worker.engine.tokenizer.specials, "cls", 1)
+    monkeypatch.setitem(running.worker.engine.tokenizer.specials, "sep", 2)
+    try:
+        assert running.ask("/v1/embeddings", {"input": "ab"}).json()["usage"]["prompt_tokens"] == 4
+        row = running.device.seen[0]
+        assert row.tokens == [1, *b"ab", 2] and row.pooling == "mean"
+        scores = running.ask("/score", {"text_1": "ab", "text_2": ["ab", "z"]}).json()["data"]
+        assert scores[0]["score"] == pytest.approx(1) and scores[1]["score"] < 1
+        for path, body, method in (
+            ("/v1/completions", {"prompt": "a"}, "POST"),
+            ("/v1/chat/completions", {"messages": MESSAGES}, "POST"),
+            ("/v1/responses", {"input": "a"}, "POST"),
+            ("/api", {"prompts": ["a"], "tokens_to_generate": 1}, "PUT"),
+        ):
+            answer = running.ask(path, body, method)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+            assert "no text: use /v1/embeddings" in answer.json()["error"]["message"]
+    finally:
+        stop(running)

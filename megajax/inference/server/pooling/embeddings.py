@@ -74,7 +74,7 @@ class EmbeddingForm:
 def first_tokens_of(prompt: list[int], values: Values, model: ServedModel) -> list[int]:
     """The first `truncate_prompt_tokens` tokens of a prompt, with the tokens after every text; with -1, as many as
     fit."""
-    most, suffix = values.get("truncate_prompt_tokens", len(prompt)), list(model.tokenizer.suffix)
+    most, suffix = values.get("truncate_prompt_tokens", len(prompt)), list(model.suffix)
     most = model.length if most == -1 else most
     if len(prompt) <= most:
         return prompt
@@ -84,9 +84,9 @@ def first_tokens_of(prompt: list[int], values: Values, model: ServedModel) -> li
 
 async def embedding_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/embeddings. Raises RequestError."""
-    suffix = model.tokenizer.suffix if values.get("add_special_tokens", True) else ()
+    suffix = model.suffix if values.get("add_special_tokens", True) else ()
     prompts = await read_prompts(values, model, config.prompts, "input", suffix)
     prompts = [first_tokens_of(prompt, values, model) for prompt in prompts]
     form, names = EmbeddingForm(model, prompts, values), {"prompt": "input"}
     sampling = Sampling(max_tokens=0)
-    return Job(prompts=prompts, sampling=sampling, response=form.response, names=names, pooling=config.pooling)
+    return Job(prompts=prompts, sampling=sampling, response=form.response, names=names, pooling=model.pooling)

@@ -139,7 +139,7 @@ async def _scoring(
         return Scoring(prompts, reranker.sampling, None, lambda answers: list(map(reranker.score, answers)))
     if "instruction" in values:
         raise values.invalid("instruction", "has a place only in server.score_template: write it into the texts")
-    suffix = model.tokenizer.suffix
+    suffix = model.suffix
     texts = {"input": [*first, *second]}
     prompts = await read_prompts(texts, model, config.prompts, "input", suffix)
     prompts = [first_tokens_of(prompt, values, model) for prompt in prompts]
@@ -150,7 +150,7 @@ async def _scoring(
         products = [math.sumprod(queries[place % len(queries)], other) for place, other in enumerate(others)]
         return [max(-1.0, min(1.0, product)) for product in products]
 
-    return Scoring(prompts, Sampling(max_tokens=0), config.pooling, cosines)
+    return Scoring(prompts, Sampling(max_tokens=0), model.pooling, cosines)
 
 
 def _usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:

@@ -1,0 +1,91 @@
+"""The compiled programs of an encoder: embeddings of texts, padded to a few lengths and numbers of texts."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+
+from megajax.batch import Params
+from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.programs import smaller_counts
+from megajax.inference.step_arrays import lengths_up_to
+from megajax.mesh.named_shardings import replicated
+
+POOLINGS = ("first", "last", "mean")
+"""The kinds of `request.Pooling`, numbered in this order."""
+
+
+class EncoderPrograms:
+    """The programs of a model that has `text_states`, one for each number and length of texts."""
+
+    def __init__(self, loaded: LoadedModel, *, rows: int, length: int):
+        """rows: maximum number of texts of a replica in a program; length: maximum number of tokens of a text."""
+        self.loaded, self.weights = loaded, dict(loaded.weights)
+        shape = loaded.mesh.shape
+        self.replicas = shape["data"] * shape["expert"]
+        self.counts, self.lengths = smaller_counts(rows, least=1), lengths_up_to(length)
+        self.announce: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
+        """As in `Programs`."""
+        self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
+
+    @property
+    def count(self) -> int:
+        """Programs that `compile` compiles."""
+        return len(self.counts) * len(self.lengths)
+
+    def compile(self) -> Iterator[str]:
+        """Compile all programs; yields the name of each after its compilation."""
+        for count, length in product(self.counts, self.lengths):
+            self.announce("compile", (count, length))
+            self.operate("compile", count, length)
+            yield f"{count} texts of {length} tokens"
+
+    def embed(self, tokens: np.ndarray, counts: np.ndarray, poolings: np.ndarray) -> Array:
+        """Dispatch texts of all replicas -> float32 [texts, D]: the sums of the states that are pooled.
+
+        tokens: int32 [texts, L], padded; counts: int32 [texts], tokens of each; poolings: int32 [texts], as `POOLINGS`.
+        """
+        self.announce("embed", (tokens, counts, poolings))
+        return self.operate("embed", tokens, counts, poolings)
+
+    def operate(self, name: str, *arguments: Any) -> Any:
+        """Run this process's part of an operation, as in `Programs`."""
+        match name, arguments:
+            case "embed", (tokens, counts, poolings):
+                return self._program(*tokens.shape)(self.weights, tokens, counts, poolings)
+            case "compile", (count, length):
+                return self._program(self.replicas * count, length)
+            case _:
+                raise ValueError(f"{name} is no operation")
+
+    def _program(self, texts: int, length: int) -> jax.stages.Compiled:
+        """The program of all replicas' texts, compiled when first needed."""
+        loaded = self.loaded
+
+        def embed(weights: Params, tokens: Array, counts: Array, poolings: Array) -> Array:
+            index = jnp.arange(length)[None]
+            present = index < counts[:, None]
+            states = loaded.bound(weights).text_states(tokens, present.astype(jnp.int32)).astype(jnp.float32)
+            chosen = [index == 0, index == counts[:, None] - 1, present]
+            pooled = jnp.select([poolings[:, None] == number for number in range(len(POOLINGS))], chosen)
+            return jnp.einsum("bld,bl->bd", states, pooled.astype(jnp.float32))
+
+        def like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            axes = ("batch", *[None] * (len(shape) - 1))
+            sharding = NamedSharding(loaded.mesh, loaded.layout.plan.compute.spec(axes))
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+        if (texts, length) not in self._compiled:
+            with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
+                weights = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), loaded.weights
+                )
+                jitted = jax.jit(embed, out_shardings=replicated(loaded.mesh))
+                lowered = jitted.lower(weights, like((texts, length)), like((texts,)), like((texts,)))
+                self._compiled[texts, length] = lowered.compile(compiler_options=dict(loaded.options))
+        return self._compiled[texts, length]
