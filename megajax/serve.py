@@ -92,15 +92,17 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     origin = origin_of(flags)
     loaded = resolve("megajax.interop.loading:load")(config, origin)
+    start_engine, load_draft = (
+        resolve(f"megajax.interop.{name}") for name in ("loading:start_engine", "draft_model:load_draft")
+    )
     drafting = draft_origin(flags, config.inference)
-    draft = drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, drafting)
-    engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue, draft=draft)
+    engine = start_engine(loaded, queue=config.server.queue, draft=drafting and load_draft(loaded, drafting))
     if serving is None:
         return processes.follow(engine.device)
     processes.lead(engine.device)
     reader = resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
     weights = resolve("megajax.interop.loading:weight_reader")(loaded, origin) if config.server.control else None
-    # The engine may release its weights.
+    # The engine may release its weights, also those of a draft model.
     loaded = loaded.without_weights()
     folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
     return serving.run(

@@ -178,6 +178,7 @@ def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: 
     write_llama(tmp_path / "chat")
     (tmp_path / "chat/generation_config.json").write_text('{"temperature": 0.6}')
     defaults, no_model = list[Sampling](), SimpleNamespace(tokenizer=None, conversation=None, where="")
+    no_model.without_weights = lambda: no_model
     engine = SimpleNamespace(device=None)
     serving = SimpleNamespace(run=lambda *args, sampling, **options: defaults.append(sampling))
     monkeypatch.setattr("megajax.inference.server.server.Serving", lambda config, access: serving)
@@ -221,7 +222,7 @@ def test_all_processes_have_the_cache_of_the_fullest_device(folder: Path, monkey
     other = SimpleNamespace(gather=lambda value: [value, of_block * 50])
     monkeypatch.setattr("megajax.inference.assembly.free_memory", free)
     monkeypatch.setattr("megajax.inference.assembly.Peers", lambda: other)
-    assert cache_size(config, 32, model.model, "float32").blocks == 45
+    assert cache_size(config, 32, [model.model], "float32").blocks == 45
     assert asked == [model.model.mesh.local_devices]
 
 

@@ -105,16 +105,19 @@ def answers(url: str, adapter: Path) -> list[list[float]]:
     return [[score or 0.0 for score in choice["logprobs"]["token_logprobs"]] for choice in found] + vectors
 
 
-def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Started]) -> None:
+@pytest.mark.parametrize("drafting", ["text", "model"])
+def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Started], drafting: str) -> None:
     """With adapters, drafts, scores of prompts and embeddings; a signal to either process ends both."""
+    draft = (f"--draft-hf={folder / 'base'}",) if drafting == "model" else ()
     slots = ("--inference.adapters=2", "--inference.adapter_rank=2", "--server.load_adapters=true")
     model = (f"--hf={folder / 'base'}", f"--adapters=a={folder / 'adapter'}", "--inference.speculate=2", "--port=0")
     one = Gang(start, "serve", "--devices=cpu:1", *model, *ENGINE, *slots, "--inference.warm_up=false", processes=1)
     expected = answers(one.url(), folder / "adapter")
     one.first.end()
-    two = Gang(start, "serve", *TWO, *model, *ENGINE, *slots)
+    two = Gang(start, "serve", *TWO, *model, *draft, *ENGINE, *slots)
     found = answers(two.url(), folder / "adapter")
     assert "4 cpu: expert 2, tensor 2" in two.first.text
+    assert ("by a model with" in two.first.text) == bool(draft)
     for one_answer, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one_answer, other, atol=1e-5)
     two.processes[1].process.send_signal(signal.SIGTERM)
