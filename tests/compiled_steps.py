@@ -52,6 +52,7 @@ class Row:
 class Step:
     decode: list[tuple[Row, int]] = field(default_factory=list)
     prompts: list[tuple[Row, int, int]] = field(default_factory=list)
+    saves = restores = ()
 
     def parts(self) -> list[tuple[Row, int]]:
         return [*((row, at + 1) for row, at in self.decode), *((row, at + count) for row, at, count in self.prompts)]
@@ -87,6 +88,7 @@ def programs_of(
     blocks: int,
     block: int = 4,
     length: int = 32,
+    snapshots: int = 0,
     dtype: str = "float32",
     kernel: Any = "tiled",
     drafting: Any = lambda size, **settings: None,
@@ -95,7 +97,7 @@ def programs_of(
     prompt a step. drafting: makes the drafts, from the same settings."""
     tiles = [(chunk // (tile or chunk), tile or chunk) if chunk else (0, 0) for chunk in chunks]
     buckets = [Bucket(rows, *shape, drafts) for shape in tiles]
-    size = CacheSize(blocks=blocks, block=block, slots=rows)
+    size = CacheSize(blocks=blocks, block=block, slots=rows, snapshots=snapshots)
     settings: Any = {"buckets": buckets, "length": length, "dtype": dtype, "kernel": kernel}
     return Programs(model, size, choosers=choosers, drafting=drafting(size, **settings), **settings)
 

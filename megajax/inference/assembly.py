@@ -23,11 +23,12 @@ from megajax.inference.engine import Engine
 from megajax.inference.images.image_states import image_leaves
 from megajax.inference.loaded_model import Draft, LoadedModel, layers_apart
 from megajax.inference.loading import model_on_mesh
-from megajax.inference.programs import CacheSize, Programs, buckets_up_to, like_cache
+from megajax.inference.programs import CacheSize, Programs, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.inference.speculation.draft_model import ByDevice, DraftModel
 from megajax.inference.speculation.earlier_text import EarlierText
+from megajax.inference.step_arrays import buckets_up_to
 from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
@@ -148,7 +149,11 @@ def cache_size(config: InferenceConfig, length: int, models: Sequence[LoadedMode
     Raises UserError where that is less than a block.
     """
     rows, needed = max(2, config.rows), max(2, config.rows) * -(-length // config.block)
-    size = CacheSize(blocks=needed, block=config.block, slots=rows)
+    cfg, plan = models[0].cfg, models[0].layout.plan
+    states = any(leaf.per == "row" for leaf in cfg.cache_leaves(plan.tensor))
+    # The memory of an encoder belongs to a request.
+    snapshots = config.snapshots if states and not cfg.memory_length() else 0
+    size = CacheSize(blocks=needed, block=config.block, slots=rows, snapshots=snapshots)
     if config.cache_tokens is not None:
         return replace(size, blocks=config.cache_tokens // config.block)
     mesh, bytes_of = models[0].mesh, {"token": 0, "row": 0}

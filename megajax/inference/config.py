@@ -51,6 +51,9 @@ class InferenceConfig:
     look_ahead: bool = True
     """Start a step before the tokens of the previous one are read, so that the device does not wait for the host. With
     `speculate` steps begin with these tokens, and do not look ahead."""
+    snapshots: int = 8
+    """For models with a state per request (Mamba): number of states that are kept, on each replica, at the ends of
+    prompts and where they part, so that a prompt that begins like another one is computed from there on. 0: none."""
     speculate: int = 0
     """Speculative decoding: a step verifies up to this many tokens for each request. With --draft-run or --draft-hf, a
     smaller model drafts them; else they are those that followed the request's last tokens where they occurred before.
@@ -79,6 +82,7 @@ class InferenceConfig:
                 ("chunk", 1),
                 ("block", 1),
                 ("cache_tokens", 1),
+                ("snapshots", 0),
                 ("speculate", 0),
             )
             if (value := getattr(self, name)) is not None and value < least

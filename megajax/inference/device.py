@@ -30,6 +30,7 @@ class ModelDevice:
         self.rows, self.chunk, self.tile, self.length = programs.rows, programs.chunk, programs.tile, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.drafts, self.prefix_sharing, self.window = programs.drafts, programs.prefix_sharing, programs.window
+        self.snapshots = programs.size.snapshots
         self.memory, self.images = max(programs.text_lengths, default=0), programs.images
 
     def start(self, work: abc.Sequence[Step | None]) -> "ModelStep":

@@ -84,7 +84,11 @@ class Engine:
         # One key, so that a prompt has the same hashes on all replicas.
         pools = [Pool(device.blocks, device.block, key) for key in [os.urandom(KEY)] for _ in range(device.replicas)]
         self.schedulers = [
-            Scheduler(pool, device.rows, device.chunk, device.tile, device.prefix_sharing, device.window)
+            Scheduler(
+                *(pool, device.rows, device.chunk, device.tile, device.prefix_sharing),
+                window=device.window,
+                snapshots=device.snapshots,
+            )
             for pool in pools
         ]
         default = end_tokens_of(tokenizer) if tokenizer else frozenset()

@@ -21,6 +21,7 @@ from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, write
 from megajax.mesh.layout import Layout
+from megajax.mesh.rules import LogicalAxes
 
 STATES = ("batch", None, None)
 """Logical axes of the outputs of a stack [T, 1, D]."""
@@ -57,6 +58,24 @@ def step_rows(
         loop=loaded.loop,
         columns=None if loaded.adapters is None else loaded.adapters.columns(arrays.adapters),
     )
+
+
+def copied_states(
+    layout: Layout, leaves: Cache, axes: Mapping[str, LogicalAxes], sources: Array, targets: Array
+) -> Cache:
+    """Leaves of rows [layers, slots, ...] with copies of slots in others, int32 [replicas * n]; past the last: none.
+
+    axes: logical axes of each leaf in one row.
+    """
+
+    def local(leaves: Cache, sources: Array, targets: Array) -> Cache:
+        return {
+            name: leaf.at[:, targets].set(leaf.at[:, sources].get(mode="clip"), mode="drop", unique_indices=True)
+            for name, leaf in leaves.items()
+        }
+
+    pools = {name: (None, "batch", *axes[name]) for name in leaves}
+    return layout.island(local, (pools, ("batch",), ("batch",)), pools)(leaves, sources, targets)
 
 
 def step_output(

@@ -38,6 +38,7 @@ from megajax.inference.model_step import (
     Drafting,
     Scorer,
     StepOutput,
+    copied_states,
     known_tokens,
     of_layers,
     step_output,
@@ -46,6 +47,7 @@ from megajax.inference.model_step import (
 )
 from megajax.inference.request import ImageInput, Sequence, Step
 from megajax.inference.step_arrays import (
+    COPIES,
     Bucket,
     StepArrays,
     Texts,
@@ -55,6 +57,7 @@ from megajax.inference.step_arrays import (
     joined,
     lengths_up_to,
     pack,
+    slot_pairs,
     starting_rows,
     texts_of,
 )  # fmt: skip
@@ -75,6 +78,8 @@ class CacheSize:
     """Tokens of a block."""
     slots: int
     """Maximum number of rows that run at the same time."""
+    snapshots: int = 0
+    """Number of states of rows at the ends of prefixes, in slots after those of rows."""
 
     def tokens(self) -> int:
         """Tokens in all blocks."""
@@ -87,7 +92,7 @@ def like_cache(
     """Shapes, dtypes and shardings of the cache, by name of the leaf; dtype as in `stored_leaves`."""
     cache = {}
     for leaf in stored_leaves(leaves, dtype):
-        first = (size.blocks, size.block) if leaf.per == "token" else (size.slots,)
+        first = (size.blocks, size.block) if leaf.per == "token" else (size.slots + size.snapshots,)
         shape = (leaf.layers, replicas * first[0], *first[1:], *leaf.shape)
         axes = (None, "batch", *[None] * (len(first) - 1), *leaf.axes)
         sharding = NamedSharding(mesh, layout.plan.compute.spec(axes))
@@ -107,35 +112,6 @@ class Dispatched(NamedTuple):
     def row(self, replica: int, number: int) -> int:
         """The index of a row among the choices, by its index in `Step.parts`; those after its draft follow."""
         return self.bucket.choices * replica + self.bucket.width * number
-
-
-FEWER = 4
-"""Each bucket has this many times the rows, or the prompt tokens, of the next smaller one."""
-
-
-def buckets_up_to(rows: int, chunk: int, tile: int, *, drafts: int = 0, invariant: bool = False) -> tuple[Bucket, ...]:
-    """Buckets of up to `rows` rows, without prompts and with up to `chunk` prompt tokens in tiles of `tile`.
-
-    Prompts go with the fewest rows or with all. drafts: tokens of a draft; steps without prompts and drafts have their
-    own buckets. invariant: only the largest bucket, so that every token is computed in
-    the same shapes.
-    """
-    tiles = -(-chunk // tile)
-    if invariant:
-        return (Bucket(rows, tiles, tile, drafts),)
-    # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
-    row_counts = smaller_counts(rows, least=2)
-    decoding = [Bucket(count, drafts=most) for most in dict.fromkeys((0, drafts)) for count in row_counts]
-    few_or_all = dict.fromkeys((row_counts[0], rows))
-    return (*decoding, *(Bucket(n, t, tile, drafts) for n in few_or_all for t in smaller_counts(tiles, least=1)))
-
-
-def smaller_counts(count: int, *, least: int) -> list[int]:
-    """`count` and fewer, ascending."""
-    counts = [count]
-    while counts[0] // FEWER >= least:
-        counts.insert(0, counts[0] // FEWER)
-    return counts
 
 
 class Programs:
@@ -212,8 +188,8 @@ class Programs:
 
     @property
     def prefix_sharing(self) -> bool:
-        """Whether rows may share blocks; false if layers keep a state per row."""
-        return all(leaf.per == "token" for leaf in self.leaves if leaf.name != IMAGES)
+        """Whether rows may share blocks; if layers keep a state per row, only with snapshots of it."""
+        return self.size.snapshots > 0 or all(leaf.per == "token" for leaf in self.leaves if leaf.name != IMAGES)
 
     @property
     def window(self) -> int | None:
@@ -249,6 +225,8 @@ class Programs:
             programs += [
                 (f"{chooser}, {decoding}", partial(self._choice, bucket, chooser)) for chooser in self.choosers
             ]
+        if self.size.snapshots:
+            programs.append(("copies of states", self._state_copier))
         if self.images is not None:
             programs.append(("images", partial(self._image_reader, self.images)))
         if self.loaded.adapters is not None:
@@ -321,6 +299,9 @@ class Programs:
         starting = starting_rows(work) if self.text_lengths else None
         if starting is not None:
             self.encode_texts(starting)
+        for copies in ([step.saves if step else () for step in work], [step.restores if step else () for step in work]):
+            if any(copies):
+                self._everywhere("copy", *slot_pairs(copies))
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         if self.loaded.adapters is not None:
@@ -368,6 +349,8 @@ class Programs:
                     arrays, drafts = self.drafting.draft(bucket, arrays, inputs)
                 self._output, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
                 return drafts
+            case "copy", (sources, targets):
+                self.cache = self._state_copier()(self.cache, sources, targets)
             case "choose", (bucket, number, inputs, slots):
                 choose, out = self._choice(bucket, self.choosers[number]), self._output
                 chosen, self.latest = choose(out.logits, out.tokens, inputs, self.latest, slots)
@@ -389,6 +372,25 @@ class Programs:
                 self.weights |= self._adapter_writer()(old, values, np.int32(slot))
             case _:
                 raise ValueError(f"{name} is no operation")
+
+    def _state_copier(self) -> jax.stages.Compiled:
+        """The program that copies states of rows: (cache, int32 [replicas * 2] slots, and those to write) -> cache."""
+        layout = self.loaded.layout
+        axes = {leaf.name: leaf.axes for leaf in self.leaves if leaf.per == "row" and leaf.name != IMAGES}
+
+        def copy(cache: Cache, sources: Array, targets: Array) -> Cache:
+            states = {name: cache[name] for name in axes}
+            return {**cache, **copied_states(layout, states, axes, sources, targets)}
+
+        def lower() -> jax.stages.Lowered:
+            slots, shardings = (
+                self._like((self.replicas * COPIES,)),
+                {n: x.sharding for n, x in self.cache_like.items()},
+            )
+            jitted = jax.jit(copy, donate_argnums=0, out_shardings=shardings)
+            return jitted.lower(self.cache_like, slots, slots)
+
+        return self._compiled("copies", lower)
 
     def _adapter_writer(self) -> jax.stages.Compiled:
         """The program that writes a slot: (arrays of all slots, those of an adapter, int32 slot) -> arrays."""

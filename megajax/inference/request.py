@@ -283,6 +283,10 @@ class Step(NamedTuple):
     prompts: list[tuple[Sequence, int, int]]
     """Sequences, the first position of each, and the number of its tokens: together at most `Device.chunk` in whole
     tiles."""
+    saves: abc.Sequence[tuple[int, int]] = ()
+    """Slots of rows whose states go to slots of snapshots, before the step and before `restores`."""
+    restores: abc.Sequence[tuple[int, int]] = ()
+    """Slots of snapshots whose states go to slots of rows, before the step."""
 
     def parts(self) -> list[tuple[Sequence, int]]:
         """Sequences in the order of the device's results, and the number of computed tokens of each after the step,
@@ -384,7 +388,9 @@ class Device(Protocol):
     drafts: int
     """Maximum number of tokens of `Sequence.draft`."""
     prefix_sharing: bool
-    """Whether sequences may share blocks; false if layers keep a state per row."""
+    """Whether sequences may share blocks; if layers keep a state per row, only with `snapshots`."""
+    snapshots: int
+    """Number of slots after those of rows, for states at the ends of prefixes."""
     window: int | None
     """Maximum number of tokens before a token that its computation reads from the blocks; None: all."""
     memory: int

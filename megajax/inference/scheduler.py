@@ -108,13 +108,45 @@ class Pool:
             self._empty.append(block)
 
 
+class Snapshots:
+    """The states of rows at the ends of prefixes, for layers that keep a state per row. The least recently used one is
+    overwritten."""
+
+    def __init__(self, first: int, count: int):
+        """first: the first of their slots."""
+        self._free, self._slot_of = list(range(first, first + count)), OrderedDict[bytes, int]()
+        self.count = count
+
+    def find(self, digest: bytes) -> int | None:
+        """The slot of the state after the block with this hash."""
+        if digest in self._slot_of:
+            self._slot_of.move_to_end(digest)
+        return self._slot_of.get(digest)
+
+    def add(self, digest: bytes) -> int | None:
+        """The slot to write a state to; None if there is one of this prefix."""
+        if self.find(digest) is not None:
+            return None
+        self._slot_of[digest] = self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
+        return self._slot_of[digest]
+
+
 class Scheduler:
     """The sequences of a replica."""
 
     def __init__(
-        self, pool: Pool, rows: int, chunk: int, tile: int, prefix_sharing: bool = True, window: int | None = None
+        self,
+        pool: Pool,
+        rows: int,
+        chunk: int,
+        tile: int,
+        prefix_sharing: bool = True,
+        window: int | None = None,
+        snapshots: int = 0,
     ):
         """rows: maximum number of running sequences; the others: as in `Device`."""
+        self.snapshots = Snapshots(rows, snapshots)
+        self._saves: list[tuple[int, int]] = []
         self.pool, self.rows, self.chunk, self.tile = pool, rows, chunk, tile
         self.prefix_sharing, self.window = prefix_sharing, window
         self.waiting: list[Sequence] = []
@@ -182,20 +214,25 @@ class Scheduler:
 
     def _step(self) -> Step | None:
         step, tiles, spare = Step([], []), self._tiles(), 0
+        saves, restores = list[tuple[int, int]](), list[tuple[int, int]]()
         # Sequences are preempted only for those before them, so never after they are part of this step.
         for sequence in list(self.running):
             if sequence.idle or sequence.slot < 0:
                 continue
-            prompt = _in_prompt(sequence)
-            if prompt:
+            prompt, state, ends = _in_prompt(sequence), None, list[int]()
+            if prompt and self.snapshots.count:
+                state, ends = self._share_state(sequence)
+            elif prompt:
                 # Others may have computed the next blocks since.
                 self._share(sequence)
             self._free_behind(sequence)
             remaining, granted = sequence.length - sequence.computed, tiles.get(sequence.order, 0) + spare
-            count = min(remaining, granted * self.tile) if prompt else remaining
+            parts = [granted * self.tile, *(end - sequence.computed for end in ends[:1])] if prompt else []
+            count = min([remaining, *parts])
             if count < 1 or not self._reserve(sequence, sequence.computed + count):
                 continue
             if prompt:
+                restores += [] if state is None else [(state, sequence.slot)]
                 step.prompts.append((sequence, sequence.computed, count))
                 spare = granted - self._in_tiles(count)
             else:
@@ -205,7 +242,13 @@ class Scheduler:
             sequence.computed += count
             sequence.awaited += sequence.computed == sequence.length
             self._publish(sequence)
-        return step if step.decode or step.prompts else None
+            if sequence.computed in ends[:1]:
+                slot = self.snapshots.add(self._digest(sequence, sequence.computed // self.pool.size - 1))
+                saves += [] if slot is None else [(sequence.slot, slot)]
+        if not (step.decode or step.prompts):
+            return None
+        before, self._saves = self._saves, saves
+        return step._replace(saves=before, restores=restores)
 
     def _tiles(self) -> dict[tuple[int, int], int]:
         """The tiles of a step for each prompt that needs some, by the order of its sequence."""
@@ -232,7 +275,8 @@ class Scheduler:
             # A sequence that was preempted while a step chooses its next token waits for that token.
             if sequence is None or sequence.awaited or len(prompts) >= self.chunk // self.tile:
                 return
-            self._share(sequence)
+            if not self.snapshots.count:
+                self._share(sequence)
             need = sum(self._next_blocks(other) for other in (*prompts, sequence))
             # Keep a block for each running sequence, or the next steps would preempt the admitted sequence.
             if self.running and need + len(self.running) > self.pool.available:
@@ -264,6 +308,31 @@ class Scheduler:
         sequence.computed += shared * self.pool.size
         if sequence.slot >= 0:
             self._count_shared(sequence, before * self.pool.size)
+
+    def _share_state(self, sequence: Sequence) -> tuple[int | None, list[int]]:
+        """Begin a prompt from the longest prefix whose state is known -> its slot, and where further states are saved.
+
+        These are the end of the blocks that others have computed too, where prompts part, and the last end of a block.
+        """
+        size, state = self.pool.size, None
+        if not self.prefix_sharing or sequence.whole:
+            return None, []
+        known = self.known(sequence)
+        if not sequence.computed:
+            for count in range(known, 0, -1):
+                state = self.snapshots.find(self._digest(sequence, count - 1))
+                if state is not None:
+                    self._take(sequence, count)
+                    break
+        ends = sorted({known * size, (len(sequence.tokens) - 1) // size * size})
+        return state, [end for end in ends if end > sequence.computed]
+
+    def _take(self, sequence: Sequence, count: int) -> None:
+        """Share the first blocks of a sequence that has none; all of them are known."""
+        blocks = [self.pool.share(self._digest(sequence, number)) for number in range(count)]
+        sequence.blocks.extend(block for block in blocks if block is not None)
+        sequence.published, sequence.computed = count, count * self.pool.size
+        self._count_shared(sequence, 0)
 
     def _count_shared(self, sequence: Sequence, first: int) -> None:
         """Count the shared tokens of the sequence's prompt from `first` on."""

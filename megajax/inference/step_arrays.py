@@ -85,6 +85,19 @@ NOWHERE = 2**30
 """A slot past every pool: writes to it are dropped."""
 
 
+COPIES = 2
+"""Slots of states that a program copies in each replica, of which a step needs one: XLA turns a scatter of one row into
+a dynamic-update-slice, which may copy the whole array."""
+
+
+def slot_pairs(copies: abc.Sequence[abc.Sequence[tuple[int, int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """The slots of each replica's copies, source and target, int32 [replicas * COPIES]; past the pool for none."""
+    pairs = np.full((len(copies), COPIES, 2), NOWHERE, np.int32) + np.arange(COPIES, dtype=np.int32)[:, None]
+    for replica, of_replica in enumerate(copies):
+        pairs[replica, : len(of_replica)] = np.asarray(of_replica, np.int32).reshape(-1, 2)
+    return pairs[..., 0].reshape(-1), pairs[..., 1].reshape(-1)
+
+
 def bucket_for(work: abc.Sequence[Step | None], buckets: abc.Sequence[Bucket]) -> Bucket:
     """The smallest bucket that fits the steps of all replicas. Raises ValueError if there is none."""
     steps = [step for step in work if step is not None]
@@ -233,3 +246,32 @@ def texts_of(rows: abc.Sequence[Sequence | None], lengths: abc.Sequence[int]) ->
             tokens[number, : len(row.memory)] = row.memory
             counts[number], states[number] = len(row.memory), row.slot
     return Texts(tokens, counts, states)
+
+
+FEWER = 4
+"""Each bucket has this many times the rows, or the prompt tokens, of the next smaller one."""
+
+
+def buckets_up_to(rows: int, chunk: int, tile: int, *, drafts: int = 0, invariant: bool = False) -> tuple[Bucket, ...]:
+    """Buckets of up to `rows` rows, without prompts and with up to `chunk` prompt tokens in tiles of `tile`.
+
+    Prompts go with the fewest rows or with all. drafts: tokens of a draft; steps without prompts and drafts have their
+    own buckets. invariant: only the largest bucket, so that every token is computed in
+    the same shapes.
+    """
+    tiles = -(-chunk // tile)
+    if invariant:
+        return (Bucket(rows, tiles, tile, drafts),)
+    # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
+    row_counts = smaller_counts(rows, least=2)
+    decoding = [Bucket(count, drafts=most) for most in dict.fromkeys((0, drafts)) for count in row_counts]
+    few_or_all = dict.fromkeys((row_counts[0], rows))
+    return (*decoding, *(Bucket(n, t, tile, drafts) for n in few_or_all for t in smaller_counts(tiles, least=1)))
+
+
+def smaller_counts(count: int, *, least: int) -> list[int]:
+    """`count` and fewer, ascending."""
+    counts = [count]
+    while counts[0] // FEWER >= least:
+        counts.insert(0, counts[0] // FEWER)
+    return counts

@@ -50,6 +50,7 @@ class StandIn:
         vocabulary: int = 50,
         prefix_sharing: bool = True,
         window: int | None = None,
+        snapshots: int | None = None,
         memory: int = 0,
         drafts: int = 0,
         images: ImageInput | None = None,
@@ -58,7 +59,9 @@ class StandIn:
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
         self.tile = tile or chunk
         self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
-        self.images = images
+        self.images, self.snapshots = images, snapshots or 0
+        # Tokens behind the state in each slot; None without states.
+        self._states: list[dict[int, list[int]]] | None = None if snapshots is None else [{} for _ in range(replicas)]
         self.top, self.drafts, self.window = vocabulary, drafts, window
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Sequence, int, int]] = []
@@ -93,6 +96,8 @@ class StandIn:
         assert all(len(row.draft) <= self.drafts for row, _ in step.decode)
         parts = [*((row, at, 1 + len(row.draft)) for row, at in step.decode), *step.prompts]
         writers: dict[int, Sequence] = {}
+        if self._states is not None:
+            self._advance(step, self._states[replica])
         # All rows are written before any is read, as on a device.
         for row, first, count in parts:
             assert first + count <= row.limit, "a token without a place in the tables"
@@ -109,6 +114,18 @@ class StandIn:
             return [cells[row.blocks[at // self.block], at % self.block] for at in places]
 
         return [Part(row, first, count, row.slot, cached(row, first, count)) for row, first, count in parts]
+
+    def _advance(self, step: Step, states: dict[int, list[int]]) -> None:
+        """Saves and restores states, and advances those of rows, which must be those of their earlier tokens."""
+        for copies in (step.saves, step.restores):
+            states |= {target: states[source] for source, target in copies}
+        for row, first, count in [*((row, at, 1) for row, at in step.decode), *step.prompts]:
+            state = states[row.slot] if first else []
+            assert len(state) == first, f"{row.order}: the state of another number of tokens"
+            assert all(known in (-1, token) for known, token in zip(state, row.tokens, strict=False)), "another state"
+            states[row.slot] = [*state, *row.tokens[first : first + count]]
+            # The last token may be awaited.
+            states[row.slot] += [-1] * (first + count - len(states[row.slot]))
 
     def _seen(self, first: int) -> int:
         """The first position that the token at `first` reads."""

@@ -99,6 +99,34 @@ def test_rollouts_have_the_log_probabilities_of_the_trainer() -> None:
     assert engine.statistics().prompt_tokens_total == 7 + 19 * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param("mamba 2", {}, id="mamba 2"),
+        pytest.param("mamba 1", {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", {}, id="hybrid"),
+    ],
+)
+def test_prompts_that_begin_from_a_state(name: str, sizes: dict[str, int]) -> None:
+    """The answers of an engine without snapshots, to equal prompts at the same time, and to prompts that part."""
+    model, head = loaded(MODELS[name], sizes), [5, 17, 200, 3, 3, 91, 12, 8, 44]
+    tails = [1, 2], [1, 2], [9, 7, 7, 7], [4], [9, 7, 7, 6], [1, 2, 3, 4, 5]
+    prompts = [[*head, *tail] for tail in tails]
+    answers = {}
+    for snapshots in (0, 2):
+        shared, choices = choosers(VOCABULARY), {"max_tokens": 6, "logprobs": 0}
+        programs = programs_of(model, shared, chunks=(0, CHUNK), blocks=20, snapshots=snapshots)
+        engine = Engine(ModelDevice(programs, VOCABULARY))
+        clients = [Client(prompt, **choices) for prompt in prompts * 2]
+        serve(engine, *clients)
+        answers[snapshots] = clients
+        assert (engine.statistics().shared_tokens_total > 40) == (snapshots > 0)
+    for one, other in zip(answers[0], answers[2], strict=True):
+        assert one.answer.tokens == other.answer.tokens
+        logprobs = ([score.logprob for score in client.answer.scores] for client in (one, other))
+        np.testing.assert_allclose(*logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("kernel", ["tiled", "reference"])
 def test_blocks_behind_windows_are_freed(kernel: str) -> None:
     """Three rows of 32 tokens in nine blocks of 4: without windows they take 24."""

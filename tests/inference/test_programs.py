@@ -10,8 +10,7 @@ import pytest
 from compiled_steps import CHUNK, Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
 
 from megajax.inference.loaded_model import LoadedModel, layers_apart
-from megajax.inference.programs import buckets_up_to
-from megajax.inference.step_arrays import Bucket
+from megajax.inference.step_arrays import Bucket, buckets_up_to
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig

@@ -232,13 +232,3 @@ def test_a_paused_engine_runs_no_step_and_queues_requests() -> None:
 def test_an_engine_without_weights_of_its_own_refuses() -> None:
     with pytest.raises(UserError, match="cannot be replaced or moved"):
         Engine(StandIn()).refit({})
-
-
-def test_an_engine_of_several_processes_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded(LLAMA, {})
-    engine = engine_of(model)
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    for action in (lambda: engine.refit(dict(model.weights)), engine.sleep):
-        with pytest.raises(UserError, match="an engine of 2 processes keeps its weights"):
-            action()
-    assert not engine.asleep

@@ -46,9 +46,15 @@ class Load:
         self.sharing, self.tile = self.draw.random() < 0.8, self.draw.choice([1, 2, 4, self.chunk])
         rows, blocks = self.draw.randint(1, 12), max(2, self.draw.randint(70, 140) // self.size + 1)
         self.window = self.draw.choice([None, None, 0, 5, 20])
+        # Models with states compute one prompt in a step, and share only with snapshots of them.
+        self.states = self.draw.random() < 0.4
+        self.tile = self.chunk if self.states else self.tile
+        snapshots = self.draw.choice([1, 3, 20]) if self.states and self.sharing else 0
         sizes: dict[str, Any] = {"rows": rows, "chunk": self.chunk, "tile": self.tile, "window": self.window}
+        pool = Pool(blocks, self.size)
+        self.scheduler = Scheduler(pool, prefix_sharing=self.sharing, snapshots=snapshots, **sizes)
+        sizes |= {"snapshots": snapshots if self.states else None}
         self.device = StandIn(block=self.size, blocks=blocks, vocabulary=50, **sizes)
-        self.scheduler = Scheduler(Pool(blocks, self.size), prefix_sharing=self.sharing, **sizes)
         self.heads = [[self.draw.randrange(50) for _ in range(self.draw.randint(0, 30))] for _ in range(3)]
         self.live: list[Sequence] = []
         self.freed = 0
@@ -160,6 +166,28 @@ def test_blocks_behind_the_window_make_room_for_more_rows(window: int | None, mo
                 scheduler.remove(item)
     assert long == most and (scheduler.preemptions > 0) == (window is None)
     assert all(item.tokens[4:] == expected(item.tokens[:4], 36) for item in rows)
+
+
+def test_a_prompt_begins_from_the_state_after_a_known_prefix() -> None:
+    """The state after the last whole block of a prompt is kept, and that where two prompts part, for the third one."""
+    sizes: dict[str, Any] = {"rows": 4, "chunk": 8, "tile": 8, "snapshots": 3}
+    device, scheduler = StandIn(block=4, **sizes), Scheduler(Pool(64, 4), **sizes)
+    head, computed = list(range(13)), []
+    for number, tail in enumerate(([20] * 8, [20] * 8, [21] * 8, [22] * 8, [20] * 8, [22] * 8)):
+        before = scheduler.prompt_tokens
+        made(scheduler, device, [row(number, [*head, *tail], 25)])
+        computed.append(scheduler.prompt_tokens - before)
+    # The state after 20 tokens of the fourth prompt takes the place of the first one's, and this later of the third's.
+    assert computed == [21, 1, 21, 9, 9, 1]
+
+
+def test_equal_prompts_with_states_at_the_same_time() -> None:
+    sizes: dict[str, Any] = {"rows": 8, "chunk": 8, "tile": 8, "snapshots": 1}
+    device, scheduler = StandIn(block=4, **sizes), Scheduler(Pool(64, 4), **sizes)
+    rows = [row(number, list(range(22)), 30) for number in range(6)]
+    made(scheduler, device, rows)
+    assert scheduler.prompt_tokens == 22 + 5 * 2 and scheduler.shared_tokens == 5 * 20
+    assert all(item.tokens[22:] == expected(list(range(22)), 8) for item in rows)
 
 
 def test_rows_with_penalties_keep_their_blocks() -> None:

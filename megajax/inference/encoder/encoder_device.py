@@ -16,7 +16,8 @@ TILE = 32
 class EncoderDevice:
     """A `megajax.inference.request.Device`. Prompts of one step are grouped by their padded lengths."""
 
-    top, drafts, prefix_sharing, window, memory, images, generates = 0, 0, False, None, 0, None, False
+    top, drafts, prefix_sharing, window, snapshots, memory, images = 0, 0, False, None, 0, 0, None
+    generates = False
 
     def __init__(self, programs: EncoderPrograms, vocabulary: int):
         """vocabulary: ids in use."""

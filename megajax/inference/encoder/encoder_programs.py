@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.programs import smaller_counts
-from megajax.inference.step_arrays import lengths_up_to
+from megajax.inference.step_arrays import lengths_up_to, smaller_counts
 from megajax.mesh.named_shardings import replicated
 
 POOLINGS = ("first", "last", "mean")

@@ -82,7 +82,6 @@ class ModelWeights:
 
     def prepare(self, weights: Any) -> Callable[[], Params]:
         """weights: the arrays of a training state by path; or a function that returns weights as steps read them."""
-        self._demand_one_process()
         if callable(weights):
             return weights
         self._makes.check(weights)
@@ -99,7 +98,6 @@ class ModelWeights:
         programs.weights |= new
 
     def sleep(self, *, keep: bool) -> None:
-        self._demand_one_process()
         programs = self._programs
         for path in [*programs.weights] if keep else self._slots & programs.weights.keys():
             self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
@@ -119,10 +117,6 @@ class ModelWeights:
         if self._draft_model is not None:
             _move_back(self._draft_at_rest, self._draft_model.weights)
             jax.block_until_ready(self._draft_model.cache)
-
-    def _demand_one_process(self) -> None:
-        if (count := jax.process_count()) > 1:
-            raise UserError(f"an engine of {count} processes keeps its weights: start it again with others")
 
 
 def _move_back(at_rest: dict[str, Any], weights: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ class EchoDevice:
     """Steps take `seconds`, and none ends inside `hanging`."""
 
     chunk, tile, block, replicas, vocabulary, top = 512, 32, 16, 1, 257, 20
-    drafts, window, generates = 0, None, True
+    drafts, window, snapshots, generates = 0, None, 0, True
 
     def __init__(
         self,
