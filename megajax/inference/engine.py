@@ -381,8 +381,8 @@ class Engine:
 
     def _sequence(self, request: Request, order: tuple[int, int], seed: int) -> Sequence:
         sampling, prompt = request.sampling, request.prompt
-        # The constraint of a text depends on each token, and beams are extended together.
-        drafted = self.device.drafts > 0 and sampling.guide is None and sampling.beams == 1
+        # The constraint of a text, and forbidden sequences, depend on each token; and beams are extended together.
+        drafted = self.device.drafts > 0 and sampling.guide is None and sampling.beams == 1 and not sampling.bad_tokens
         adapter = self.adapters.find(request.adapter)
         return Sequence(
             order=order,

@@ -259,8 +259,8 @@ class Sequence:
         forbidden = self.end_tokens if self.generated + ahead < self.sampling.min_tokens else frozenset()
         if not self.sampling.bad_tokens:
             return forbidden
-        # Tokens of the prompt do not count.
-        answer = [*self.tokens[max(self.prompt, len(self.tokens) - BAD_LENGTH) :], *self.draft[:ahead]]
+        # Tokens of the prompt do not count, and such sequences have no drafts.
+        answer = self.tokens[max(self.prompt, len(self.tokens) - BAD_LENGTH) :]
         count = len(answer) + 1
         return forbidden | {bad[-1] for bad in self.sampling.bad_tokens if answer[count - len(bad) :] == [*bad[:-1]]}
 

@@ -105,11 +105,12 @@ def test_messages_give_both_values_and_stay_short() -> None:
     assert len(str(problem)) < 150
 
 
-def test_bad_tokens_within_a_draft() -> None:
-    """What is forbidden after some tokens of a draft depends on these, and never on the prompt."""
+def test_bad_tokens() -> None:
+    """What is forbidden depends on the last tokens of the answer, and never on the prompt."""
     sampling = Sampling(max_tokens=9, bad_tokens=((7,), (1, 2), (2, 3, 4)))
     row = Sequence(order=(0, 0), tokens=[1], limit=9, sampling=sampling)
-    assert row.forbidden() == {7}
-    row.tokens.append(1)
-    row.draft = [2, 3]
-    assert [row.forbidden(ahead) for ahead in range(3)] == [{7, 2}, {7}, {7, 4}]
+    forbidden = [row.forbidden()]
+    for token in (1, 2, 3, 4):
+        row.tokens.append(token)
+        forbidden.append(row.forbidden())
+    assert forbidden == [{7}, {7, 2}, {7}, {7, 4}, {7}]

@@ -202,13 +202,14 @@ def test_a_draft_leaves_a_block_for_each_running_row() -> None:
 
 
 def test_rows_whose_next_token_depends_on_more_get_no_drafts() -> None:
-    """Constraints and beams."""
+    """Constraints, forbidden sequences and beams."""
     engine = Engine(Repeating(drafts=4, vocabulary=257), guide=lambda guide: Anything())
-    guided, beams = (
+    guided, forbidding, beams = (
         Client([97] * 8, guide={}, max_tokens=20, ignore_eos=False),
+        Client([97] * 8, bad_tokens=((5, 6),), max_tokens=20),
         Client([97] * 8, beams=2, max_tokens=20),
     )
-    serve(engine, guided, beams)
+    serve(engine, guided, forbidding, beams)
     assert engine.statistics().drafted_tokens_total == 0 and len(guided.answer.tokens) == 20
 
 
