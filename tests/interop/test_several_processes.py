@@ -119,7 +119,7 @@ def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Sta
     assert "4 cpu: expert 2, tensor 2" in two.first.text
     assert ("by a model with" in two.first.text) == bool(draft)
     for one_answer, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one_answer, other, atol=1e-5)
+        np.testing.assert_allclose(one_answer, other, rtol=1e-5, atol=1e-5)
     two.processes[1].process.send_signal(signal.SIGTERM)
     assert two.codes() == [0, 0]
     assert "Traceback" not in two.first.text + two.processes[1].text
