@@ -121,7 +121,14 @@ def make_engine(
 def encoder_engine(
     model: LoadedModel, config: InferenceConfig, tokenizer: Tokenizer, *, length: int, queue: int
 ) -> Engine:
-    """An engine that gives embeddings. Programs are compiled when first needed; the arguments as in `make_engine`."""
+    """An engine that gives embeddings. Programs are compiled when first needed; the arguments as in `make_engine`.
+
+    Raises UserError for settings that need a model of text.
+    """
+    for setting in ("adapters", "speculate"):
+        if value := getattr(config, setting):
+            name = type(model.cfg).__name__
+            raise UserError(f"inference.{setting}={value}: {name} gives embeddings, and no text. Set it to 0")
     vocabulary = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size)
     device = EncoderDevice(EncoderPrograms(for_steps(model), rows=config.rows, length=length), vocabulary)
     return Engine(device, tokenizer=tokenizer, queue=queue)

@@ -236,6 +236,8 @@ def start_engine(loaded: Loaded, *, queue: int, draft: Draft | None = None) -> E
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
     if config.model.text_encoder() is not None:
+        if draft is not None:
+            raise UserError("--draft-run and --draft-hf need a model that gives text: leave them out")
         return encoder_engine(loaded.model, config.inference, loaded.tokenizer, length=length, queue=queue)
     return make_engine(
         loaded.model,

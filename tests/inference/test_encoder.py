@@ -11,6 +11,9 @@ from test_embeddings import embedding
 from test_engine import Client, idle, serve
 from test_programs import VOCABULARY
 
+from megajax.config.errors import UserError
+from megajax.inference.assembly import encoder_engine
+from megajax.inference.config import InferenceConfig
 from megajax.inference.encoder.encoder_device import EncoderDevice
 from megajax.inference.encoder.encoder_programs import EncoderPrograms
 from megajax.inference.engine import Engine
@@ -23,6 +26,7 @@ from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind
 from megajax.layers.stack.config import StackConfig
 from megajax.models.bert.config import BertConfig
+from megajax.tokenizers.config import ByteTokenizerConfig
 
 LENGTH = 150
 MODEL = BertConfig(
@@ -94,5 +98,9 @@ def test_an_encoder_gives_no_text() -> None:
     with pytest.raises(Refused, match="no text") as refused:
         Engine(device).check(Client([1, 2]).request)
     assert refused.value.field == "pooling"
+    for setting in ("adapters", "speculate"):
+        with pytest.raises(UserError, match=f"inference.{setting}=2: BertEncoderConfig gives embeddings"):
+            config = InferenceConfig(**{setting: 2})
+            encoder_engine(encoder, config, ByteTokenizerConfig().build(), length=LENGTH, queue=1)
     with pytest.raises(Refused, match="may have 150"):
         Engine(device).check(embedding([1] * (LENGTH + 1), "mean").request)

@@ -99,7 +99,7 @@ class Serving:
             sampling=sampling,
             images=None if device.images is None else ImageReader(device.images, image_fit, self._config.image_pixels),
             pooling=self._config.pooling or pooling or ("last" if device.generates else "mean"),
-            reranker=reranker_of(self._config, tokenizer),
+            reranker=reranker_of(self._config, tokenizer, generates=device.generates),
         )
         drafting = device.programs.drafting if isinstance(device, ModelDevice) else None
         readiness = Readiness(name, worker, None if drafting is None else drafting.where)

@@ -149,5 +149,7 @@ def test_a_text_that_fails(running: Running) -> None:
 def test_invalid_rerankers(template: str, answers: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         reranker_of(ServerConfig(score_template=template, score_answers=answers), ByteTokenizerConfig().build())
+    with pytest.raises(UserError, match="gives no text"):
+        reranker_of(ServerConfig(score_template=TEMPLATE), ByteTokenizerConfig().build(), generates=False)
     (problem,) = ServerConfig(score_answers=("y", "y")).problems()
     assert problem.setting == "score_answers"

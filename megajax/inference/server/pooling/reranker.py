@@ -44,8 +44,8 @@ class Reranker:
         return 1 / (1 + math.exp(min(no - yes, 700)))
 
 
-def reranker_of(config: ServerConfig, tokenizer: Tokenizer) -> Reranker | None:
-    """The reranker of the settings; None without `score_template`.
+def reranker_of(config: ServerConfig, tokenizer: Tokenizer, *, generates: bool = True) -> Reranker | None:
+    """The reranker of the settings; None without `score_template`. generates: whether the model gives text.
 
     Raises UserError for an invalid template, for one that does not show both texts, and for an answer that is not one
     token.
@@ -53,6 +53,8 @@ def reranker_of(config: ServerConfig, tokenizer: Tokenizer) -> Reranker | None:
     if config.score_template is None:
         return None
     setting = "server.score_template"
+    if not generates:
+        raise UserError(f"{setting}: the model gives no text, so pairs are scored by embeddings: remove it")
     conversation = Conversation(ChatTemplate(config.score_template, setting), tokenizer)
     plain, ids = tokenizer.plain(), list[int]()
     for answer in config.score_answers:
