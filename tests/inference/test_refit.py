@@ -1,5 +1,7 @@
 """Other weights for an engine that lives: on a tiny model, and with requests that run."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +116,21 @@ def test_sleep_moves_the_weights_to_the_host_and_back() -> None:
     assert [list(client.answer.tokens), list(late.answer.tokens)] == [before[1][0], before[0][0]]
     assert late.answer.shared == 0, "the blocks of the dropped cache are not shared"
     demand_equal(answers(engine), before)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_releases_the_arrays_of_the_devices(level: int) -> None:
+    model = loaded(LLAMA, {})
+    engine = engine_of(model)
+    answers(engine)
+    programs: Any = engine.device.programs
+    # On CPUs, level 1 leaves the weights where they are.
+    arrays = [*programs.cache.values(), *(jax.tree.leaves(programs.weights) if level == 2 else ())]
+    held = [weakref.ref(array) for array in arrays]
+    del model, arrays
+    engine.sleep(level)
+    gc.collect()
+    assert [array() for array in held] == [None] * len(held)
 
 
 def test_an_engine_without_weights_sleeps_until_it_has_some() -> None:
