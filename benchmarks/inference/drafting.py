@@ -1,0 +1,87 @@
+"""Speculative decoding of a trained model: steps and processor time of each kind of draft."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+import megajax as mj
+from megajax.inference.assembly import make_engine
+from megajax.inference.completion import complete
+from megajax.inference.config import InferenceConfig
+from megajax.inference.loaded_model import Draft, LoadedModel
+from megajax.inference.loading import model_on_mesh
+from megajax.inference.sampling_settings import Sampling
+from megajax.mesh.config import ParallelConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+SPECULATE, ANSWER = 4, 96
+PROMPTS = ("import ", "def __init__(self, ", "    for name in ", "class Error(", "# Return the ", "        if not ")
+
+
+def drafting(*, steps: int = 100) -> dict[str, Any]:
+    """Steps and processor seconds for each token of an answer, one request at a time, on one device.
+
+    A byte model of 0.9 million weights (quickstart.py) and a draft model of 0.1 million train for some steps each. The
+    tokens must be equal with and without drafts, with temperature 0 and 1.
+
+    none    no drafts
+    text    drafts of 4 tokens from the text of the request
+    model   drafts of 4 tokens by the small model
+    itself  drafts of 4 tokens by the model itself, all of which are accepted
+    """
+    cfg = mj.load("quickstart.py", "evaluation.every=none", "checkpoint.every=none", f"steps={steps}")
+    block = replace(cfg.model.stack.pattern[0], mlp=mj.GatedMLPConfig(ffn=192))
+    small = replace(cfg.model, hidden=64, stack=mj.StackConfig(pattern=(block,), repeats=2))
+    model, draft = trained(cfg), trained(cfg.but(model=small))
+    kinds = {"none": (0, None), "text": (SPECULATE, None), "model": (SPECULATE, draft), "itself": (SPECULATE, model)}
+    runs = {name: measured(model, *kind) for name, kind in kinds.items()}
+    tokens = [run.pop("tokens") for run in runs.values()]
+    return {"training_steps": steps, **runs, "tokens_equal": all(found == tokens[0] for found in tokens)}
+
+
+def trained(cfg: mj.RunConfig) -> LoadedModel:
+    """The model after the steps of a run."""
+    run = mj.setup(cfg, devices=jax.devices()[:1])
+    for _ in run.steps(cfg.steps):
+        pass
+    parallel, precision = ParallelConfig(data=1, data_sharding="replicate"), PrecisionConfig(compute="float32")
+    return model_on_mesh(cfg.model, run.state.inputs, parallel, run.mesh, precision, {})
+
+
+def measured(model: LoadedModel, drafts: int, draft: LoadedModel | None) -> dict[str, Any]:
+    """Figures by temperature, and the tokens. All programs that are used are compiled before."""
+    config, tokenizer = (
+        InferenceConfig(rows=2, compute="float32", speculate=drafts, chunk=32),
+        ByteTokenizerConfig().build(),
+    )
+    engine = make_engine(
+        model,
+        config,
+        tokenizer,
+        end_tokens=(),
+        length=model.cfg.row_positions(),
+        queue=1,
+        draft=None if draft is None else Draft(draft, "trained here"),
+    )
+    figures: dict[str, Any] = {"tokens": []}
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(max_tokens=ANSWER, temperature=temperature, seed=5, ignore_eos=True)
+        prompts = [(tuple(tokenizer.encode(prompt).tolist()), sampling) for prompt in PROMPTS]
+        for prompt in prompts:
+            list(complete(engine, [prompt]))
+        before, start = engine.statistics(), time.process_time()
+        answers = [answer for prompt in prompts for (answer,) in complete(engine, [prompt])]
+        seconds, after = time.process_time() - start, engine.statistics()
+        tokens, drafted = (
+            getattr(after, name) - getattr(before, name) for name in ("tokens_total", "drafted_tokens_total")
+        )
+        figures["tokens"] += [answer.tokens for answer in answers]
+        figures[f"temperature {temperature:g}"] = {
+            "steps_per_token": (after.steps_total - before.steps_total) / tokens,
+            "processor_milliseconds_per_token": 1e3 * seconds / tokens,
+            "accepted_share": (after.accepted_tokens_total - before.accepted_tokens_total) / max(1, drafted),
+        }
+    return figures
