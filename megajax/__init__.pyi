@@ -106,7 +106,9 @@ from megajax.models.llava.config import LlavaConfig as LlavaConfig
 from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
 from megajax.models.presets.bert import bert as bert
 from megajax.models.presets.deepseek import deepseek as deepseek
+from megajax.models.presets.exaone import exaone4 as exaone4
 from megajax.models.presets.gemma import gemma3 as gemma3
+from megajax.models.presets.glm import glm4_moe as glm4_moe
 from megajax.models.presets.gpt import gpt2 as gpt2
 from megajax.models.presets.gpt import gpt3 as gpt3
 from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss
@@ -117,9 +119,11 @@ from megajax.models.presets.llama import llama3 as llama3
 from megajax.models.presets.mamba import mamba2 as mamba2
 from megajax.models.presets.mamba import nemotron_h as nemotron_h
 from megajax.models.presets.mixtral import mixtral as mixtral
+from megajax.models.presets.olmo import olmo3 as olmo3
 from megajax.models.presets.qwen import qwen2 as qwen2
 from megajax.models.presets.qwen import qwen3 as qwen3
 from megajax.models.presets.qwen import qwen3_moe as qwen3_moe
+from megajax.models.presets.smollm import smollm3 as smollm3
 from megajax.models.presets.t5 import t5 as t5
 from megajax.models.presets.t5 import t5_v1_1 as t5_v1_1
 from megajax.models.presets.vit import clip as clip

@@ -22,7 +22,7 @@ from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.presets import deepseek, gemma, gpt_oss, llama, mixtral, qwen
+from megajax.models.presets import deepseek, exaone, gemma, glm, gpt_oss, llama, mixtral, olmo, qwen, smollm
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -189,6 +189,10 @@ def test_the_style_of_transformers_5_is_read_and_kept(case: tuple[str, Any, Shap
 
 
 PRESETS = {
+    "glm4_moe": (glm.glm4_moe, glm.GLM4_MOE),
+    "olmo3": (olmo.olmo3, olmo.OLMO3),
+    "exaone4": (exaone.exaone4, exaone.EXAONE4),
+    "smollm3": (smollm.smollm3, smollm.SMOLLM3),
     "llama": (llama.llama2, llama.LLAMA2),
     "qwen2": (qwen.qwen2, qwen.QWEN2),
     "qwen3": (qwen.qwen3, qwen.QWEN3),
@@ -311,6 +315,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
         ["num_experts_per_tok=1", "topk_method=greedy"],
     ),
     "layered rope": ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters={...}: transfo"]),
+    "no rope": ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers=(1 layers): num_hidden_layers=36"]),
     "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
     "layers": ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types=(1 layers): num_hidden_layers=32"]),
     "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),

@@ -21,13 +21,17 @@ from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
+from megajax.models.presets.exaone import EXAONE4, exaone4
 from megajax.models.presets.gemma import GEMMA3, gemma3
+from megajax.models.presets.glm import GLM4_MOE, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
 from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
+from megajax.models.presets.olmo import OLMO3, olmo3
 from megajax.models.presets.qwen import QWEN2, QWEN3, QWEN3_MOE, qwen2, qwen3, qwen3_moe
+from megajax.models.presets.smollm import SMOLLM3, smollm3
 
 EVERYTHING = DecoderConfig(
     hidden=48,
@@ -150,6 +154,14 @@ PUBLISHED = {
     "gemma3 4b": (gemma3("4b"), 4_300_079_472 - 416_866_032 - 1152 * 2561),
     "gemma3 12b": (gemma3("12b"), 12_187_325_040 - 416_866_032 - 1152 * 3841),
     "gemma3 27b": (gemma3("27b"), 27_432_406_640 - 416_866_032 - 1152 * 5377),
+    # Without biases of the choice, and the copies of the embedding and the head in the prediction block.
+    "glm 4.5-air": (glm4_moe("4.5-air"), 110_468_824_832 - 46 * 128 - 2 * 151552 * 4096),
+    "glm 4.5": (glm4_moe("4.5"), 358_337_791_296 - 90 * 160 - 2 * 151552 * 5120),
+    "olmo3 7b": (olmo3("7b"), 7_298_011_136),
+    "olmo3 32b": (olmo3("32b"), 32_233_522_176),
+    "exaone4 1.2b": (exaone4("1.2b"), 1_279_391_488),
+    "exaone4 32b": (exaone4("32b"), 32_003_216_384),
+    "smollm3 3b": (smollm3("3b"), 3_075_098_624),
     "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
     "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
 }
@@ -281,7 +293,9 @@ def test_gpt3_175b_has_the_cost_of_the_paper():
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
-            "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3), "mamba2": (mamba2, MAMBA2),
+            "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3),
+            "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),
+            "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import tarfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +21,33 @@ from megajax.interop import conversion
 from megajax.interop.loading import load, start_engine
 from megajax.interop.origin import Origin, generation_config
 
+FILE = Path(__file__).parent / "decoder_families.tar.xz"
+"""Written by make_decoder_families.py."""
 ROOT = ORACLE.parent / "oracle3" / "hf"
+LARGER = [name for name in ("gemma3_text", "glm4_moe") if (ROOT / name).exists()]
 TOLERANCE = 5e-5
-FOLDERS = [ROOT / name for name in ("gemma3_text",) if (ROOT / name).exists()]
 NEW = 8
 """Tokens of an answer."""
 
 
-@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
-def folder(request: pytest.FixtureRequest) -> Path:
-    return request.param
+@cache
+def names() -> list[str]:
+    with tarfile.open(FILE) as archive:
+        return sorted({name.partition("/")[0] for name in archive.getnames()})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("families")
+    with tarfile.open(FILE) as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
+@pytest.fixture(params=[*names(), *(f"oracle3 {name}" for name in LARGER)])
+def folder(request: pytest.FixtureRequest, root: Path) -> Path:
+    first, _, name = request.param.partition(" ")
+    return ROOT / name if name else root / first
 
 
 def test_logits_and_loss(folder: Path) -> None:
@@ -48,7 +67,7 @@ def test_greedy_tokens_of_the_engine(folder: Path) -> None:
     settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
     loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
     io = stored(folder)
-    prompts = io["input_ids"][:, : len(io["greedy"][0]) - NEW if io["greedy"].shape[1] > NEW else NEW].tolist()
+    prompts = io["greedy"][:, :-NEW].tolist()
     sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     engine = start_engine(loaded, queue=len(prompts))
     answers = complete(engine, [(tuple(prompt), sampling) for prompt in prompts])

@@ -62,17 +62,17 @@ KINDS = (
         ("llama",),
     ),
     Kin("gemma2 gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
-    Kin("olmo olmo3 exaone4", "a decoder with other norms", ("llama", "olmo2")),
+    Kin("olmo", "a decoder with other norms", ("llama", "olmo2")),
     Kin("qwen glm glm4 chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2",)),
     Kin(
-        "granite minicpm internlm internlm2 internlm3 baichuan smollm3 seed_oss arcee apertus ernie4_5 helium "
+        "granite minicpm internlm internlm2 internlm3 baichuan seed_oss arcee apertus ernie4_5 helium "
         "hunyuan_v1_dense ministral ministral3 nanochat exaone aquila stablelm_epoch",
         "a decoder with rotary positions and RMSNorm, but settings of its own",
         ("llama",),
     ),
     Kin("phimoe olmoe dbrx jetmoe granitemoe minimax_m2 hunyuan_v1_moe grok-1", "a decoder with experts", ("mixtral",)),
     Kin("llama4_text ernie4_5_moe flex_olmo", "a decoder with experts", ("qwen2_moe", "qwen3_moe")),
-    Kin("deepseek glm4_moe dots1 exaone_moe", "a decoder with shared experts", ("qwen2_moe", "deepseek_v3")),
+    Kin("deepseek dots1 exaone_moe", "a decoder with shared experts", ("qwen2_moe", "glm4_moe")),
     Kin("kimi_k2 deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
     Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
     Kin("qwen3_next qwen3_5_text kimi_linear olmo_hybrid", "a decoder with gated delta nets", ("qwen3_moe",)),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import log
 from typing import Any
 
-from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -136,6 +136,15 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
         values |= {"attention_factor": scaling.magnitude(), "mscale": None, "mscale_all_dim": None}
     values = {name: value for name, value in values.items() if value is not None}
     return {**settings, "rope_scaling": {"rope_type": kind, **values}}
+
+
+def ropes_of(cfg: Any, *, full: RopeConfig, local: RopeConfig) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary positions of full layers, and of layers with sliding windows. full, local: if there are no such layers."""
+    mixers = [block.mixer for block in layers_of(cfg)]
+    return (
+        next((mixer.rope for mixer in mixers if mixer.window is None), full),
+        next((mixer.rope for mixer in mixers if mixer.window is not None), local),
+    )
 
 
 def layered_rope_settings(full: RopeConfig, local: RopeConfig, implied: RopeConfig) -> dict[str, Any]:

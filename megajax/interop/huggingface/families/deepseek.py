@@ -4,20 +4,20 @@ V2 chooses experts by softmax within the best groups. V3 chooses them by sigmoid
 and has multi-token prediction blocks.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
-from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows
+from megajax.interop.huggingface import balanced_experts, decoders
+from megajax.interop.huggingface.decoders import LAYER, NORMS, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of, linear
 from megajax.interop.huggingface.rotary import rope, rope_settings
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.moe.config import MoEConfig, RouterConfig, SharedExpertConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.layers.norm.config import RMSNormConfig
-from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.models.decoder.config import DecoderConfig
 
 V2: Mapping[str, Any] = {
     "hidden_size": 4096,
@@ -74,8 +74,8 @@ UNUSED = frozenset({
 def _read_v2(settings: Settings) -> DecoderConfig:
     settings.assume(V2)
     mlp = decoders.gated_mlp(settings, bias=settings.take("mlp_bias", False))
-    moe, limited = _experts(settings, mlp), settings.choose("topk_method", "greedy", METHODS)
-    groups = _groups(settings, moe.top_k, scores=1)
+    moe, limited = balanced_experts.experts(settings, mlp), settings.choose("topk_method", "greedy", METHODS)
+    groups = balanced_experts.groups(settings, moe.top_k, scores=1)
     scale = settings.need("routed_scaling_factor")
     router = RouterConfig(normalise="all", scale=scale, row_loss=0.001, **(groups if limited else {}))
     return _decoder(settings, mlp, replace(moe, router=router))
@@ -85,21 +85,8 @@ def _read_v3(settings: Settings) -> DecoderConfig:
     settings.assume(V3)
     settings.only("topk_method", "noaux_tc")
     mlp = decoders.gated_mlp(settings)
-    moe, normalised = _experts(settings, mlp), settings.take("norm_topk_prob", True)
-    if normalised and moe.top_k == 1:
-        reason = "with norm_topk_prob, MegaJAX weighs a single expert by its score, not 1"
-        settings.refuse("num_experts_per_tok", 1, reason)
-    router = RouterConfig(
-        score="sigmoid",
-        normalise="chosen" if normalised else "all",
-        scale=settings.need("routed_scaling_factor"),
-        balance_rate=0.001,
-        row_loss=0.0001,
-        **_groups(settings, moe.top_k, scores=2),
-    )
-    depth = settings.need("num_nextn_predict_layers")
-    prediction = PredictionConfig(depth=depth, weight=0.3) if depth else None
-    return _decoder(settings, mlp, replace(moe, router=router), prediction=prediction)
+    moe = balanced_experts.balanced(settings, balanced_experts.experts(settings, mlp))
+    return _decoder(settings, mlp, moe, prediction=balanced_experts.prediction(settings))
 
 
 def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes: Any) -> DecoderConfig:
@@ -117,33 +104,9 @@ def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes:
     return decoders.decoder(settings, mixer, lambda layer: mlp if layer < dense else moe, **changes)
 
 
-def _experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
-    """The experts, with a default router. mlp: of layers without experts."""
-    ffn, shared = settings.need("moe_intermediate_size"), settings.take("n_shared_experts", 0)
-    return MoEConfig(
-        experts=settings.need("n_routed_experts"),
-        top_k=settings.need("num_experts_per_tok", int),
-        expert=replace(mlp, ffn=ffn, bias=False),
-        shared=SharedExpertConfig(mlp=replace(mlp, ffn=shared * ffn)) if shared else None,
-    )
-
-
-def _groups(settings: Settings, top_k: int, scores: int) -> dict[str, Any]:
-    """Router settings that limit the groups of a token's experts. scores: number of best scores of a group to sum."""
-    groups, chosen_groups = settings.take("n_group", 1), settings.take("topk_group", 1)
-    if chosen_groups >= groups:
-        return {}
-    group_scores = None if top_k == scores * chosen_groups else scores
-    return {"groups": groups, "chosen_groups": chosen_groups, "group_scores": group_scores}
-
-
-def _write(cfg: Any) -> dict[str, Any]:
-    """The settings of both versions."""
-    mixer = layers_of(cfg)[0].mixer
-    moe, dense, ffn = decoders.feed_forwards(cfg)
-    shared = 0 if moe.shared is None else moe.shared.mlp.ffn
-    if dense != [*range(len(dense))] or shared % moe.expert.ffn:
-        raise ValueError("layers without experts are not the first ones, or shared experts have another width")
+def _write(cfg: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of both versions. experts: those of the experts."""
+    mixer, moe = layers_of(cfg)[0].mixer, decoders.feed_forwards(cfg).moe
     return {
         **decoders.model_settings(cfg, moe.expert),
         "num_attention_heads": mixer.heads,
@@ -152,15 +115,7 @@ def _write(cfg: Any) -> dict[str, Any]:
         **{name: getattr(mixer, field) for field, name in LATENTS.items()},
         "attention_bias": mixer.bias,
         **rope_settings(mixer.rope),
-        "intermediate_size": ffn,
-        "moe_intermediate_size": moe.expert.ffn,
-        "n_routed_experts": moe.experts,
-        "n_shared_experts": shared // moe.expert.ffn,
-        "num_experts_per_tok": moe.top_k,
-        "first_k_dense_replace": len(dense),
-        "n_group": moe.router.groups or 1,
-        "topk_group": moe.router.chosen_groups or 1,
-        "routed_scaling_factor": moe.router.scale,
+        **experts,
         "aux_loss_alpha": moe.router.row_loss,
     }
 
@@ -170,7 +125,7 @@ def _write_v2(cfg: Any) -> dict[str, Any]:
     mlps = [layers_of(cfg)[0].mlp] if dense else []
     mlps += [] if moe.shared is None else [moe.shared.mlp]
     return {
-        **_write(cfg),
+        **_write(cfg, balanced_experts.write(cfg)),
         "topk_method": "greedy" if moe.router.groups is None else "group_limited_greedy",
         "mlp_bias": any(mlp.bias for mlp in mlps),
         "norm_topk_prob": False,
@@ -178,14 +133,11 @@ def _write_v2(cfg: Any) -> dict[str, Any]:
 
 
 def _write_v3(cfg: Any) -> dict[str, Any]:
-    mixer = layers_of(cfg)[0].mixer
     return {
-        **_write(cfg),
+        **_write(cfg, balanced_experts.write_balanced(cfg)),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "norm_topk_prob": decoders.feed_forwards(cfg).moe.router.normalise == "chosen",
-        "rope_interleave": mixer.rope.interleaved,
-        "num_nextn_predict_layers": 0 if cfg.prediction is None else cfg.prediction.depth,
+        "rope_interleave": layers_of(cfg)[0].mixer.rope.interleaved,
     }
 
 
@@ -206,43 +158,12 @@ def _rows_v2(cfg: DecoderConfig) -> list[Row]:
         Row(f"{tensor}.o_proj.weight", f"{path}.output", "d (n h) -> n h d"),
         Row(f"{tensor}.o_proj.bias", f"{path}.output_bias"),
         *NORMS,
-        *gated(f"{LAYER}.mlp", "stack.*.mlp"),
-        *experts(f"{LAYER}.mlp"),
-        *gated(f"{LAYER}.mlp.shared_experts", "stack.*.mlp.shared"),
+        *balanced_experts.rows(),
     ]
 
 
 def _rows_v3(cfg: DecoderConfig) -> list[Row]:
-    """The biases that balance experts are observations in the model here."""
-    bias = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "stack.*.mlp.load.sum", index=(0,))
-    table = [*_rows_v2(cfg), bias]
-    return table + _prediction_rows(table, cfg, 0 if cfg.prediction is None else cfg.prediction.depth)
-
-
-def _prediction_rows(rows: Sequence[Row], cfg: DecoderConfig, depth: int) -> list[Row]:
-    """Rows of the multi-token prediction blocks, which are numbered after the layers. rows: of the layers."""
-    table = []
-    for number in range(depth):
-        layer, block = f"model.layers.{cfg.stack.layers() + number}", f"predictions.{number}"
-        halves = (f"{block}.from_embedding", f"{block}.from_state")
-        table += [
-            Row(f"{layer}.enorm.weight", f"{block}.embedding_norm.gain"),
-            Row(f"{layer}.hnorm.weight", f"{block}.state_norm.gain"),
-            Row(f"{layer}.eh_proj.weight", halves, "e d -> d e", axis=1),
-            Row(f"{layer}.shared_head.norm.weight", f"{block}.norm.gain"),
-        ]
-        for row in rows:
-            if row.tensor.startswith(LAYER):
-                paths = (row.paths,) if isinstance(row.paths, str) else row.paths
-                paths = tuple(path.replace("stack.*", f"{block}.block") for path in paths)
-                table.append(replace(row, tensor=row.tensor.replace(LAYER, layer), paths=paths))
-    return table
-
-
-def without_missing_blocks(cfg: DecoderConfig, names: Collection[str]) -> DecoderConfig:
-    """transformers does not save multi-token prediction blocks, even if config.json declares them."""
-    has_blocks = f"model.layers.{cfg.stack.layers()}.eh_proj.weight" in names
-    return cfg if has_blocks else replace(cfg, prediction=None)
+    return balanced_experts.balanced_rows(_rows_v2(cfg), cfg)
 
 
 FAMILIES = [
@@ -260,9 +181,8 @@ FAMILIES = [
         read=_read_v3,
         write=_write_v3,
         rows=_rows_v3,
-        adjusted=without_missing_blocks,
+        adjusted=balanced_experts.without_missing_blocks,
         unused=UNUSED,
-        # Copies of the embedding and the head, which prediction blocks share.
-        ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+        ignored=balanced_experts.COPIES,
     ),
 ]

@@ -12,7 +12,7 @@ from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER, gated, outer_rows
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.family import Settings, activation_name, layers_of, norm
-from megajax.interop.huggingface.rotary import layered_rope, layered_rope_settings
+from megajax.interop.huggingface.rotary import layered_rope, layered_rope_settings, ropes_of
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.position.config import RopeConfig
@@ -85,10 +85,8 @@ def _read_gemma3(settings: Settings) -> DecoderConfig:
 
 
 def _write_gemma3(cfg: Any) -> dict[str, Any]:
-    mixers = [block.mixer for block in layers_of(cfg)]
-    first = mixers[0]
-    local = next((mixer.rope for mixer in mixers if mixer.window is not None), RopeConfig(base=1e4))
-    full = next((mixer.rope for mixer in mixers if mixer.window is None), RopeConfig(base=1e6))
+    first = layers_of(cfg)[0].mixer
+    full, local = ropes_of(cfg, full=RopeConfig(base=1e6), local=RopeConfig(base=1e4))
     settings = decoders.write(cfg, "sliding_window", "layer_types")
     activation = {"hidden_activation": activation_name(layers_of(cfg)[0].mlp.activation)}
     return {

@@ -26,7 +26,8 @@ def _read(settings: Settings) -> DecoderConfig:
     return decoders.decoder(settings, mixer, lambda _: mlp, norm_placement="output")
 
 
-def _rows(cfg: DecoderConfig) -> list[Row]:
+def rows(cfg: DecoderConfig) -> list[Row]:
+    """The table, which OLMo 3 and EXAONE 4 have too."""
     return [
         *outer_rows(cfg),
         *MIXER,
@@ -36,4 +37,4 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
     ]
 
 
-FAMILIES = [decoders.family("olmo2", "Olmo2ForCausalLM", read=_read, write=decoders.write, rows=_rows)]
+FAMILIES = [decoders.family("olmo2", "Olmo2ForCausalLM", read=_read, write=decoders.write, rows=rows)]

@@ -1,0 +1,40 @@
+"""OLMo 3 (Team OLMo 2025) on your own text. `config()` is olmo3_32b.
+
+The size is that of the released config; learning rates are examples. The debug twin, olmo3_32b_debug or
+debug, trains on the source files of Python's standard library.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus \
+              --tokenizer=data/tokenizer.json --append-eod
+Plan:     python -m megajax.plan --config=olmo3.py --devices=h100:128
+Run:      python -m megajax.train --config=olmo3.py                  (on every host, see docs/launch.md)
+Laptop:   python -m megajax.train --config=olmo3.py:debug --devices=cpu:8
+Hardware: 128 H100. Planned by formula, not run
+"""
+
+from dataclasses import replace
+
+import megajax as mj
+
+
+def config() -> mj.RunConfig:
+    """The 32.2 B size."""
+    return olmo3_32b()
+
+
+def debug() -> mj.RunConfig:
+    """The debug twin of `config()`."""
+    return olmo3_32b_debug()
+
+
+def olmo3_32b() -> mj.RunConfig:
+    """32.2 B parameters. 128 GPUs with 80 GB: tensor 8 x FSDP over data 16."""
+    model = replace(mj.olmo3("32b", sequence_length=4096), recompute="full")
+    schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
+    parallel = mj.ParallelConfig(tensor=8, sequence=True, data_sharding="fsdp")
+    return mj.own_text("olmo3_32b", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+
+
+def olmo3_32b_debug() -> mj.RunConfig:
+    """olmo3_32b in tiny sizes, on one device or on eight."""
+    model = mj.olmo3("debug", sequence_length=64, vocabulary_size=257, window=16)
+    return mj.library_debug_config(olmo3_32b(), model)

@@ -1,0 +1,142 @@
+"""Writes decoder_families.tar.xz: tiny decoders of transformers with random weights, their logits and greedy tokens.
+
+Run with transformers 5.24.0 and torch 2.13 on a CPU, for all families or for some, whose folders are replaced:
+
+    python tests/oracle/make_decoder_families.py [NAME ...]
+
+Each folder has config.json as transformers 5 writes it, config_published_style.json as older versions did, weights
+that float16 holds exactly, and io.npz: input_ids [2, 24], logits in float32, loss, greedy (8 tokens after the first
+16 of input_ids). Both config files give the same logits.
+"""
+
+import io
+import json
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+FILE = Path(__file__).parent / "decoder_families.tar.xz"
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+WINDOWS = {"sliding_window": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        WINDOWS
+        | {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}},
+        {"rope_local_base_freq": 1e4, "layer_types": None},
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
+        | {"routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True, "head_dim": 8},
+        {},
+    ),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        WINDOWS | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
+        {"layer_types": None},
+    ),
+    "exaone4": ("Exaone4ForCausalLM", WINDOWS | {"sliding_window_pattern": 4}, {"layer_types": None}),
+    "smollm3": ("SmolLM3ForCausalLM", {}, {"layer_types": None, "no_rope_layers": None}),
+}
+"""Name -> class, settings, and further settings of older config.json, None for those that it lacks."""
+
+
+def older(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """config.json as versions before 5 wrote it."""
+    config = dict(config)
+    parameters = config.pop("rope_parameters")
+    full = dict(parameters.get("full_attention", parameters))
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = full.pop("rope_theta")
+    if "partial_rotary_factor" in full:
+        config["partial_rotary_factor"] = full.pop("partial_rotary_factor")
+    config["rope_scaling"] = None if full == {"rope_type": "default"} else full
+    return {
+        name: value for name, value in (config | changes).items() if name not in changes or changes[name] is not None
+    }
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights for which every setting matters: norms, biases and tables are random too."""
+    torch.manual_seed(0)
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    for name, weight in [*model.named_parameters(), *biases.items()]:
+        if weight.ndim == 1:
+            base = 0.0 if name.endswith("bias") or float(weight.abs().max()) == 0 else 1.0
+            weight.copy_(base + 0.3 * torch.randn(weight.shape))
+        else:
+            weight.copy_(torch.randn(weight.shape) * 1.5 / weight.shape[-1] ** 0.5)
+
+
+def opened(folder: Path) -> Any:
+    """The model in float32, with its tables of rotary positions made anew."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def make(root: Path, name: str) -> None:
+    architecture, settings, changes = CASES[name]
+    kind, folder, other = getattr(transformers, architecture), root / name, root / f"{name}_published"
+    shutil.rmtree(folder, ignore_errors=True)
+    model = kind(kind.config_class(**{**SIZES, **settings}))
+    randomise(model)
+    model.half().save_pretrained(folder)
+    torch.manual_seed(1)
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 24))
+    model = opened(folder)
+    out = model(ids, labels=ids)
+    model.generation_config.eos_token_id = None
+    greedy = model.generate(ids[:, :16], max_new_tokens=8, do_sample=False)
+    published = older(json.loads((folder / "config.json").read_text()), changes)
+    (folder / "config_published_style.json").write_text(json.dumps(published, indent=1))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    shutil.copytree(folder, other, dirs_exist_ok=True)
+    shutil.copy(folder / "config_published_style.json", other / "config.json")
+    assert torch.equal(opened(other)(ids).logits, out.logits)
+    shutil.rmtree(other)
+    tops = model(greedy).logits[:, 15:-1].topk(2).values
+    print(
+        name,
+        "std",
+        float(out.logits.std()),
+        "least margin of greedy tokens",
+        float((tops[..., 0] - tops[..., 1]).min()),
+    )
+    results = {"input_ids": ids, "logits": out.logits, "loss": out.loss, "greedy": greedy}
+    np.savez_compressed(folder / "io.npz", **{key: value.numpy() for key, value in results.items()})
+
+
+def main(names: list[str]) -> None:
+    root = Path("/tmp/families/cases")
+    root.mkdir(parents=True, exist_ok=True)
+    if FILE.exists():
+        with tarfile.open(FILE) as archive:
+            archive.extractall(root)
+    for name in names or CASES:
+        make(root, name)
+    with tarfile.open(FILE, "w:xz") as archive:
+        for path in sorted(path for path in root.rglob("*") if path.is_file() and path.parent.name in CASES):
+            entry = tarfile.TarInfo(str(path.relative_to(root)))
+            data = path.read_bytes()
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    print(FILE.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
