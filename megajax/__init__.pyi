@@ -73,6 +73,7 @@ from megajax.layers.moe.config import DispatchConfig as DispatchConfig
 from megajax.layers.moe.config import MoEConfig as MoEConfig
 from megajax.layers.moe.config import RouterConfig as RouterConfig
 from megajax.layers.moe.config import SharedExpertConfig as SharedExpertConfig
+from megajax.layers.norm.config import FixedScaleConfig as FixedScaleConfig
 from megajax.layers.norm.config import IdentityNormConfig as IdentityNormConfig
 from megajax.layers.norm.config import L2NormConfig as L2NormConfig
 from megajax.layers.norm.config import LayerNormConfig as LayerNormConfig
@@ -107,11 +108,13 @@ from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
 from megajax.models.presets.bert import bert as bert
 from megajax.models.presets.deepseek import deepseek as deepseek
 from megajax.models.presets.exaone import exaone4 as exaone4
+from megajax.models.presets.gemma import gemma2 as gemma2
 from megajax.models.presets.gemma import gemma3 as gemma3
 from megajax.models.presets.glm import glm4_moe as glm4_moe
 from megajax.models.presets.gpt import gpt2 as gpt2
 from megajax.models.presets.gpt import gpt3 as gpt3
 from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss
+from megajax.models.presets.granite import granite as granite
 from megajax.models.presets.hybrid import hybrid_pipeline as hybrid_pipeline
 from megajax.models.presets.hybrid import hybrid_stack as hybrid_stack
 from megajax.models.presets.llama import llama2 as llama2

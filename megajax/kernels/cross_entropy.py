@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
+
 
 class VocabularyShard(NamedTuple):
     """The rows of the table on this device."""
@@ -41,6 +43,8 @@ class Objective:
     """Probability that the target distribution spreads evenly over the K - 1 other ids."""
     z_loss: float = 0.0
     """Coefficient of the added term log(Z)^2 (Chowdhery et al. 2022, section 5)."""
+    logit_cap: float | None = None
+    """Soft cap of logits, see `soft_capped`; None: no cap."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +70,13 @@ class Objective:
         return loss + losses["z_loss"] if self.z_loss else loss
 
     def gradient(self, softmax: "Softmax", size: int) -> Array:
-        """Gradient of `minimised` with respect to the logits of each token, float32 [C, V]."""
+        """Gradient of `minimised` with respect to the logits of each token before their cap, float32 [C, V]."""
+        gradient = self._capped_gradient(softmax, size)
+        if softmax.capped is None:
+            return gradient
+        return gradient * soft_cap_slope(jnp.where(softmax.in_vocabulary[None], softmax.capped, 0), self.logit_cap)
+
+    def _capped_gradient(self, softmax: "Softmax", size: int) -> Array:
         p = softmax.probabilities
         p = p * (1 + 2 * self.z_loss * softmax.log_z)[:, None] if self.z_loss else p
         if not self.label_smoothing:
@@ -98,13 +108,15 @@ class Softmax(NamedTuple):
     """bool [C, V]: mask of the labels."""
     in_vocabulary: Array
     """bool [V]: False for padding."""
+    capped: Array | None
+    """[C, V]: the logits; None without a cap."""
 
 
 def _softmax(
     x: Array, table: Array, bias: Array | None, labels: Array, shard: VocabularyShard, objective: Objective
 ) -> Softmax:
     """x [C, D], table [V, D], bias [V], labels int32 [C]."""
-    logits, rows = _logits(x, table, bias, shard)
+    logits, rows = _logits(x, table, bias, shard, objective.logit_cap)
     in_vocabulary = rows < shard.size
     maximum = shard.max(logits.max(-1))
     exponentials = jnp.exp(logits - maximum[:, None])
@@ -121,14 +133,18 @@ def _softmax(
         probabilities=exponentials / total[:, None],
         one_hot=one_hot,
         in_vocabulary=in_vocabulary,
+        capped=None if objective.logit_cap is None else logits,
     )
 
 
-def _logits(x: Array, table: Array, bias: Array | None, shard: VocabularyShard) -> tuple[Array, Array]:
-    """x [C, D], table [V, D], bias [V] -> logits float32 [C, V], -inf for padding, and their ids int32 [V]."""
+def _logits(
+    x: Array, table: Array, bias: Array | None, shard: VocabularyShard, cap: float | None
+) -> tuple[Array, Array]:
+    """x [C, D], table [V, D], bias [V] -> capped logits float32 [C, V], -inf for padding, and their ids int32 [V]."""
     rows = shard.first + jnp.arange(table.shape[0])
     logits = jnp.einsum("cd,vd->cv", x, table, preferred_element_type=jnp.float32)
     logits = logits if bias is None else logits + bias.astype(jnp.float32)[None]
+    logits = soft_capped(logits, cap)
     return jnp.where((rows < shard.size)[None], logits, -jnp.inf), rows
 
 
@@ -163,17 +179,25 @@ def token_losses(
 
 
 def token_scores(
-    x: Array, table: Array, labels: Array, shard: VocabularyShard, *, chunk: int, bias: Array | None = None
+    x: Array,
+    table: Array,
+    labels: Array,
+    shard: VocabularyShard,
+    *,
+    chunk: int,
+    bias: Array | None = None,
+    cap: float | None = None,
 ) -> tuple[Array, Array]:
     """Log-probability of each label, float32 [T], and the id with the largest logit, int32 [T]; not differentiable.
 
-    x [T, D], table [V, D], labels int32 [T], bias [V]. Among equal logits the lowest id wins, as in numpy.argmax.
+    x [T, D], table [V, D], labels int32 [T], bias [V]; cap: soft cap of logits. Among equal logits the lowest id wins,
+    as in numpy.argmax.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
 
     def score_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits, rows = _logits(piece[0], table, bias, shard)
+        logits, rows = _logits(piece[0], table, bias, shard, cap)
         local_maximum = logits.max(-1)
         maximum = shard.max(local_maximum)
         first = jnp.where(local_maximum == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)

@@ -200,17 +200,25 @@ vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 
 
 def vocabulary_token_scores(
-    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, bias: Array | None = None
+    layout: Layout,
+    size: int,
+    chunk: int,
+    x: Array,
+    table: Array,
+    labels: Array,
+    bias: Array | None = None,
+    cap: float | None = None,
 ) -> tuple[Array, Array]:
     """Log-probability of each label, float32 [B, S], and the most likely id, int32 [B, S].
 
-    For evaluation, not differentiable over several devices. Arguments as for `vocabulary_loss`.
+    For evaluation, not differentiable over several devices. Arguments as for `vocabulary_loss`; cap: soft cap
+    of logits.
     """
     axes, extra = _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(x: Array, table: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:
         shard, x = _shard(table, size, axes), _flat(_gather_sequence(x, extra))
-        scores = token_scores(x, table, _flat(labels), shard, chunk=chunk, bias=bias)
+        scores = token_scores(x, table, _flat(labels), shard, chunk=chunk, bias=bias, cap=cap)
         return scores[0].reshape(labels.shape), scores[1].reshape(labels.shape)
 
     ins = RESIDUAL, TABLE, TOKENS, None if bias is None else BIAS

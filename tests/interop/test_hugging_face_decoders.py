@@ -22,7 +22,7 @@ from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.presets import deepseek, exaone, gemma, glm, gpt_oss, llama, mixtral, olmo, qwen, smollm
+from megajax.models.presets import deepseek, exaone, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, qwen, smollm
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -201,6 +201,8 @@ PRESETS = {
     "deepseek_v3": (deepseek.deepseek, ("debug", "v3")),
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
+    "granite": (granite.granite, granite.GRANITE),
+    "gemma2": (gemma.gemma2, gemma.GEMMA2),
     "gemma3_text": (gemma.gemma3, gemma.GEMMA3),
 }
 
@@ -319,7 +321,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
     "layers": ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types=(1 layers): num_hidden_layers=32"]),
     "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),
-    "soft caps": ("gemma2", {}, ["model_type=gemma2 is not supported; it is a decoder"]),
+    "soft caps": ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0: only None"]),
 }
 
 

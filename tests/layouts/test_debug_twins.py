@@ -21,6 +21,8 @@ CASES = {
     "olmo3": (None, 12, 1.0, SEQUENCE),
     "exaone4": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring")),
     "smollm3": (None, 12, 1.0, SEQUENCE),
+    "granite": (None, 12, 0.1, PIPELINE),
+    "gemma2": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring", *PIPELINE)),
     "gemma3": (None, 12, 1.0, SEQUENCE),
     "bert": (None, 20, 0.5, PIPELINE),
     "t5": (None, 20, 0.5, SEQUENCE),

@@ -22,10 +22,11 @@ from megajax.models.decoder.config import DecoderConfig, PredictionConfig, Width
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.exaone import EXAONE4, exaone4
-from megajax.models.presets.gemma import GEMMA3, gemma3
+from megajax.models.presets.gemma import GEMMA2, GEMMA3, gemma2, gemma3
 from megajax.models.presets.glm import GLM4_MOE, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
+from megajax.models.presets.granite import GRANITE, granite
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
 from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
@@ -148,6 +149,11 @@ PUBLISHED = {
     "qwen3 235b-a22b": (qwen3_moe("235b-a22b"), 235_093_634_560),
     "mamba2 130m": (mamba2("130m"), 128_989_632),
     "mamba2 2.7b": (mamba2("2.7b"), 2_702_599_680),
+    "granite 2b": (granite("2b"), 2_533_531_648),
+    "granite 8b": (granite("8b"), 8_170_848_256),
+    "gemma2 2b": (gemma2("2b"), 2_614_341_888),
+    "gemma2 9b": (gemma2("9b"), 9_241_705_984),
+    "gemma2 27b": (gemma2("27b"), 27_227_128_320),
     "gemma3 270m": (gemma3("270m"), 268_098_176),
     "gemma3 1b": (gemma3("1b"), 999_885_952),
     # Without the vision tower and the projection of its width to the hidden size, with its norm.
@@ -293,7 +299,8 @@ def test_gpt3_175b_has_the_cost_of_the_paper():
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
-            "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3),
+            "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3), "granite": (granite, GRANITE),
+            "gemma2": (gemma2, GEMMA2),
             "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip

@@ -38,6 +38,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}},
         {"rope_local_base_freq": 1e4, "layer_types": None},
     ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        WINDOWS
+        | {"head_dim": 12, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {"layer_types": None},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}
+        | {"tie_word_embeddings": True},
+        {},
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}

@@ -15,7 +15,7 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig, MixerConfig, NormPlacement
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
-from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.norm.config import FixedScaleConfig, RMSNormConfig
 from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.decoder.config import DecoderConfig
@@ -56,14 +56,15 @@ def decoder(
     rope_of: Callable[[int, bool], RopeConfig | None] | None = None,
     zero_centred: bool = False,
     norm_placement: NormPlacement = "pre",
+    layer_scale: FixedScaleConfig | None = None,
     **changes: Any,
 ) -> DecoderConfig:
     """A decoder of these layers.
 
     mlp: number of a layer -> its feed-forward config. slides: number of a layer -> whether it has a sliding window,
     used if there is no layer_types; None if the family has no windows. rope_of: number of a layer, and whether it has a
-    sliding window -> its rotary positions; None: those of `mixer`. zero_centred: setting of the norms; norm_placement:
-    of the blocks.
+    sliding window -> its rotary positions; None: those of `mixer`. zero_centred: setting of the norms; norm_placement,
+    layer_scale: of the blocks.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
     norm = RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
@@ -75,7 +76,7 @@ def decoder(
             pairs = enumerate(zip(mixers, sliding, strict=True))
             mixers = [replace(mixer, rope=rope_of(layer, slides)) for layer, (mixer, slides) in pairs]
     blocks = [
-        BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, norm_placement=norm_placement)
+        BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, norm_placement=norm_placement, layer_scale=layer_scale)
         for layer, mixer in enumerate(mixers)
     ]
     return DecoderConfig(

@@ -61,11 +61,11 @@ KINDS = (
         "a decoder with rotary positions and LayerNorm or parallel sub-layers",
         ("llama",),
     ),
-    Kin("gemma2 gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma",)),
+    Kin("gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma2", "gemma3_text")),
     Kin("olmo", "a decoder with other norms", ("llama", "olmo2")),
     Kin("qwen glm glm4 chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2",)),
     Kin(
-        "granite minicpm internlm internlm2 internlm3 baichuan seed_oss arcee apertus ernie4_5 helium "
+        "minicpm internlm internlm2 internlm3 baichuan seed_oss arcee apertus ernie4_5 helium "
         "hunyuan_v1_dense ministral ministral3 nanochat exaone aquila stablelm_epoch",
         "a decoder with rotary positions and RMSNorm, but settings of its own",
         ("llama",),

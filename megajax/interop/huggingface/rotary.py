@@ -138,7 +138,7 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
     return {**settings, "rope_scaling": {"rope_type": kind, **values}}
 
 
-def ropes_of(cfg: Any, *, full: RopeConfig, local: RopeConfig) -> tuple[RopeConfig, RopeConfig]:
+def ropes_of[R: RopeConfig | None](cfg: Any, *, full: R, local: R) -> tuple[R, R]:
     """Rotary positions of full layers, and of layers with sliding windows. full, local: if there are no such layers."""
     mixers = [block.mixer for block in layers_of(cfg)]
     return (

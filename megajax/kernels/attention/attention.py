@@ -23,8 +23,9 @@ from megajax.kernels.attention import cudnn
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.attention.mask import Mask
+from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
 
-__all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "reference_attention"]
+__all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "passes_of", "reference_attention"]
 
 OUTPUT, STATISTICS = "attention", "attention_statistics"
 """Checkpoint names of the residuals of a backward kernel beside q, k and v: the output and its log-sum-exp."""
@@ -68,12 +69,13 @@ class AttentionDropout(NamedTuple):
         return jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
 
 
-def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None) -> Array:
-    """float32 [B, K, N/K, S, T]; masked entries hold the lowest finite number."""
+def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None, cap: float | None) -> Array:
+    """float32 [B, K, N/K, S, T], soft-capped before the bias; masked entries hold the lowest finite number."""
     batch, queries, heads, size = q.shape
     groups = k.shape[2]
     q = q.reshape(batch, queries, groups, heads // groups, size)
     scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    scores = soft_capped(scores, cap)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32).reshape(1, *scores.shape[1:])
     return jnp.where(mask.visible()[:, None, None], scores, jnp.finfo(jnp.float32).min)
@@ -89,15 +91,17 @@ def reference_attention(
     dropout: AttentionDropout | None = None,
     sink: Array | None = None,
     bias: Array | None = None,
+    cap: float | None = None,
 ) -> Array:
     """softmax(q k^T * scale + bias) v with scores and softmax in float32 (Vaswani et al. 2017, section 3.2.1).
 
     q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U] in q's dtype. Stores all B * N * S * T scores.
     sink [N]: one more score per head in the softmax, without a value (Xiao et al. 2023, section 3.3); bias [N, S, T].
+    cap: soft cap of scores, before bias and mask; None: no cap.
     The result is 0 for a query that sees no key.
     """
     batch, queries, heads, _ = q.shape
-    scores = _scores(q, k, mask, scale, bias)
+    scores = _scores(q, k, mask, scale, bias, cap)
     weights = jax.nn.softmax(scores, axis=-1) if sink is None else _softmax_with_sink(scores, sink)
     if mask.query_segments is not None and (mask.padded or not mask.causal):
         # If no key is visible, softmax spreads its weight over all keys.
@@ -117,10 +121,17 @@ def _softmax_with_sink(scores: Array, sink: Array) -> Array:
 
 
 def reference_forward(
-    q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    cap: float | None = None,
 ) -> tuple[Array, Array]:
     """The output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]; 0 and -inf where no key is visible."""
-    scores = _scores(q, k, mask, scale, None)
+    scores = _scores(q, k, mask, scale, None, cap)
     visible = mask.visible()[:, None, None]
     lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
     weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
@@ -145,13 +156,14 @@ def reference_backward(
     *,
     scale: float,
     dropout: AttentionDropout | None = None,
+    cap: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
 
     out and lse may come from a softmax over more keys than these: the gradients are then the contributions of these
     keys (Liu et al. 2023).
     """
-    scores = _scores(q, k, mask, scale, None)
+    scores = _scores(q, k, mask, scale, None, cap)
     split = q.shape[0], q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
     visible = mask.visible()[:, None, None]
     weights = jnp.where(visible, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
@@ -161,6 +173,7 @@ def reference_backward(
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     dweights = product("bskgu,btku->bkgst", dout, v) * factor
     dscores = weights * (dweights - delta.reshape(*scores.shape[:-1], 1)) * scale
+    dscores = dscores if cap is None else dscores * soft_cap_slope(jnp.where(visible, scores, 0), cap)
     dq = product("bkgst,btkh->bskgh", dscores.astype(k.dtype), k).reshape(q.shape)
     dk = product("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1))
     dv = product("bkgst,bskgu->btku", (weights * factor).astype(dout.dtype), dout)
@@ -190,6 +203,8 @@ class Passes(NamedTuple):
     """(q, k, v, mask, output, log-sum-exp, gradient of the output, scale=) -> gradients of q, k and v."""
     dropout: bool = False
     """Whether both accept `dropout`, an AttentionDropout."""
+    caps: bool = False
+    """Whether both accept `cap`, a soft cap of scores."""
 
     def call_forward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array]:
         """`forward`, with dropout unless it is None."""
@@ -204,10 +219,23 @@ PASSES: Mapping[str, Passes] = MappingProxyType(
     {
         "cudnn": Passes(cudnn.forward, cudnn.backward),
         "cudnn_mask": Passes(cudnn.masked_forward, cudnn.masked_backward),
-        "pallas": Passes(pallas_attention.forward, pallas_attention.backward),
-        "reference": Passes(reference_forward, reference_backward, dropout=True),
+        "pallas": Passes(pallas_attention.forward, pallas_attention.backward, caps=True),
+        "reference": Passes(reference_forward, reference_backward, dropout=True, caps=True),
     }
 )
+
+
+def passes_of(kernel: str, cap: float | None) -> Passes:
+    """The passes of a backend, a name in PASSES, with a soft cap of scores.
+
+    Raises ValueError for a backend without caps (`capability.choose` checks earlier).
+    """
+    passes = PASSES[kernel]
+    if cap is None:
+        return passes
+    if not passes.caps:
+        raise ValueError(f"{kernel} attention has no soft cap of scores: set kernel=pallas or reference")
+    return passes._replace(forward=partial(passes.forward, cap=cap), backward=partial(passes.backward, cap=cap))
 
 
 class _Static(NamedTuple):
@@ -280,15 +308,16 @@ def attend(
     dropout: AttentionDropout | None = None,
     sink: Array | None = None,
     bias: Array | None = None,
+    cap: float | None = None,
 ) -> Array:
-    """softmax(q k^T * scale + bias) v by a backend: a name in PASSES, or a `Passes`.
+    """softmax(q k^T * scale + bias) v by a backend: a name in PASSES, or a `Passes`, which has its own cap.
 
     Arguments as for `reference_attention`. Raises ValueError for dropout or bias with any other backend
     (`capability.choose` checks earlier).
     """
     if kernel == "reference":
-        return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias)
-    passes = PASSES[kernel] if isinstance(kernel, str) else kernel
+        return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias, cap=cap)
+    passes = passes_of(kernel, cap) if isinstance(kernel, str) else kernel
     if bias is not None or (dropout is not None and not passes.dropout):
         feature = "bias of scores" if dropout is None else "dropout of attention weights"
         raise ValueError(f"{kernel} attention has no {feature}: set kernel=reference")

@@ -47,6 +47,8 @@ class Request:
     sink: bool = False
     bias: bool = False
     """Differentiable bias of the scores."""
+    cap: bool = False
+    """Soft cap of the scores."""
     dropout: float = 0.0
     """Dropout rate of attention weights."""
     sharding: ContextSharding = UNSHARDED
@@ -168,6 +170,7 @@ class Backend(Support):
     bidirectional_window: bool = False
     """Whether a window works without a causal mask."""
     bias: bool = False
+    cap: bool = False
     dropout: bool = False
     documents_of_two: bool = False
     """Whether it isolates documents if queries and keys come from two sequences."""
@@ -248,6 +251,8 @@ class Backend(Support):
             return "does not isolate documents between two sequences"
         if request.bias and not self.bias:
             return "has no bias of scores"
+        if request.cap and not self.cap:
+            return "has no soft cap of scores"
         if request.dropout and not self.dropout:
             return f"has no dropout of attention weights that is the same on every layout, which is {request.dropout:g}"
         if request.documents and self.documents is None:
@@ -395,6 +400,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             documents_of_two=True,
             positions="any",
             bidirectional_window=True,
+            cap=True,
         ),
         "cudnn_mask": replace(
             _CUDNN,
@@ -407,6 +413,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             documents=DeviceRange((), ()),
             bidirectional_window=True,
             bias=True,
+            cap=True,
             dropout=True,
             documents_of_two=True,
             positions="any",

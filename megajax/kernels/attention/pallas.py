@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from megajax.kernels.attention.mask import Mask
+from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
 
 LOG2_E = 1 / 0.6931471805599453
 PADDING_SEGMENT = -(2**31)
@@ -170,7 +171,8 @@ def _store(ref: Any, sums: tuple[Array, ...], size: int) -> None:
 
 def _forward_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
-    out_ref: Any, lse_ref: Any, *, mask: Mask, scale: float, blocks: Blocks, sizes: tuple[int, int],
+    out_ref: Any, lse_ref: Any, *,
+    mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
     """Output and log-sum-exp of one block of queries of one head."""
     block = pl.program_id(0)
@@ -181,7 +183,8 @@ def _forward_kernel(
         maximum, total, sums = carry
         start = j * blocks.keys
         keys = pl.ds(start, blocks.keys)
-        s = _scores(q, _head(k_ref, start, blocks.keys, sizes[0])) * (scale * LOG2_E)
+        s = _scores(q, _head(k_ref, start, blocks.keys, sizes[0]))
+        s = s * (scale * LOG2_E) if cap is None else soft_capped(s * scale, cap) * LOG2_E
         s = jnp.where(_visible(qi, ki_ref[keys], qs, ks_ref[keys], mask), s, -jnp.inf)
         new_maximum = jnp.maximum(maximum, s.max(1))
         finite = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
@@ -204,7 +207,7 @@ def _forward_kernel(
 def _query_gradient_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
     dout_ref: Any, lse_ref: Any, delta_ref: Any, dq_ref: Any, *,
-    mask: Mask, scale: float, blocks: Blocks, sizes: tuple[int, int],
+    mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
     """Gradient of one block of queries of one head."""
     block = pl.program_id(0)
@@ -216,7 +219,7 @@ def _query_gradient_kernel(
         keys = pl.ds(start, blocks.keys)
         k, v = _head(k_ref, start, blocks.keys, sizes[0]), _head(v_ref, start, blocks.keys, sizes[1])
         visible = _visible(qi, ki_ref[keys], qs, ks_ref[keys], mask)
-        _, ds = _weights_and_score_gradients(q, k, v, dout, lse, delta, visible, scale)
+        _, ds = _weights_and_score_gradients(q, k, v, dout, lse, delta, visible, scale, cap)
         return tuple(a + dot_float32(ds, x) for a, x in zip(dq, k, strict=True))
 
     dq = lax.fori_loop(range_ref[0, block], range_ref[1, block], step, _zeros(blocks.queries, sizes[0]))
@@ -226,7 +229,7 @@ def _query_gradient_kernel(
 def _key_gradient_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
     dout_ref: Any, lse_ref: Any, delta_ref: Any, dk_ref: Any, dv_ref: Any, *,
-    mask: Mask, scale: float, blocks: Blocks, sizes: tuple[int, int], share: int,
+    mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int], share: int,
 ) -> None:  # fmt: skip
     """Gradients of one block of keys and values of one key-value head, summed over its query heads."""
     block = pl.program_id(0)
@@ -243,7 +246,7 @@ def _key_gradient_kernel(
             dout = _head(dout_ref, start, blocks.queries, sizes[1], head)
             visible = _visible(qi_ref[queries], ki, qs_ref[queries], ks, mask)
             lse, delta = lse_ref[head, queries], delta_ref[head, queries]
-            p, ds = _weights_and_score_gradients(q, k, v, dout, lse, delta, visible, scale)
+            p, ds = _weights_and_score_gradients(q, k, v, dout, lse, delta, visible, scale, cap)
             p = p.astype(dout[0].dtype)
             dk = tuple(a + dot_float32(ds.T, x) for a, x in zip(dk, q, strict=True))
             return dk, tuple(a + dot_float32(p.T, x) for a, x in zip(dv, dout, strict=True))
@@ -257,12 +260,12 @@ def _key_gradient_kernel(
 
 def _weights_and_score_gradients(
     q: list[Array], k: list[Array], v: list[Array], dout: list[Array],
-    lse: Array, delta: Array, visible: Array, scale: float,
+    lse: Array, delta: Array, visible: Array, scale: float, cap: float | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Softmax weights of a block, float32, and the gradients of its scores, in q's dtype; each [queries, keys]."""
-    p = jnp.exp2((_scores(q, k) * scale - lse[:, None]) * LOG2_E)
-    p = jnp.where(visible, p, 0.0)
-    return p, (p * (_scores(dout, v) - delta[:, None]) * scale).astype(q[0].dtype)
+    s = soft_capped(_scores(q, k) * scale, cap)
+    p = jnp.where(visible, jnp.exp2((s - lse[:, None]) * LOG2_E), 0.0)
+    return p, (p * (_scores(dout, v) - delta[:, None]) * (soft_cap_slope(s, cap) * scale)).astype(q[0].dtype)
 
 
 def _query_block(blocks: Blocks, size: int) -> pl.BlockSpec:
@@ -292,20 +295,28 @@ def _inputs_by_query(blocks: Blocks, q: Array, k: Array, v: Array) -> list[pl.Bl
     ]
 
 
-def _call(kernel: Callable, mask: Mask, scale: float, blocks: Blocks, **arguments: Any) -> Callable:
+def _call(kernel: Callable, mask: Mask, scale: float, cap: float | None, blocks: Blocks, **arguments: Any) -> Callable:
     none: Any = None
     static = Mask(none, none, None, None, mask.window, mask.causal)
     return pl.pallas_call(
-        partial(kernel, mask=static, scale=scale, blocks=blocks),
+        partial(kernel, mask=static, scale=scale, cap=cap, blocks=blocks),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=2),
         **arguments,
     )
 
 
 def forward(
-    q: Array, k: Array, v: Array, mask: Mask, *, scale: float, interpret: bool = False, blocks: Blocks | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    scale: float,
+    cap: float | None = None,
+    interpret: bool = False,
+    blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
-    """softmax(q k^T * scale) v over the visible keys.
+    """softmax(q k^T * scale) v over the visible keys. cap: soft cap of scores; None: no cap.
 
     q [B, S, N, H], k [B, T, K, H], v [B, T, K, U], H and U multiples of 16; mask of any positions and documents
     -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S]: 0 and -inf if the
@@ -321,6 +332,7 @@ def forward(
         partial(_forward_kernel, sizes=(size, value_size)),
         mask,
         scale,
+        cap,
         blocks,
         grid=(queries // blocks.queries, heads, rows),
         in_specs=_inputs_by_query(blocks, q, k, v),
@@ -345,6 +357,7 @@ def backward(
     dout: Array,
     *,
     scale: float,
+    cap: float | None = None,
     interpret: bool = False,
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -364,6 +377,7 @@ def backward(
         partial(_query_gradient_kernel, sizes=sizes),
         mask,
         scale,
+        cap,
         blocks,
         grid=(queries // blocks.queries, heads, rows),
         in_specs=[
@@ -380,6 +394,7 @@ def backward(
         partial(_key_gradient_kernel, sizes=sizes, share=share),
         mask,
         scale,
+        cap,
         blocks,
         grid=(keys // blocks.keys, groups, rows),
         in_specs=[

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megajax.kernels.attention import cudnn
-from megajax.kernels.attention.attention import PASSES, Passes
+from megajax.kernels.attention.attention import Passes, passes_of
 from megajax.kernels.context.all_to_all import all_to_all
 from megajax.kernels.context.gathered import all_gather, chunks_with_gathered_keys, two_squares
 from megajax.kernels.context.ring import ring
@@ -16,14 +16,14 @@ RECTANGLES: Mapping[str, Passes] = MappingProxyType(
 """Attention of a chunk to the keys before it, for backends without position arguments; see `Backend.positions`."""
 
 
-def over_context(sharding: SequenceSharding, kernel: str) -> Passes:
+def over_context(sharding: SequenceSharding, kernel: str, cap: float | None = None) -> Passes:
     """Attention over rows sharded over several devices, with the signature of a backend.
 
     q [B, S, N, H], k [B, S, K, H], v [B, S, K, U], and the indices and segments of the mask are those of a device's
-    positions. kernel: name of the backend that computes the parts; `kernels.capability` must allow it. Call the
-    result in an island over every mesh axis.
+    positions. kernel: name of the backend that computes the parts; `kernels.capability` must allow it. cap: soft
+    cap of scores. Call the result in an island over every mesh axis.
     """
-    return over_devices(sharding, PASSES[kernel], RECTANGLES.get(kernel))
+    return over_devices(sharding, passes_of(kernel, cap), RECTANGLES.get(kernel))
 
 
 def over_devices(sharding: SequenceSharding, passes: Passes, rectangles: Passes | None) -> Passes:

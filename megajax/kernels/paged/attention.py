@@ -16,6 +16,7 @@ from jax import Array, lax
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.kernels.paged.pools import Attend, PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
+from megajax.kernels.soft_cap import soft_capped
 
 
 def reference(queries: PagedQueries, pools: Pools) -> Array:
@@ -81,6 +82,7 @@ def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
     rows, width, heads, size = q.shape
     split = q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
     scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * queries.scale
+    scores = soft_capped(scores, queries.cap)
     before = positions[..., None] - at[None, None]
     if bias is not None:
         scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)

@@ -49,7 +49,7 @@ class PagedQueries(NamedTuple):
 
     A query at position p attends to the keys of its row at positions 0 to p, or to p and the last `window` positions
     before it. The pool already contains the keys of the step. A query at a negative position attends to nothing; its
-    output is 0. window, sink and bias are as in `megajax.kernels.attention.attention`.
+    output is 0. window, sink, bias and cap are as in `megajax.kernels.attention.attention`.
     """
 
     q: Array
@@ -62,6 +62,7 @@ class PagedQueries(NamedTuple):
     window: int | None = None
     sink: Array | None = None
     bias: Bias | None = None
+    cap: float | None = None
 
 
 type Attend = Callable[[PagedQueries, Pools], Array]

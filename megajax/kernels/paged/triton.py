@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton
 
 from megajax.kernels.attention.pallas import LOG2_E, dot_float32, head_tiles, next_power
 from megajax.kernels.paged.pools import PagedQueries, Pools
+from megajax.kernels.soft_cap import soft_capped
 
 SHORTEST_SPLIT, MOST_SPLITS = 256, 32
 """The size of a split is the smallest power of two from 256 on that gives a table at most 32 splits."""
@@ -48,6 +49,7 @@ class _Sizes(NamedTuple):
     splits: int
     scale: float
     window: int | None
+    cap: float | None
 
     @property
     def tiles(self) -> int:
@@ -64,7 +66,8 @@ class _Sizes(NamedTuple):
         return triton.CompilerParams(num_warps=4 if self.queries * self.value_tiles[0][1] <= 4096 else 8, num_stages=2)
 
 
-def _sizes(q: Array, pools: Pools, table: Array, scale: float, window: int | None) -> _Sizes:
+def _sizes(queries: PagedQueries, pools: Pools) -> _Sizes:
+    q, table = queries.q, queries.table
     (_, width, heads, size), (_, block, groups, _) = q.shape, pools.keys.shape
     share, value_tiles = heads // groups, head_tiles(pools.value_size)
     key_tiles = head_tiles(size)
@@ -74,10 +77,10 @@ def _sizes(q: Array, pools: Pools, table: Array, scale: float, window: int | Non
     largest = max(tile for _, tile in (*key_tiles, *value_tiles))
     length = table.shape[1] * block
     split = max(SHORTEST_SPLIT, next_power(pl.cdiv(length, MOST_SPLITS)))
-    queries = min(next_power(width * share), 64 if largest <= 128 else 16)
+    tile = min(next_power(width * share), 64 if largest <= 128 else 16)
     keys = 64 if largest <= 128 else 32
-    splits = pl.cdiv(length, split)
-    return _Sizes(width, heads, share, key_tiles, value_tiles, queries, keys, split, splits, scale, window)
+    splits, limits = pl.cdiv(length, split), (queries.scale, queries.window, queries.cap)
+    return _Sizes(width, heads, share, key_tiles, value_tiles, tile, keys, split, splits, *limits)
 
 
 class _Queries(NamedTuple):
@@ -203,7 +206,7 @@ def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, quer
         keys = [load(pools.keys, tile) for tile in sizes.key_tiles]
         values = keys if pools.values is None else [load(pools.values, tile) for tile in sizes.value_tiles]
         scores = sum((dot_float32(x, y.T) for x, y in zip(q, keys, strict=True)), start=jnp.float32(0))
-        scores = scaled(scores, pools.key_scales) * (sizes.scale * LOG2_E)
+        scores = soft_capped(scaled(scores, pools.key_scales) * sizes.scale, sizes.cap) * LOG2_E
         before = queries.position[:, None] - at[None]
         visible = before >= 0 if sizes.window is None else (before >= 0) & (before <= sizes.window)
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -269,8 +272,8 @@ def paged_attention(queries: PagedQueries, pools: Pools, *, interpret: bool = Fa
 
     H and U are multiples of 16. Raises ValueError for a bias, which `megajax.kernels.paged.capability` refuses earlier.
     """
-    q, table, positions, scale, window, sink, bias = queries
-    if bias is not None:
+    q, table, positions, sink = queries.q, queries.table, queries.positions, queries.sink
+    if queries.bias is not None:
         raise ValueError("the Triton kernel of a paged cache has no bias of scores: choose reference or tiled")
     for name, pool in (("keys", pools.keys), ("values", pools.values)):
         if pool is not None and pool.dtype.itemsize == 1 and LARGEST_8_BIT_POOL < pool.size <= 2 * LARGEST_8_BIT_POOL:
@@ -278,7 +281,7 @@ def paged_attention(queries: PagedQueries, pools: Pools, *, interpret: bool = Fa
                 f"{name} of the cache have {pool.size:,} elements of 1 byte on a device; "
                 f"this kernel takes up to {LARGEST_8_BIT_POOL:,}, or more than {2 * LARGEST_8_BIT_POOL:,}"
             )
-    sizes, (rows, width, heads, _) = _sizes(q, pools, table, scale, window), q.shape
+    sizes, (rows, width, heads, _) = _sizes(queries, pools), q.shape
     sink = None if sink is None else sink.astype(jnp.float32)
     flat = jax.ShapeDtypeStruct((rows, width * heads, pools.value_size), q.dtype)
     call = partial(pl.pallas_call, compiler_params=sizes.parameters(), interpret=interpret)

@@ -192,13 +192,16 @@ class AttentionConfig(MultiHeadConfig):
     """Multiply the output of the kernel by the sigmoid of a projection of the input, before the output matrix."""
     scale: float | None = None
     """Factor on scores; none: 1 / sqrt(head size). The softmax is always in float32."""
+    score_cap: float | None = None
+    """Soft cap: scores become cap * tanh(score / cap), before the mask (Gemma 2); none: no cap."""
     dropout: float = 0.0
     """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
     """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
+        problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        problems += above_zero(scale=self.scale, score_cap=self.score_cap)
         groups = self.groups()
         if not problems and self.heads % groups:
             legal = divisors_of(self.heads)
@@ -283,6 +286,7 @@ class AttentionConfig(MultiHeadConfig):
             window=self.window,
             sink=self.sink != "none",
             bias=self.relative is not None,
+            cap=self.score_cap is not None,
             dropout=self.dropout,
         )
 

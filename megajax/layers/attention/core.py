@@ -37,7 +37,7 @@ class CoreAttention(nnx.Module):
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
         relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
         self.causal = cfg.causal if isinstance(cfg, AttentionConfig) else True
-        self.bias = relative
+        self.bias, self.cap = relative, cfg.score_cap if isinstance(cfg, AttentionConfig) else None
         self.relative = None if relative is None or relative.shared else relative.build(settings, heads=cfg.heads)
 
     def __call__(
@@ -89,7 +89,7 @@ class CoreAttention(nnx.Module):
             length = k.shape[1] * sequence_sharding.devices
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index, length) if rate else None
             mask = Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded)
-            backend = kernel if sequence_sharding.devices == 1 else over_context(sequence_sharding, kernel)
+            backend = kernel if sequence_sharding.devices == 1 else over_context(sequence_sharding, kernel, self.cap)
             if bias is not None and sequence_sharding.devices > 1:
                 # Only the reference kernel supports biases; autodiff gives their gradient and that of the gather.
                 backend, (k, v, mask) = kernel, whole_keys(sequence_sharding, k, v, mask)
@@ -103,6 +103,7 @@ class CoreAttention(nnx.Module):
                 dropout=drop,
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),
                 bias=None if bias is None else biases(bias, weights["table"], index, mask.key_index),
+                cap=self.cap,
             )
 
         queries, keyed = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")

@@ -32,7 +32,7 @@ from megajax.layers.facts import (
 )
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import FeedForwardConfig
-from megajax.layers.norm.config import LayerScaleConfig, NormConfig, RMSNormConfig
+from megajax.layers.norm.config import FixedScaleConfig, LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.position.config import RelativeBiasConfig
 from megajax.layers.recompute import Part
 
@@ -65,8 +65,8 @@ class BlockConfig(Builds):
     sandwich: x + output_norm(f(norm(x))), as Gemma 2."""
     dropout: float = 0.0
     """Dropout rate of the output of each sub-layer."""
-    layer_scale: LayerScaleConfig | None = None
-    """Learned factors on the channels of each sub-layer's output; none: no scaling."""
+    layer_scale: LayerScaleConfig | FixedScaleConfig | None = None
+    """Factors on each sub-layer's output, learned for each channel or fixed; none: no scaling."""
 
     def problems(self) -> list[Problem]:
         problems = below_one(dropout=self.dropout)

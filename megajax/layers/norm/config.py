@@ -108,4 +108,24 @@ class LayerScaleConfig(Builds):
         return (Weight("gain", (size,), (axis,)),)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedScaleConfig(Builds):
+    """A fixed factor on a sub-layer's output, as in Granite.
+
+    Example: `mj.FixedScaleConfig(factor=0.22)`
+    """
+
+    target: ClassVar[str] = "megajax.layers.norm.module:FixedScale"
+    factor: float
+    """Factor on all elements."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(factor=self.factor)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """No weights."""
+        del size, axis
+        return ()
+
+
 type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig | IdentityNormConfig

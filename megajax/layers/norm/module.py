@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.layers.norm.config import (
+    FixedScaleConfig,
     IdentityNormConfig,
     L2NormConfig,
     LayerNormConfig,
@@ -89,6 +90,17 @@ class LayerScale(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return self.layout.per_token(lambda x, gain: x * gain.astype(x.dtype)[None, None], x, self.gain[...])
+
+
+class FixedScale(nnx.Module):
+    """x * factor, [B, S, D] -> [B, S, D] in x's dtype."""
+
+    def __init__(self, cfg: FixedScaleConfig, settings: LayerSettings):
+        del settings
+        self.factor = cfg.factor
+
+    def __call__(self, x: Array) -> Array:
+        return x * jnp.asarray(self.factor, x.dtype)
 
 
 def _gain(cfg: LayerNormConfig | RMSNormConfig, size: int, axis: str | None) -> nnx.Param:

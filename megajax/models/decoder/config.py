@@ -157,6 +157,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """Tokens per chunk of the cross-entropy: only one chunk of float32 logits exists at a time."""
     label_smoothing: float = 0.0
     """Label smoothing: probability mass spread evenly over all ids but the label. Training only."""
+    logit_cap: float | None = None
+    """Soft cap: logits become cap * tanh(logit / cap) (Gemma 2); none: no cap."""
     z_loss: float = 0.0
     """Coefficient of the z-loss log(Z)^2, where Z is the softmax denominator (1e-4 in PaLM). Training only."""
 
@@ -172,7 +174,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         problems += below_one(dropout=self.dropout, label_smoothing=self.label_smoothing)
         if self.label_smoothing and self.vocabulary_size < 2:
             problems.append(Problem("label_smoothing", "needs at least 2 ids in the vocabulary"))
-        problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
+        problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std, logit_cap=self.logit_cap)
         problems += self.recompute_problems()
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
             message = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"

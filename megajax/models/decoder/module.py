@@ -9,6 +9,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE, Loss, Rows
 from megajax.kernels.cross_entropy import Objective
+from megajax.kernels.soft_cap import soft_capped
 from megajax.layers.context import Context, dropout, keys_of_rows
 from megajax.layers.decoding import Cache
 from megajax.layers.embedding import (
@@ -166,7 +167,7 @@ class DecoderLM(nnx.Module):
         x [B, S, D]: from `final_norm`. Apply the loss scale to the weights, see `layers.embedding.vocabulary_loss`.
         """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
-        objective = Objective(cfg.label_smoothing, cfg.z_loss)
+        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap)
         return vocabulary_loss(
             self.layout,
             cfg.vocabulary_size,
@@ -185,10 +186,9 @@ class DecoderLM(nnx.Module):
 
     def token_scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
         """Log-probability of each label and the likeliest token, float32 and int32 [B, S]; x [B, S, D] as above."""
-        x = scaled(x, self.cfg.logit_factor())
-        return vocabulary_token_scores(
-            self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, self.logit_bias()
-        )
+        cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
+        head = self.table(), labels, self.logit_bias(), cfg.logit_cap
+        return vocabulary_token_scores(self.layout, cfg.vocabulary_size, cfg.loss_chunk, x, *head)
 
     def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
         """`token_scores` from the output of the stack [B, S, D]; see `megajax.models.protocol.ScoringModel`."""
@@ -208,7 +208,7 @@ class DecoderLM(nnx.Module):
         scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
         bias = self.logit_bias()
         scores = scores if bias is None else scores + bias.astype(jnp.float32)[None, None]
-        return self.layout.act(scores, "batch", "seq", "vocab")
+        return self.layout.act(soft_capped(scores, self.cfg.logit_cap), "batch", "seq", "vocab")
 
 
 def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:

@@ -1,7 +1,8 @@
 """Gemma: zero-centred norms, GeGLU, embeddings times sqrt(hidden size), and a tied head.
 
-Gemma 1 has the names of Llama. Gemma 3 has norms around sub-layers, norms of queries and keys, and sliding windows in
-five of six layers, whose rotary positions have a base of their own.
+Gemma 1 has the names of Llama. Gemma 2 has norms around sub-layers, soft caps of scores and logits, and sliding windows
+in every other layer. Gemma 3 has no caps, but norms of queries and keys, and windows in five of six layers, whose
+rotary positions have a base of their own.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER, gated, outer_rows
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.family import Settings, activation_name, layers_of, norm
-from megajax.interop.huggingface.rotary import layered_rope, layered_rope_settings, ropes_of
+from megajax.interop.huggingface.rotary import ROPE, layered_rope, layered_rope_settings, rope, ropes_of
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.position.config import RopeConfig
@@ -31,18 +32,24 @@ GEMMA: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
-GEMMA3: Mapping[str, Any] = GEMMA | {
+GEMMA2: Mapping[str, Any] = GEMMA | {
     "hidden_size": 2304,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "vocab_size": 262208,
     "intermediate_size": 9216,
-    "max_position_embeddings": 131072,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA3: Mapping[str, Any] = GEMMA2 | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
     "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
 
 
@@ -60,18 +67,20 @@ def _scaling(settings: Settings) -> WidthScalingConfig:
     return WidthScalingConfig(base_hidden=hidden, score_power=0.5, embedding=hidden**0.5)
 
 
-def _read_gemma3(settings: Settings) -> DecoderConfig:
-    settings.assume(GEMMA3)
-    full, local = layered_rope(settings, settings.peek("max_position_embeddings"), base=1e6, local_base=1e4)
+def _sandwiched(
+    settings: Settings, full: RopeConfig, local: RopeConfig, every: int, qk_norm: RMSNormConfig | None = None
+) -> DecoderConfig:
+    """Gemma 2 and 3. full, local: rotary positions; every: the layer of so many without a window, the last of them."""
     mixer = AttentionConfig(
         heads=settings.count("num_attention_heads"),
         kv_heads=settings.count("num_key_value_heads"),
         head_dim=settings.count("head_dim"),
         bias=settings.take("attention_bias", False),
-        qk_norm=RMSNormConfig(epsilon=settings.peek("rms_norm_eps"), zero_centred=True),
+        qk_norm=qk_norm,
         scale=settings.count("query_pre_attn_scalar") ** -0.5,
+        score_cap=settings.take("attn_logit_softcapping", kind=float),
     )
-    mlp, every = decoders.gated_mlp(settings, activation="hidden_activation"), settings.count("sliding_window_pattern")
+    mlp = decoders.gated_mlp(settings, activation="hidden_activation")
     return decoders.decoder(
         settings,
         mixer,
@@ -80,25 +89,49 @@ def _read_gemma3(settings: Settings) -> DecoderConfig:
         rope_of=lambda _, slides: local if slides else full,
         zero_centred=True,
         norm_placement="sandwich",
+        logit_cap=settings.take("final_logit_softcapping", kind=float),
         width_scaling=_scaling(settings),
     )
 
 
-def _write_gemma3(cfg: Any) -> dict[str, Any]:
-    first = layers_of(cfg)[0].mixer
-    full, local = ropes_of(cfg, full=RopeConfig(base=1e6), local=RopeConfig(base=1e4))
+def _read_gemma2(settings: Settings) -> DecoderConfig:
+    settings.assume(GEMMA2)
+    positions = rope(settings, settings.peek("max_position_embeddings"))
+    return _sandwiched(settings, positions, positions, 2)
+
+
+def _read_gemma3(settings: Settings) -> DecoderConfig:
+    """transformers does not cap scores, whatever attn_logit_softcapping says."""
+    settings.assume(GEMMA3)
+    settings.only("attn_logit_softcapping", None)
+    full, local = layered_rope(settings, settings.peek("max_position_embeddings"), base=1e6, local_base=1e4)
+    norm = RMSNormConfig(epsilon=settings.peek("rms_norm_eps"), zero_centred=True)
+    return _sandwiched(settings, full, local, settings.count("sliding_window_pattern"), norm)
+
+
+def _write_gemma2(cfg: Any) -> dict[str, Any]:
+    first = layers_of(cfg)[0]
     settings = decoders.write(cfg, "sliding_window", "layer_types")
-    activation = {"hidden_activation": activation_name(layers_of(cfg)[0].mlp.activation)}
     return {
-        **{name: value for name, value in settings.items() if name not in ("hidden_act", "rope_theta", "rope_scaling")},
-        **activation,
-        **layered_rope_settings(full, local, RopeConfig(base=local.base)),
-        "rope_local_base_freq": local.base,
-        "query_pre_attn_scalar": round((first.scale or first.size(cfg.hidden) ** -0.5) ** -2),
+        **{name: value for name, value in settings.items() if name != "hidden_act"},
+        "hidden_activation": activation_name(first.mlp.activation),
+        "query_pre_attn_scalar": round((first.mixer.scale or first.mixer.size(cfg.hidden) ** -0.5) ** -2),
+        "attn_logit_softcapping": first.mixer.score_cap,
+        "final_logit_softcapping": cfg.logit_cap,
     }
 
 
-def _rows_gemma3(cfg: DecoderConfig) -> list[Row]:
+def _write_gemma3(cfg: Any) -> dict[str, Any]:
+    full, local = ropes_of(cfg, full=RopeConfig(base=1e6), local=RopeConfig(base=1e4))
+    settings = {name: value for name, value in _write_gemma2(cfg).items() if name not in ROPE}
+    return {
+        **settings,
+        **layered_rope_settings(full, local, RopeConfig(base=local.base)),
+        "rope_local_base_freq": local.base,
+    }
+
+
+def _rows_sandwiched(cfg: DecoderConfig) -> list[Row]:
     return [
         *outer_rows(cfg),
         *MIXER,
@@ -120,11 +153,19 @@ FAMILIES = [
         unused=frozenset({"hidden_activation"}),
     ),
     decoders.family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        read=_read_gemma2,
+        write=_write_gemma2,
+        rows=_rows_sandwiched,
+        unused=frozenset({"hidden_act"}),
+    ),
+    decoders.family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         read=_read_gemma3,
         write=_write_gemma3,
-        rows=_rows_gemma3,
+        rows=_rows_sandwiched,
         unused=frozenset({"hidden_act"}),
     ),
 ]
