@@ -6,6 +6,7 @@ more than about one weight.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -52,6 +53,7 @@ def load_weights(
     slots = {} if adapters is None else specs(abstract, Adapter)
     declared, observed, weights = stored_specs(abstract), specs(abstract, Observation), {}
     demand_shapes(source, declared)
+    demand_divisible(declared, plan, mesh)
 
     def like(spec: ParamSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout.plan.compute.spec(spec.axes)))
@@ -146,6 +148,18 @@ def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> No
             problems.append(f"{path}: {list(stored[path])} stored, {list(spec.shape)} in the model")
     if problems:
         raise UserError("\n  ".join([f"the weights of {source.where} are not this model's:", *problems]))
+
+
+def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) -> None:
+    """Raises UserError for a weight that the devices of its mesh axes do not divide, such as the scales of groups."""
+    for path, spec in declared.items():
+        for size, axes in zip(spec.shape, plan.compute.dimensions(spec.axes), strict=True):
+            devices = prod(mesh.shape[axis] for axis in axes)
+            if size % devices:
+                raise UserError(
+                    f"{path} has {list(spec.shape)} numbers: parallel.{axes[-1]}={mesh.shape[axes[-1]]} does not divide "
+                    f"{size}.\nUse a smaller parallel.{axes[-1]}, or, for scales of int4, quantize with a smaller --group"
+                )
 
 
 def _rows(spec: ParamSpec) -> range | None:

@@ -286,6 +286,15 @@ def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Pat
         quantized_weights(origin, static)
 
 
+def test_groups_that_devices_do_not_divide_are_refused(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "int4"
+    assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4"]) == 0
+    step, parallel = open_step(run), ParallelConfig(tensor=2, data=1)
+    mesh, precision = build_mesh(parallel, jax.devices()[:2]), PrecisionConfig(compute="float32")
+    with pytest.raises(UserError, match=r"mlp\.down\.scale has .* parallel\.tensor=2 does not divide 1"):
+        load_weights(step.config.model, step.weights(), Plan.of(parallel), mesh, precision, {})
+
+
 @pytest.mark.slow
 def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "quantized"
