@@ -154,11 +154,11 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
     """Raises UserError for a weight that the devices of its mesh axes do not divide, such as the scales of groups."""
     for path, spec in declared.items():
         for size, axes in zip(spec.shape, plan.compute.dimensions(spec.axes), strict=True):
-            devices = prod(mesh.shape[axis] for axis in axes)
-            if size % devices:
+            if size % prod(mesh.shape[axis] for axis in axes):
+                setting = f"parallel.{axes[-1]}"
                 raise UserError(
-                    f"{path} has {list(spec.shape)} numbers: parallel.{axes[-1]}={mesh.shape[axes[-1]]} does not divide "
-                    f"{size}.\nUse a smaller parallel.{axes[-1]}, or, for scales of int4, quantize with a smaller --group"
+                    f"{path} has {list(spec.shape)} numbers: {setting}={mesh.shape[axes[-1]]} does not divide {size}.\n"
+                    f"Use a smaller {setting}, or, for the scales of int4, quantize with a smaller --group"
                 )
 
 

@@ -22,7 +22,7 @@ from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quanti
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.loading import load_weights
+from megajax.inference.loading import demand_divisible, load_weights
 from megajax.interop.loading import quantized_weights
 from megajax.interop.origin import Origin
 from megajax.interop.peft.folder import MergedWeights
@@ -289,10 +289,10 @@ def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Pat
 def test_groups_that_devices_do_not_divide_are_refused(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "int4"
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4"]) == 0
-    step, parallel = open_step(run), ParallelConfig(tensor=2, data=1)
-    mesh, precision = build_mesh(parallel, jax.devices()[:2]), PrecisionConfig(compute="float32")
+    declared, parallel = declared_by(open_step(run).config.model), ParallelConfig(tensor=2, data=1)
+    scales = {path: spec for path, spec in declared.items() if path.endswith("mlp.down.scale")}
     with pytest.raises(UserError, match=r"mlp\.down\.scale has .* parallel\.tensor=2 does not divide 1"):
-        load_weights(step.config.model, step.weights(), Plan.of(parallel), mesh, precision, {})
+        demand_divisible(scales, Plan.of(parallel), build_mesh(parallel, jax.devices()[:2]))
 
 
 @pytest.mark.slow
