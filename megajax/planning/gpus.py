@@ -2,12 +2,13 @@
 
 Sources of the numbers: NVIDIA's data sheets and architecture white papers (A100: DS-10031, "NVIDIA A100 Tensor Core GPU
 Architecture"; H100 and H200 SXM: "NVIDIA H100 Tensor Core GPU Architecture" and the H200 data sheet; B200 and GB200:
-"NVIDIA Blackwell Architecture Technical Brief", the DGX B200 and the GB200 NVL72 data sheets) and, for what is common
+"NVIDIA Blackwell Architecture Technical Brief", the DGX B200 and the GB200 NVL72 data sheets; B300 and GB300: the HGX
+B300 and the GB300 NVL72 data sheets, ConnectX-8 at 800 Gbit/s; H20: its data sheet) and, for what is common
 to a compute capability, the table in the CUDA C++ Programming Guide. Rates of NVLink and ConnectX are of one direction.
 
-The shares of these rates that programs achieve come from the measurements named beside them, or are fitted to the runs
-named in benchmarks/planning/accuracy.py. `python -m benchmarks calibrate` measures them on hardware at hand;
-`read_device` reads its file.
+The shares of these rates that programs achieve come from the measurements named beside them, or are fitted to published
+runs: benchmarks/planning/held_out.py says which, and to which runs nothing was fitted. `python -m benchmarks calibrate`
+measures them on hardware at hand; `read_device` reads its file.
 """
 
 import contextlib
@@ -64,6 +65,8 @@ class Device:
     """Share of `peak_fp8` that large matmuls reach, without the casts."""
     matmul_half: float = 64.0
     """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
+    scan: float = 0.15
+    """Share of the rates of matmuls and memory that the scans of state spaces reach, in several kernels a layer."""
     attention_forward: float = 0.60
     """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
     attention_backward: float = 0.50
@@ -80,6 +83,14 @@ class Device:
     """Seconds of one hop between nodes."""
     launch: float = 12e-6
     """Seconds that any collective takes at least."""
+    contention: float = 0.12
+    """Share of the time of hidden collectives by which the kernels beside them are slower: NCCL takes multiprocessors
+    and bandwidth. Published scaling series have 0.10 to 0.15."""
+    straggling: float = 0.0075
+    """Share of a step that waiting for the slowest device adds, for each doubling of the nodes: the median of published
+    scaling series."""
+    power: float = 1.0
+    """Power limit over that of the data sheet. Matmuls are limited by it, at the same energy per operation."""
     host: float = 50e9
     """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
 
@@ -102,7 +113,7 @@ class Device:
 
     def matmul_rate(self, compute: str) -> float:
         """Operations per second of large matmuls."""
-        return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul)
+        return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul) * self.power
 
     def matmul_share(self, *sizes: float) -> float:
         """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
@@ -130,6 +141,8 @@ class GPU(Device):
     clock_ghz: float
     links: int
     """NVLink connections."""
+    watts: int
+    """Power limit by the data sheet."""
 
     def target_config(self) -> str:
         """XLA's GpuTargetConfigProto as text, for `get_topology_desc(target_config=...)`.
@@ -189,7 +202,7 @@ device_description_str: "{self.description}"
 
 _AMPERE: dict[str, Any] = {
     "cores": 108, "lanes": 64, "capability": (8, 0), "shared_kib": 164, "l2_mib": 40, "clock_ghz": 1.41, "links": 12,
-    "peak": 312e12, "peak_float32": 19.5e12, "nvlink": 300e9, "network": 25e9,
+    "peak": 312e12, "peak_float32": 19.5e12, "nvlink": 300e9, "network": 25e9, "watts": 400,
     # Power does not limit it as it does later generations: cuBLAS on large matmuls, about 260 of 312 TFLOP/s.
     "matmul": 0.83,
     # FlashAttention-2 (Dao 2023, figures 4 to 6): 190 to 200 TFLOP/s forward, 170 to 180 both.
@@ -198,18 +211,29 @@ _AMPERE: dict[str, Any] = {
 }  # fmt: skip
 _HOPPER: dict[str, Any] = {
     "cores": 132, "lanes": 128, "capability": (9, 0), "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98, "links": 18,
-    "peak": 989.4e12, "peak_fp8": 1978.9e12, "peak_float32": 67e12, "nvlink": 450e9, "network": 50e9,
-    "matmul": 0.675, "matmul_fp8": 0.599,  # fitted
+    "peak": 989.4e12, "peak_fp8": 1978.9e12, "peak_float32": 67e12, "nvlink": 450e9, "network": 50e9, "watts": 700,
+    "matmul": 0.677, "matmul_fp8": 0.645,  # fitted
     # cuDNN on an H100, 2 rows of 4096 tokens, 32 heads of 128, forward: 0.453 ms (AXLearn's benchmark), 0.61 of the
     # peak; FlashAttention-3 (Shah et al. 2024, figure 6), backward: 450 to 560 TFLOP/s.
     "attention_forward": 0.60, "attention_backward": 0.50,
 }  # fmt: skip
 _BLACKWELL: dict[str, Any] = {
     "cores": 148, "lanes": 128, "capability": (10, 0), "shared_kib": 228, "l2_mib": 126, "clock_ghz": 1.965,
-    "links": 18, "peak_float32": 75e12, "nvlink": 900e9, "network": 50e9,
-    "matmul": 0.70,  # between Hopper and Ampere; no run in bfloat16 is published
-    "matmul_fp8": 0.512,  # fitted
-    "attention_forward": 0.60, "attention_backward": 0.45,
+    "links": 18, "peak_float32": 75e12, "nvlink": 900e9,
+    # At its power limit: published runs in bfloat16 and of long rows.
+    "matmul": 0.54, "attention_forward": 0.52, "attention_backward": 0.39,
+    "matmul_fp8": 0.559,  # fitted
+}  # fmt: skip
+# Twice the exponentials of Blackwell: attention reaches Hopper's shares.
+_ULTRA: dict[str, Any] = _BLACKWELL | {
+    "capability": (10, 3), "attention_forward": 0.60, "attention_backward": 0.50,
+    "matmul_fp8": 0.70,  # fitted; above Blackwell's as the power limits are, 1400 W to 1000 W
+}  # fmt: skip
+# A Hopper with fewer and slower tensor cores.
+_H20: dict[str, Any] = _HOPPER | {
+    "cores": 78, "l2_mib": 60, "peak": 148e12, "peak_fp8": 296e12, "peak_float32": 44e12, "watts": 400,
+    # Assumed, because no measurement is published: power does not limit its tensor cores.
+    "matmul": 0.90, "matmul_fp8": 0.80, "attention_forward": 0.80, "attention_backward": 0.67,
 }  # fmt: skip
 
 GPUS = {
@@ -220,10 +244,16 @@ GPUS = {
         GPU(name="h100", description="NVIDIA H100 80GB HBM3", memory_gib=80, bandwidth=3.35e12, **_HOPPER),
         GPU(name="h200", description="NVIDIA H200", memory_gib=141, bandwidth=4.8e12, **_HOPPER),
         GPU(name="b200", description="NVIDIA B200", memory_gib=180, bandwidth=8e12, peak=2250e12, peak_fp8=4500e12,
-            **_BLACKWELL),
+            network=50e9, watts=1000, **_BLACKWELL),
         # The same chip with a higher power limit; NVLink-C2C to the host: 900 GB/s of two GPUs, both directions.
         GPU(name="gb200", description="NVIDIA GB200", memory_gib=186, bandwidth=8e12, peak=2450e12, peak_fp8=4900e12,
-            host=200e9, per_node=72, **_BLACKWELL),
+            network=50e9, watts=1200, host=200e9, per_node=72, **_BLACKWELL),
+        # Blackwell Ultra: more memory, the same rates of bfloat16 and fp8, ConnectX-8.
+        GPU(name="b300", description="NVIDIA B300 SXM6 AC", memory_gib=270, bandwidth=7.7e12, peak=2250e12,
+            peak_fp8=4500e12, network=100e9, watts=1100, **_ULTRA),
+        GPU(name="gb300", description="NVIDIA GB300", memory_gib=279, bandwidth=8e12, peak=2500e12, peak_fp8=5000e12,
+            network=100e9, watts=1400, host=200e9, per_node=72, **_ULTRA),
+        GPU(name="h20", description="NVIDIA H20", memory_gib=96, bandwidth=4e12, **_H20),
     )
 }  # fmt: skip
 OTHER_NAMES = {"a100": "a100-80gb"}

@@ -26,7 +26,7 @@ from megajax.config.files import SHIPPED, find, split_source
 from megajax.display.banner import Report, Table
 from megajax.display.text import duration
 from megajax.metrics.runfolder import write_output_file
-from megajax.planning.cost.estimate import SPEED, Case, to_dict
+from megajax.planning.cost.estimate import SPEED_AND_RANGE, Case, to_dict
 from megajax.planning.gpus import GIB
 from megajax.planning.search import (
     HEADROOM,
@@ -68,7 +68,7 @@ def compile_layout(program: Sequence[str], case: Case) -> Figures:
             lines = [line for line in process.stderr.splitlines() if line.strip()]
             return {"fits": False, "error": lines[-1].strip() if lines else f"ended with code {process.returncode}"}
         plan = json.loads(out.read_text(encoding="utf-8"))
-        return {key: plan[key] for key in ("peak_gib", "fits", *SPEED)}
+        return {key: plan[key] for key in ("peak_gib", "fits", *SPEED_AND_RANGE)}
 
 
 class Cache:
@@ -169,7 +169,7 @@ class Result:
             "best": [
                 {
                     **asdict(row.entry.choice),
-                    **{name: row.figures[name] for name in ("peak_gib", "fits", *SPEED)},
+                    **{name: row.figures[name] for name in ("peak_gib", "fits", *SPEED_AND_RANGE)},
                     "compiled": row.compiled,
                     "usable_gib": self.task.case.usable_gib,
                     "formula_peak_gib": row.entry.peak / GIB,

@@ -22,6 +22,7 @@ BYTE_CLASSES = {
 FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "step, s": lambda plan: f"{plan['step_seconds']:#.4g}".rstrip("."),
     "tokens/s/GPU": lambda plan: f"{plan['tokens_per_second_per_device']:,.0f}",
+    "range": lambda plan: "{:,.0f} to {:,.0f}".format(*plan["tokens_per_second_per_device_range"]),
     "MFU": lambda plan: f"{plan['mfu_causal']:.1%}",
     "bubble": lambda plan: f"{plan['bubble_seconds'] / plan['step_seconds']:.1%}",
     "exposed": lambda plan: f"{plan['exposed_seconds'] / plan['step_seconds']:.1%}",
@@ -133,11 +134,12 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         ("bubble", plan.bubble_seconds, ""),
         ("optimizer", plan.optimizer_seconds, ""),
     )
+    speed = plan.tokens_per_second_per_device
     peak = ", of the bfloat16 peak" if run.compute != "bfloat16" else ""
     rows = [
         *((name, f"{value:9.3f} s {value / step:6.1%}  {note}".rstrip()) for name, value, note in parts),
         ("step", f"{step:9.3f} s"),
-        (f"{unit}/s", f"{plan.tokens_per_second_per_device:9,.0f} per device"),
+        (f"{unit}/s", f"{speed:9,.0f} per device; {plan.errors.text(speed)}"),
         ("MFU", f"{plan.mfu_causal:9.1%} with causal attention, {plan.mfu_full:.1%} with full{peak}"),
     ]
     if run.steps:
@@ -247,6 +249,8 @@ def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report
     rows = [[name, *(fact(case.estimate) for case in cases), ""] for name, fact in facts.items()]
     for name, ratio in ratios.items():
         rows.append([name.replace("_", " "), f"{first[name]:.4g}", f"{second[name]:.4g}", f"{ratio:.3f}"])
+    spans = (FIGURES["range"](plan) for plan in (first, second))
+    rows.append(["range of tokens per second per device", *spans, ""])
     blocks: list[Section | Table] = [Table("side by side", ("", *names, "ratio"), rows)]
     if changed := diff(cases[0].cfg, cases[1].cfg):
         blocks.append(("settings that differ", [("", line) for line in changed]))

@@ -73,12 +73,16 @@ def test_a_strategy_sends_the_bytes_it_needs(strategy: ContextStrategy) -> None:
     step = estimate(run(strategy))
     assert (sent(step, False), sent(step, True)) == pytest.approx(BY_HAND[strategy], rel=1e-9)
     assert KEYS == 32 * MIB and QUERIES == 64 * MIB
-    assert sum(row.seconds for row in step.traffic) == pytest.approx(step.exposed_seconds + step.hidden_seconds)
+    assert sum(min(row.seconds, row.hidden) for row in step.traffic) == pytest.approx(step.hidden_seconds)
 
 
 def test_traffic_that_kernels_hide() -> None:
     """All of a ring; of gathers those of the backward pass; of exchanges a quarter of those."""
-    exposed = {name: {row.what: row.exposed / row.seconds for row in rows(estimate(run(name)))} for name in BY_HAND}
+    device = replace(GPUS["h100"], contention=1e-9)
+    exposed = {
+        name: {row.what: round(row.exposed / row.seconds, 6) for row in rows(estimate(run(name, device=device)))}
+        for name in BY_HAND
+    }
     assert not any(exposed["ring"].values())
     gathers = exposed["all_gather"]
     assert gathers["keys and values, forward"] == 1 and gathers["keys and values, backward"] == 0

@@ -20,6 +20,7 @@ from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
 from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
+from megajax.planning.cost.ranges import RANGES, kind_of
 from megajax.planning.gpus import GPUS
 
 pytestmark = pytest.mark.smoke
@@ -81,7 +82,10 @@ def test_exposed_seconds_sum_up() -> None:
     step = shipped("llama3_70b", 128)
     parts = (step.compute_seconds, step.exposed_seconds, step.bubble_seconds, step.optimizer_seconds)
     assert step.step_seconds == pytest.approx(sum(parts)) and min(parts) > 0
-    assert sum(row.seconds for row in step.traffic) == pytest.approx(step.exposed_seconds + step.hidden_seconds)
+    collectives = sum(row.exposed for row in step.traffic)
+    waited = H100.straggling * 4 * (step.compute_seconds + collectives + step.bubble_seconds)  # 16 nodes: 4 doublings
+    assert step.exposed_seconds == pytest.approx(collectives + waited)
+    assert step.hidden_seconds == pytest.approx(sum(min(row.seconds, row.hidden) for row in step.traffic))
     tokens = 512 * 8192 / step.step_seconds / 128
     assert step.tokens_per_second_per_device == pytest.approx(tokens)
     assert step.mfu_causal == pytest.approx(tokens * step.flops.causal / 989.4e12)
@@ -98,6 +102,31 @@ def test_traffic_equals_that_of_the_compiled_program() -> None:
     assert rows["reduce-scatter", "tensor", "backward"].count == 16_384
     assert rows["all-gather", "data", "once a step"].bytes / 2**30 == pytest.approx(3.74, rel=1e-2)
     assert rows["reduce-scatter", "data", "once a step"].bytes / 2**30 == pytest.approx(7.48, rel=1e-2)
+
+
+def test_hidden_collectives_slow_kernels_down() -> None:
+    device = replace(H100, contention=0.5)
+    row = next(row for row in estimate(run(device=device)).traffic if 0 < row.hidden < row.seconds)
+    assert row.exposed == pytest.approx(row.seconds - row.hidden + 0.5 * row.hidden)
+    assert estimate(run(device=device)).exposed_seconds > estimate(run()).exposed_seconds
+
+
+def test_a_power_limit_slows_matmuls() -> None:
+    half = estimate(run(device=replace(H100, power=0.5)))
+    assert half.matmul_seconds == pytest.approx(2 * estimate(run()).matmul_seconds, rel=0.05)
+    assert half.stream_seconds == estimate(run()).stream_seconds
+
+
+def test_a_range_is_of_the_kind_of_model() -> None:
+    for name, kind in (("llama3_8b", "dense"), ("mixtral_8x7b", "mixture"), ("mamba2_1_3b", "state space")):
+        step = shipped(name, 64)
+        assert kind_of(step.run) == kind and step.errors == RANGES[kind]
+        low, high = step.tokens_per_second_per_device_range
+        assert low < step.tokens_per_second_per_device < high
+        # Predictions that are too high by the highest error are of the lowest speed.
+        assert low * (1 + step.errors.high) == pytest.approx(step.tokens_per_second_per_device)
+        assert to_dict(step)["tokens_per_second_per_device_range"] == (low, high)
+        assert to_dict(step)["range_groups"] == RANGES[kind].groups >= 2
 
 
 @pytest.mark.parametrize(("reduce", "width"), [(None, 4), ("bfloat16", 2)])

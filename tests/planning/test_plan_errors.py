@@ -58,7 +58,7 @@ REFUSED = [
     ("70B on 64", "--sweep=devices:8,16", "no point passes the checks"),
     ("70B on 64", "--compare=", "names nothing"),
     ("two compared", "", "more than one of a kind"),
-    ("70B on 64", "--compare=h300:64", "did you mean h100 or h200?"),
+    ("70B on 64", "--compare=h300:64", "did you mean h100, h200 or b300?"),
     ("70B on 64", "--compare=llama3_80b.py", "did you mean llama3.py:llama3_8b"),
     ("70B on 64", "--compare=--parallel.tensr=2", "did you mean parallel.tensor"),
     ("70B on 64", "--compare=--parallel.tensor=3", "parallel.tensor"),

@@ -144,8 +144,8 @@ def test_the_best_equals_that_of_an_exhaustive_search() -> None:
 
 def test_the_fewest_layers_that_fit_are_recomputed() -> None:
     request = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
-    # Where this is the fastest choice; with a little less memory, a policy that saves some tensors of all layers is.
-    request = replace(request, limit_gib=70.1)
+    # Where this is the fastest choice; with a little more memory, a policy that saves some tensors of all layers is.
+    request = replace(request, limit_gib=67.0)
     (entry,) = explore(request, (1, 1)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
     one_less = replace(entry.choice, recompute_layers=entry.choice.recompute_layers - 1)

@@ -51,7 +51,9 @@ def test_weak_and_strong_scaling(tmp_path: Path) -> None:
     assert [point["devices"] for point in weak] == [64 * 2**n for n in range(9)]
     assert [point["global_size"] for point in weak] == [512 * 2**n for n in range(9)]
     assert weak[-1]["mesh"] == {"pipeline": 4, "data": 512, "expert": 1, "context": 1, "tensor": 8}
-    assert weak[0]["step_seconds"] == pytest.approx(weak[-1]["step_seconds"], rel=0.01)
+    # Devices wait for the slowest of 2048 nodes instead of 8.
+    waited = (1 + 11 * GPUS["h100"].straggling) / (1 + 3 * GPUS["h100"].straggling)
+    assert weak[-1]["step_seconds"] == pytest.approx(waited * weak[0]["step_seconds"], rel=0.01)
     assert strong[-1]["refusal"].startswith("parallel.virtual_stages") and strong[3]["global_size"] == 512
     speeds = [point["tokens_per_second_per_device"] for point in strong if "refusal" not in point]
     assert speeds == sorted(speeds, reverse=True)
@@ -107,7 +109,7 @@ def test_advice_is_printed_if_a_plan_does_not_fit(capsys: pytest.CaptureFixture[
     assert (
         "cheapest changes that make it fit" in printed
         and "--parallel.tensor=8" in printed
-        and "--model.recompute=full" in printed
+        and "--model.recompute=" in printed
     )
     assert main([*ASKED, "--formula"]) == 0
     assert "cheapest changes" not in capsys.readouterr().out

@@ -42,6 +42,11 @@ class System:
     """Gathers of weights overlap the first microbatch's forward, reductions of gradients the last one's backward."""
     tensor_hidden: float | None = None
     """Share of the time of collectives over `tensor` that matmuls hide; None: as in compiled MegaJAX programs."""
+    experts_hidden: float = 0.0
+    """Share of the time of exchanges of tokens with experts that other work hides."""
+    experts_wait: float = 0.0
+    """Seconds that a layer of experts and a microbatch wait for the host, which reads how many tokens each expert has
+    and launches a kernel at a time, forward and backward together."""
     most_in_place: int | None = None
     """Chunks of a stage up to which matmuls use a layer's weights and gradient accumulators in place; None: always.
     With more, weights are copied out of their stack, and accumulators out and in."""
@@ -54,9 +59,10 @@ class System:
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
 
-MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
+MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True, overhead=1.1)
 """As counted in compiled programs (megajax.planning.cost.device_work); most_in_place is MOST_LOOPS of
-pipeline.executor."""
+pipeline.executor. overhead: between that of MaxText, 1.0, and that of other programs outside of NVIDIA's tuned stack,
+1.23 (benchmarks/planning/systems.py); assumed, because no step has been timed."""
 
 
 @dataclass(frozen=True, kw_only=True)

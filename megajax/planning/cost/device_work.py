@@ -214,6 +214,8 @@ def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halv
             repeat = policy.parts is not None  # scores have no name: only recompute=none saves them
             scores = tower.tokens * mixer.work.scores / tensor * SCORE_BYTES * run.width / 2
             seconds = queries * mixer.work.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
+            if mixer.work.scores < mixer.heads * tower.section.length:  # of a state space, by chunks
+                seconds /= device.scan
             behind, once = 2 * seconds, once + scores / 3
         forward.attention_seconds += seconds
         backward.attention_seconds += behind + repeat * seconds
@@ -287,6 +289,20 @@ def head_work(run: Description) -> Halves:
         head = head.plus(block_work(last, block, last.section.recomputing.policy()))
         head = head.plus(Halves(Work(matmul_seconds=merging), Work(matmul_seconds=2 * merging)))
     return head
+
+
+def head_share(run: Description, layers: Halves, head: Halves) -> float:
+    """Share of a microbatch's loss and inputs that the slowest device computes beside its layers.
+
+    Whole where stages run in lockstep, or the layers fill all chunks. Otherwise stages with the loss have fewer layers:
+    only what does not fit in their place is added, with the work spread evenly over the stages at best.
+    """
+    parallel, tower = run.parallel, run.towers[-1]
+    filled = tower.section.stack.repeats / (tower.rows * parallel.chunks())
+    if run.system.lockstep or parallel.pipeline == 1 or filled == 1:
+        return 1.0
+    whole, loss = (sum(half.seconds for half in halves) for halves in (layers, head))
+    return max(0.0, (whole * filled + loss / parallel.pipeline - whole) / loss)
 
 
 def layers_work(run: Description) -> Halves:

@@ -5,11 +5,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import log2
 from typing import Any
 
 from megajax.models.facts import Flops, count_flops
 from megajax.planning.cost import device_work as work
 from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.ranges import ErrorRange, range_of
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
 from megajax.planning.gpus import GIB, Cluster
 from megajax.training.run_config import RunConfig
@@ -33,6 +35,7 @@ class Estimate:
     stream_seconds: float
     """Memory-bound kernels: norms, activations, casts, logits, additions and copies."""
     exposed_seconds: float
+    """Collectives that nothing hides, what hidden ones slow down, and waiting for the slowest device."""
     hidden_seconds: float
     """Collectives that overlap with computing; not part of the step."""
     bubble_seconds: float
@@ -49,6 +52,21 @@ class Estimate:
     @property
     def tokens_per_second_per_device(self) -> float:
         return self.run.step_tokens / self.step_seconds / self.run.devices
+
+    @property
+    def errors(self) -> ErrorRange:
+        """Errors of predictions of this kind."""
+        return range_of(self.run)
+
+    @property
+    def tokens_per_second_per_device_range(self) -> tuple[float, float]:
+        """The speed at the ends of the range of these errors."""
+        return self.errors.speeds(self.tokens_per_second_per_device)
+
+    @property
+    def range_groups(self) -> int:
+        """Groups of published runs behind the range."""
+        return self.errors.groups
 
     @property
     def mfu_causal(self) -> float:
@@ -90,11 +108,16 @@ def estimate(run: Description) -> Estimate:
     inside = sum(row.exposed for row in rows if LAYER_AXES.issuperset(row.axis.split("+")))
     bubble_seconds = run.schedule.fraction * (microbatches * microbatch.seconds + inside)
     head = work.head_work(run)
-    microbatch = microbatch.plus(head.forward).plus(head.backward)
+    share = work.head_share(run, layers, head)
+    microbatch = microbatch.plus(head.forward, share).plus(head.backward, share)
     microbatch.stream_seconds += run.parallel.virtual_stages * work.tick_work(run).stream_seconds
     once = work.once_work(run, sum(work.held_weights(run, trained=True)), memory.updated)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
     away = run.offload * run.moment_bytes * memory.updated
+    compute = microbatches * microbatch.seconds
+    layers_of_experts = sum(tower.repeats * len(block.experts) for tower in run.towers for block in tower.blocks)
+    host = run.system.experts_wait * layers_of_experts * microbatches * (1 + float(run.schedule.fraction))
+    exposed = host + sum(row.exposed for row in rows)
     return Estimate(
         run=run,
         memory=memory,
@@ -104,11 +127,19 @@ def estimate(run: Description) -> Estimate:
         matmul_seconds=microbatches * microbatch.matmul_seconds,
         attention_seconds=microbatches * microbatch.attention_seconds,
         stream_seconds=microbatches * microbatch.stream_seconds,
-        exposed_seconds=sum(row.exposed for row in rows),
-        hidden_seconds=sum(row.seconds - row.exposed for row in rows),
+        exposed_seconds=exposed + waiting(run, compute + exposed + bubble_seconds),
+        hidden_seconds=sum(min(row.seconds, row.hidden) for row in rows),
         bubble_seconds=bubble_seconds,
         optimizer_seconds=once.stream / work.memory_rate(run) + 2 * away / run.device.host,
     )
+
+
+def waiting(run: Description, seconds: float) -> float:
+    """Seconds in which devices wait for the slowest one, in a step of so many seconds without.
+
+    The largest of n independent delays grows like log n: one share for each doubling of the nodes.
+    """
+    return seconds * run.device.straggling * log2(max(1, run.devices / run.per_node))
 
 
 def bytes_per_step(step: Estimate) -> dict[str, float]:
@@ -122,11 +153,13 @@ SPEED = ("step_seconds", "compute_seconds", "matmul_seconds", "attention_seconds
          "hidden_seconds", "bubble_seconds", "optimizer_seconds", "tokens_per_second_per_device", "mfu_full",
          "mfu_causal")  # fmt: skip
 """Figures of time in the JSON of any plan."""
+SPEED_AND_RANGE = (*SPEED, "tokens_per_second_per_device_range", "range_groups")
+"""The same, and the range of the speed."""
 
 
 def speed(step: Estimate | None) -> dict[str, Any]:
     """The figures of time; None for each where formulas do not hold."""
-    return {name: None if step is None else getattr(step, name) for name in SPEED}
+    return {name: None if step is None else getattr(step, name) for name in SPEED_AND_RANGE}
 
 
 def to_dict(step: Estimate) -> dict[str, Any]:

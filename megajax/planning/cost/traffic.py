@@ -98,11 +98,13 @@ class Traffic:
     """If nothing were hidden."""
     hidden: float
     """Seconds that overlap with computing."""
+    contention: float = 0.0
+    """Share of these by which the kernels beside it are slower."""
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed."""
-        return max(0.0, self.seconds - self.hidden)
+        """Seconds that it adds to the step: where nothing is computed, and where kernels are slower beside it."""
+        return max(0.0, self.seconds - self.hidden) + self.contention * min(self.seconds, self.hidden)
 
     def beside(self, computing: float) -> "Traffic":
         """This traffic, hidden by at most `computing` seconds of computation."""
@@ -136,7 +138,7 @@ def _row(
     """label: kind, axis, what; size: bytes of each; hidden: share of the seconds; span: None for all of the axis."""
     kind, axis, what = label
     total = count * seconds(kind, size, span or _span(run, axis), run.device)
-    return Traffic(kind, axis, what, count, count * size, total, hidden * total)
+    return Traffic(kind, axis, what, count, count * size, total, hidden * total, run.device.contention)
 
 
 def _tensor(run: Description) -> Iterator[Traffic]:
@@ -183,7 +185,7 @@ def _tower_tensor(tower: Tower) -> Iterator[Traffic]:
 
 
 def _experts(run: Description) -> Iterator[Traffic]:
-    """Tokens to their experts and back. Nothing is beside them: compiled programs wait at once."""
+    """Tokens to their experts and back. Nothing of ours is beside them: compiled programs wait at once."""
     for tower in run.towers:
         recomputes = tower.section.recomputing.policy().parts is not None
         for experts in (experts for block in tower.blocks for experts in block.experts):
@@ -195,7 +197,7 @@ def _experts(run: Description) -> Iterator[Traffic]:
                 size = message.elements * run.width / experts.chunks
                 for what, times in (("forward", message.forward), ("backward", backward)):
                     label = message.kind, "+".join(message.axes), f"{tower.prefix}experts, {what}"
-                    yield _row(run, label, count * times, size)
+                    yield _row(run, label, count * times, size, run.system.experts_hidden)
 
 
 class Sent(NamedTuple):

@@ -20,7 +20,7 @@ from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning import gpus as devices
-from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed
+from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed, waiting
 from megajax.planning.cost.traffic import Span, seconds
 from megajax.planning.gpus import GIB, GPU, Cluster
 from megajax.planning.program.audit import audit, largest_arrays
@@ -237,13 +237,12 @@ def with_program(formula: Estimate, rows: Iterable[Mapping[str, Any]]) -> Estima
     Collectives beside matmuls are hidden, at most for as long as there is computing. Idle ticks of a pipeline have
     collectives like all others, so the bubble is of computing alone.
     """
-    hidden = min(sum(row["seconds"] for row in rows if row["overlapped"]), formula.compute_seconds)
-    return replace(
-        formula,
-        exposed_seconds=sum(row["seconds"] for row in rows) - hidden,
-        hidden_seconds=hidden,
-        bubble_seconds=formula.run.schedule.fraction * formula.compute_seconds,
-    )
+    run, compute = formula.run, formula.compute_seconds
+    hidden = min(sum(row["seconds"] for row in rows if row["overlapped"]), compute)
+    exposed = sum(row["seconds"] for row in rows) - (1 - run.device.contention) * hidden
+    bubble = run.schedule.fraction * compute
+    exposed += waiting(run, compute + exposed + bubble)
+    return replace(formula, exposed_seconds=exposed, hidden_seconds=hidden, bubble_seconds=bubble)
 
 
 def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str, Any]]:
