@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.outcome import RESULTS
 from benchmarks.planning.held_out import ablations, compared, fitted_constants, held_out_table, ranges_text, summary
+from benchmarks.planning.published import FILE
 from benchmarks.planning.systems import (
     DETERMINISTIC,
     MAXTEXT,
@@ -16,6 +17,7 @@ from benchmarks.planning.systems import (
     SAVE_QKV,
     Published,
 )
+from megajax.config.errors import UserError
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -290,6 +292,10 @@ def planner_accuracy(*, fit: bool = False, markdown: bool = False) -> dict[str, 
     ours = replace(LONG, name=f"{LONG.name}: ours", system=MEGAJAX)
     comparisons, bounds, long = lines(), lines(BOUNDS), lines((LONG, ours))
     groups = compared()
+    if markdown and not groups:
+        raise UserError(
+            f"--markdown needs the published runs, and {FILE.resolve()} is absent: set MEGAJAX_PUBLISHED_RUNS"
+        )
     accuracy = summary(groups) | {"fitted_runs": _median_error(comparisons)}
     text = (
         "# Published speeds against the planner's\n\n"

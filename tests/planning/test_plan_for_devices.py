@@ -113,7 +113,8 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     assert 0 < figures["mfu_causal"] < figures["mfu_full"] < 1
     assert figures["tokens_per_second_per_device"] == pytest.approx(16 * 128 / figures["step_seconds"] / 8)
     total = sum(item["seconds"] for item in figures["collectives"])
-    assert total == pytest.approx(figures["exposed_seconds"] + figures["hidden_seconds"])
+    slowed = GPUS["h100"].contention * figures["hidden_seconds"]  # one node: nothing waits for another
+    assert total == pytest.approx(figures["exposed_seconds"] - slowed + figures["hidden_seconds"])
     assert (
         0 < figures["hidden_seconds"] <= sum(item["seconds"] for item in figures["collectives"] if item["overlapped"])
     )
