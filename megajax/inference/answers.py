@@ -38,8 +38,8 @@ class ActiveRequest:
         """Choose the next token of a sequence that was computed up to its last token."""
         raise NotImplementedError
 
-    def end(self, sequence: Sequence, finish: Finish) -> None:
-        """End the sequence without another token."""
+    def end(self, sequence: Sequence, finish: Finish, problem: str = "") -> None:
+        """End the sequence without another token. problem: as in `Output`."""
         raise NotImplementedError
 
     def receive(self, sequence: Sequence, computed: int, result: Sampled) -> None:
@@ -54,7 +54,7 @@ class ActiveRequest:
         complete = computed == len(sequence.tokens)
         if not result.finite or (complete and result.token < 0):
             self.faults += 1
-            self.end(sequence, "error")
+            self.end(sequence, "error", _no_token(sequence) if result.finite else "")
         elif complete and len(sequence.tokens) >= sequence.limit:
             self.end(sequence, "length")
         elif complete:
@@ -132,8 +132,8 @@ class Answers(ActiveRequest):
         finish = "stop" if stopped else "length" if ended else None
         self._deliver(sequence, Output(sequence.order[1], new, (token,), scores, finish))
 
-    def end(self, sequence: Sequence, finish: Finish) -> None:
-        self._deliver(sequence, Output(sequence.order[1], self._texts[sequence].end(), finish=finish))
+    def end(self, sequence: Sequence, finish: Finish, problem: str = "") -> None:
+        self._deliver(sequence, Output(sequence.order[1], self._texts[sequence].end(), finish=finish, problem=problem))
 
     def _deliver(self, sequence: Sequence, output: Output) -> None:
         if output.finish is not None:
@@ -162,10 +162,11 @@ class BestAnswers(Answers):
         if not self.sequences:
             self.send_best(sorted(self._answers, key=self._order), self._answers[0])
 
-    def _order(self, answer: Output) -> tuple[bool, float]:
-        """Descending mean log-probability; answers with a fault last."""
+    def _order(self, answer: Output) -> tuple[bool, bool, float]:
+        """Descending mean log-probability; answers with a fault last, and of aborted ones those without a token."""
         sequence = self._all[answer.choice]
-        return answer.finish not in ("stop", "length"), -sequence.logprob / max(1, sequence.generated)
+        whole, generated = answer.finish in ("stop", "length"), sequence.generated
+        return not whole, not whole and not generated, -sequence.logprob / max(1, generated)
 
 
 class Embedding(ActiveRequest):
@@ -177,7 +178,7 @@ class Embedding(ActiveRequest):
         """sequences: a single one, whose limit is its prompt."""
         super().__init__(request, sequences, scheduler)
 
-    def end(self, sequence: Sequence, finish: Finish) -> None:
+    def end(self, sequence: Sequence, finish: Finish, problem: str = "") -> None:
         embedding: tuple[float, ...] = ()
         if finish == "length":
             # The mean has the direction of the sum.
@@ -188,7 +189,8 @@ class Embedding(ActiveRequest):
                 self.faults, finish = self.faults + 1, "error"
         self.free(sequence)
         shared, admitted = self.take_start(sequence)
-        self.send(Output(0, finish=finish, shared=shared, admitted=admitted, embedding=embedding))
+        output = Output(0, finish=finish, shared=shared, admitted=admitted, embedding=embedding, problem=problem)
+        self.send(output)
 
 
 class BeamAnswers(ActiveRequest):
@@ -221,9 +223,9 @@ class BeamAnswers(ActiveRequest):
         if len(self._results) == len(self.sequences):
             self._advance()
 
-    def end(self, sequence: Sequence, finish: Finish) -> None:
+    def end(self, sequence: Sequence, finish: Finish, problem: str = "") -> None:
         """A fault of one beam ends the search."""
-        self._finish([Output(0, finish=finish)] * self.request.sampling.n)
+        self._finish([Output(0, finish=finish, problem=problem)] * self.request.sampling.n)
 
     def _advance(self) -> None:
         parents, results = self.sequences, [self._results[sequence] for sequence in self.sequences]
@@ -287,6 +289,15 @@ class BeamAnswers(ActiveRequest):
         shared, admitted = self.take_start(self._first)
         first = Output(0, prompt_scores=self.take_prompt_scores(), shared=shared, admitted=admitted)
         self.send_best([*answers, *failed], first)
+
+
+def _no_token(sequence: Sequence) -> str:
+    """`Output.problem` of a sequence for which no token is allowed; empty if no setting excludes tokens."""
+    sampling = sequence.sampling
+    excluding = [name for name in ("guide", "allowed_tokens", "bad_tokens", "min_tokens") if getattr(sampling, name)]
+    if not excluding:
+        return ""
+    return f"{excluding[0]} leaves no token to follow {sequence.generated} tokens of the answer: allow more tokens"
 
 
 def seed_of(seed: int, choice: int) -> int:

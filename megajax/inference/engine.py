@@ -139,7 +139,9 @@ class Engine:
             message = f"the prompt has {len(prompt):,} tokens; {addition}it may have {self.length:,}: shorten it"
             raise Refused("too_long", message, "prompt")
         if len(request.memory) > self.device.memory:
-            message = f"the text to read has {len(request.memory):,} tokens; it may have {self.device.memory:,}"
+            message = (
+                f"the text to read has {len(request.memory):,} tokens; it may have {self.device.memory:,}: shorten it"
+            )
             raise Refused("too_long", message, "memory")
 
     def submit(self, request: Request) -> None:
@@ -440,7 +442,7 @@ class Engine:
             method(active, *arguments)
         except UserError as error:  # A guide that grows too large within the text.
             failed = True
-            active.fail(str(error))
+            active.fail(f"guide {error}")
         except Exception:
             LOG.exception("request %s ends with an error", active.request.identifier)
             failed = True

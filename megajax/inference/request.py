@@ -71,9 +71,9 @@ class Output(NamedTuple):
     """`time.monotonic()` when the answer left the queue, in its first output; else None."""
     embedding: tuple[float, ...] = ()
     """The embedding of the prompt, of length 1, if `Request.pooling` asks for it."""
-
     problem: str = ""
-    """With the finish "error": what is wrong with the request; empty for a fault of the engine."""
+    """With the finish "error": the setting of the request that is wrong, a space, and what is wrong; empty for a fault
+    of the engine."""
 
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
@@ -426,7 +426,7 @@ def input_problems(request: Request, device: Device) -> Iterator[Problem]:
     if not request.pooling and not device.generates:
         yield Problem("pooling", "must be given: the model gives embeddings, and no text")
     if request.pooling and has_encoder:
-        yield Problem("pooling", "is of a decoder's states; this model has an encoder")
+        yield Problem("pooling", "is of the states of a decoder or of an encoder alone, and this model has both")
     if type(request.priority) is not int:
         yield Problem("priority", f"must be an integer, got {request.priority!r}")
     if not request.prompt:

@@ -278,6 +278,16 @@ def test_the_best_of_several_comes_at_the_end() -> None:
     assert len(client.pieces) == 2 and len(client.pieces[0].scores) == 6
 
 
+def test_the_best_of_aborted_answers_have_tokens() -> None:
+    client = Client([1, 2], max_tokens=20, temperature=1, seed=3, n=2, best_of=6)
+    engine = Engine(StandIn(rows=2))
+    engine.submit(client.request)
+    for _ in range(6):
+        engine.step()
+    engine.abort_all()
+    assert [(answer.finish, len(answer.tokens) > 0) for answer in client.answers()] == [("abort", True)] * 2
+
+
 def test_scores_of_tokens() -> None:
     clients = [Client([1, 2], max_tokens=3, logprobs=count) for count in (2, None)]
     serve(Engine(StandIn()), *clients)

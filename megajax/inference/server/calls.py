@@ -33,9 +33,10 @@ class Call:
         """names: settings of `Sampling` -> fields of the request, for messages; the others: as in `Request`."""
         self._worker, self._metrics, self._adapter = worker, metrics, adapter
         self._priority, self._cache_salt = priority, cache_salt
-        self._names = {"adapter": "model", "pooling": "model", "images": names.get("prompt", "prompt"), **names}
+        prompt = names.get("prompt", "prompt")
+        self._names = {"adapter": "model", "pooling": "model", "images": prompt, "bad_tokens": "bad_words", **names}
         # The engine may give a prompt to the model's encoder.
-        self._names["memory"] = self._names.get("prompt", "prompt")
+        self._names["memory"] = prompt
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._running: set[str] = set()
@@ -134,7 +135,8 @@ class Call:
             if output.choice in self._first:
                 metrics.decode_seconds.observe(now - self._first[output.choice])
         if output.finish == "error" and output.problem:
-            raise refused(Refused("invalid", f"guide {output.problem}", "guide"), self._names)
+            setting = output.problem.partition(" ")[0]
+            raise refused(Refused("invalid", output.problem, setting), self._names)
         if output.finish == "error":
             raise failed()
         if output.finish == "abort" and not self._partial:

@@ -118,7 +118,8 @@ class ServedModel:
         if self.reads:
             raise invalid(param, f"{self.name} has an encoder, which reads texts and no messages: use /v1/completions")
         if conversation is None:
-            raise invalid(param, f"{self.name} has no chat template: use /v1/completions")
+            other = "/v1/completions" if self.generates else "/v1/embeddings, /score or /rerank"
+            raise invalid(param, f"{self.name} has no chat template: use {other}")
         messages = [_message(message) for message in values["messages"]]
         continued = values.get("continue_final_message", False)
         header = values.get("add_generation_prompt", not continued)

@@ -9,7 +9,7 @@ import pytest
 from served import Running, start, stop
 
 from megajax.config.errors import UserError
-from megajax.inference.request import Sequence
+from megajax.inference.request import Sampled, Sequence
 from megajax.inference.sampling.guide import Guides
 from megajax.inference.sampling_settings import Grammar, Sampling
 from megajax.inference.server.config import ServerConfig
@@ -401,4 +401,21 @@ def test_a_guide_that_grows_too_large_is_the_clients_error(served: Running, monk
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex"), answer.text
     assert "the guide is too large" in answer.json()["error"]["message"]
     assert '"code":400' in served.complete(**body, stream=True).text
+    assert served.all_free()
+
+
+def test_settings_that_leave_no_token_are_the_clients_error(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.device, "_next", lambda row, computed: Sampled(-1, 0.0))
+    bodies: dict[str, dict[str, Any]] = {
+        "allowed_token_ids": {"allowed_token_ids": [256], "min_tokens": 2, "n": 3},
+        "bad_words": {"bad_words": ["b"]},
+        "guided_regex": {"allowed_token_ids": [97], "guided_regex": "b+", "best_of": 2},
+        "min_tokens": {"min_tokens": 1},
+    }
+    for param, body in bodies.items():
+        answer = served.complete(prompt="ab", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        message = f"{param} leaves no token to follow 0 tokens of the answer: allow more tokens"
+        assert answer.json()["error"]["message"] == message
+    assert served.complete(prompt="ab").status_code == 500
     assert served.all_free()
