@@ -22,6 +22,7 @@ from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
 from megajax.planning.cost.ranges import RANGES, kind_of
 from megajax.planning.gpus import GPUS
+from megajax.planning.show import cells, plan_report
 
 pytestmark = pytest.mark.smoke
 
@@ -127,6 +128,9 @@ def test_a_range_is_of_the_kind_of_model() -> None:
         assert low * (1 + step.errors.high) == pytest.approx(step.tokens_per_second_per_device)
         assert to_dict(step)["tokens_per_second_per_device_range"] == (low, high)
         assert to_dict(step)["range_groups"] == RANGES[kind].groups >= 2
+        text = f"{low:,.0f} to {high:,.0f}"
+        assert f"{text} by the errors of {step.errors.groups} groups" in plan_report(step).text()
+        assert text in cells(to_dict(step))
 
 
 @pytest.mark.parametrize(("reduce", "width"), [(None, 4), ("bfloat16", 2)])

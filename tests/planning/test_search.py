@@ -206,6 +206,8 @@ def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.Captu
     assert figures["well_known"][0] == {"choice": "pure FSDP", "verdict": "not tried: tensor=8 is given"}
     steps = [rounded(row["step_seconds"]) for row in figures["best"]]
     assert steps == sorted(steps) and figures["best"][0]["slower"] == 0
+    low, high = figures["best"][0]["tokens_per_second_per_device_range"]
+    assert low < figures["best"][0]["tokens_per_second_per_device"] < high
     # The file is a config; so is the command line. Both equal the result.
     best: Any = load(str(out), devices=64)
     repeated: Any = load("llama3.py:llama3_70b", *figures["settings"], devices=64)
