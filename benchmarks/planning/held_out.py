@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce
 from hashlib import sha256
 from itertools import accumulate
+from math import ceil, floor
 from statistics import fmean, median
 from typing import Any
 
@@ -70,7 +71,7 @@ def error_range(groups: Sequence[Group]) -> ErrorRange:
     low, high = (bisect_left(sums, quantile - 1e-9) for quantile in QUANTILES)
     if len(groups) < FEW:
         low, high = 0, len(weighted) - 1
-    return ErrorRange(round(weighted[low][0], 2), round(weighted[high][0], 2), len(groups))
+    return ErrorRange(floor(100 * weighted[low][0]) / 100, ceil(100 * weighted[high][0]) / 100, len(groups))
 
 
 def error_ranges(groups: Sequence[Group]) -> dict[str, ErrorRange]:
