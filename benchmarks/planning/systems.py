@@ -9,7 +9,7 @@ from megajax.planning.cost.description import Description, System
 from megajax.planning.gpus import GPUS, Device
 
 UNTUNED = 1.23
-"""Overhead of programs outside of NVIDIA's tuned stack; fitted, see benchmarks/planning/fit.py."""
+"""Overhead of programs outside of NVIDIA's tuned stack; fitted, see benchmarks/planning/held_out.py."""
 
 MEGATRON = System(
     name="Megatron-LM with TransformerEngine",
