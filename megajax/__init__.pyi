@@ -80,6 +80,7 @@ from megajax.layers.norm.config import LayerNormConfig as LayerNormConfig
 from megajax.layers.norm.config import LayerScaleConfig as LayerScaleConfig
 from megajax.layers.norm.config import RMSNormConfig as RMSNormConfig
 from megajax.layers.position.config import Llama3ScalingConfig as Llama3ScalingConfig
+from megajax.layers.position.config import LongRopeScalingConfig as LongRopeScalingConfig
 from megajax.layers.position.config import RelativeBiasConfig as RelativeBiasConfig
 from megajax.layers.position.config import RopeConfig as RopeConfig
 from megajax.layers.position.config import YarnScalingConfig as YarnScalingConfig
@@ -123,6 +124,7 @@ from megajax.models.presets.mamba import mamba2 as mamba2
 from megajax.models.presets.mamba import nemotron_h as nemotron_h
 from megajax.models.presets.mixtral import mixtral as mixtral
 from megajax.models.presets.olmo import olmo3 as olmo3
+from megajax.models.presets.phi import phi3 as phi3
 from megajax.models.presets.qwen import qwen2 as qwen2
 from megajax.models.presets.qwen import qwen3 as qwen3
 from megajax.models.presets.qwen import qwen3_moe as qwen3_moe

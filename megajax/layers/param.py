@@ -90,6 +90,8 @@ class LayerSettings:
     """Standard deviation for matrices that write to the residual stream."""
     score_scale: Callable[[int], float] = lambda size: size**-0.5
     """Head size -> factor on attention scores, for layers without their own."""
+    length: int | None = None
+    """Tokens of the longest text that the model takes; None: unknown."""
     padded: bool = False
     """Rows hold one text followed by padding with segment 0."""
     on_every_stage: bool = False

@@ -16,8 +16,8 @@ from megajax.config.files import SHIPPED, advised, find, functions_of, twin_of
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (
     "bert.py", "deepseek.py", "exaone4.py", "gemma2.py", "gemma3.py", "glm4_moe.py", "glue.py", "gpt2.py", "gpt3.py",
-    "gpt_oss.py", "granite.py", "llama3.py", "mamba2.py", "mixtral.py", "nemotron_h.py", "olmo3.py", "qwen3_moe.py",
-    "race.py", "sft.py", "smollm3.py", "squad.py", "t5.py",
+    "gpt_oss.py", "granite.py", "llama3.py", "mamba2.py", "mixtral.py", "nemotron_h.py", "olmo3.py", "phi.py",
+    "qwen3_moe.py", "race.py", "sft.py", "smollm3.py", "squad.py", "t5.py",
 )  # fmt: skip
 
 

@@ -22,7 +22,20 @@ from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.presets import deepseek, exaone, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, qwen, smollm
+from megajax.models.presets import (
+    deepseek,
+    exaone,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    smollm,
+)
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -202,6 +215,7 @@ PRESETS = {
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
     "granite": (granite.granite, granite.GRANITE),
+    "phi3": (phi.phi3, phi.PHI3),
     "gemma2": (gemma.gemma2, gemma.GEMMA2),
     "gemma3_text": (gemma.gemma3, gemma.GEMMA3),
 }
@@ -300,8 +314,8 @@ def test_blocks_that_predict_further_tokens_are_numbered_after_the_layers() -> N
 REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "several": (
         "llama",
-        {"hidden_act": "mish", "rope_scaling": {"rope_type": "longrope", "factor": 2}, "residual_multiplier": 0.2},
-        ["hidden_act=mish: only", "rope_type=longrope: only", "residual_multiplier=0.2: this setting"],
+        {"hidden_act": "mish", "rope_scaling": {"rope_type": "ntk", "factor": 2}, "residual_multiplier": 0.2},
+        ["hidden_act=mish: only", "rope_type=ntk: only", "residual_multiplier=0.2: this setting"],
     ),
     "rope": (
         "llama",

@@ -31,6 +31,7 @@ from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
 from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
 from megajax.models.presets.olmo import OLMO3, olmo3
+from megajax.models.presets.phi import PHI3, phi3
 from megajax.models.presets.qwen import QWEN2, QWEN3, QWEN3_MOE, qwen2, qwen3, qwen3_moe
 from megajax.models.presets.smollm import SMOLLM3, smollm3
 
@@ -151,6 +152,9 @@ PUBLISHED = {
     "mamba2 2.7b": (mamba2("2.7b"), 2_702_599_680),
     "granite 2b": (granite("2b"), 2_533_531_648),
     "granite 8b": (granite("8b"), 8_170_848_256),
+    "phi 3-mini": (phi3("3-mini"), 3_821_079_552),
+    "phi 3-medium": (phi3("3-medium"), 13_960_238_080),
+    "phi 4": (phi3("4"), 14_659_507_200),
     "gemma2 2b": (gemma2("2b"), 2_614_341_888),
     "gemma2 9b": (gemma2("9b"), 9_241_705_984),
     "gemma2 27b": (gemma2("27b"), 27_227_128_320),
@@ -300,7 +304,7 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
             "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3), "granite": (granite, GRANITE),
-            "gemma2": (gemma2, GEMMA2),
+            "gemma2": (gemma2, GEMMA2), "phi3": (phi3, PHI3),
             "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip

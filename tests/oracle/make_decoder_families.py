@@ -29,6 +29,8 @@ SIZES = {
 }
 WINDOWS = {"sliding_window": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 5.0]}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
@@ -48,6 +50,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}
         | {"tie_word_embeddings": True},
+        {},
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE},
         {},
     ),
     "glm4_moe": (

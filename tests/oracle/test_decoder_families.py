@@ -60,6 +60,17 @@ def test_logits_and_loss(folder: Path) -> None:
     np.testing.assert_allclose(actual["per_token_loss"][:, :-1].mean(), io["loss"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.skipif(not ROOT.exists(), reason="needs ../shared")
+@pytest.mark.parametrize(("length", "part"), [(40, ""), (256, "long/")])
+def test_longrope_has_one_set_of_factors_for_short_texts_and_one_for_long_ones(length: int, part: str) -> None:
+    """The original length is 40; the stored logits are of 32 and of 96 tokens."""
+    opening, io = opened(ROOT / "phi3_longrope"), stored(ROOT / "phi3_longrope")
+    ids, (params, _) = io[f"{part}input_ids"].astype(np.int32), arrays(opening)
+    model = replace(opening.model, sequence_length=length)
+    actual = OneDevice(model).forward(params, ids, np.roll(ids, -1, axis=1), {})
+    np.testing.assert_allclose(actual["logits"], io[f"{part}logits"], rtol=0, atol=TOLERANCE)
+
+
 def test_greedy_tokens_of_the_engine(folder: Path) -> None:
     """From prompts in chunks."""
     origin = Origin(hf=folder)

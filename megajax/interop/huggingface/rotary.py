@@ -5,7 +5,7 @@ from math import log
 from typing import Any
 
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.position.config import Llama3ScalingConfig, LongRopeScalingConfig, RopeConfig, YarnScalingConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types` and `rope_parameters`."""
@@ -67,6 +67,7 @@ def _rotation(inner: Settings, plain: RopeConfig, length: int, partial: bool) ->
         inner.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
     # dynamic: frequencies change only for texts longer than max_position_embeddings, which rows never are.
     kinds = {"default": _plain, "dynamic": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    kinds |= {"longrope": _longrope, "su": _longrope}
     if kind not in kinds:
         inner.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
         return plain
@@ -115,6 +116,23 @@ def _yarn(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total or 0.0))
 
 
+def _longrope(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+    original = settings.count("original_max_position_embeddings", length)
+    lists = {name: settings.need(name, list) for name in ("short_factor", "long_factor")}
+    for name, values in lists.items():
+        if not all(isinstance(value, int | float) for value in values):
+            settings.refuse(name, "[...]", "must be a list of numbers")
+            lists[name] = []
+    scaling = LongRopeScalingConfig(
+        short=tuple(lists["short_factor"]),
+        long=tuple(lists["long_factor"]),
+        original=original,
+        factor=settings.take("factor", length / original, float),
+        attention=settings.take("attention_factor", kind=float),
+    )
+    return _with(rope, scaling=scaling)
+
+
 def _with(rope: RopeConfig, **changes: Any) -> RopeConfig:
     return RopeConfig(base=rope.base, fraction=rope.fraction, **changes)
 
@@ -130,12 +148,25 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
     if scaling is None:
         linear = {"rope_type": "linear", "factor": rope.interpolation}
         return settings if rope.interpolation == 1 else {**settings, "rope_scaling": linear}
+    if isinstance(scaling, LongRopeScalingConfig):
+        return {**settings, "rope_scaling": _longrope_settings(scaling)}
     kind, names = ("llama3", LLAMA3) if isinstance(scaling, Llama3ScalingConfig) else ("yarn", YARN)
     values = {name: getattr(scaling, field) for name, field in names.items()}
     if isinstance(scaling, YarnScalingConfig) and scaling.mscale_all == 0:
         values |= {"attention_factor": scaling.magnitude(), "mscale": None, "mscale_all_dim": None}
     values = {name: value for name, value in values.items() if value is not None}
     return {**settings, "rope_scaling": {"rope_type": kind, **values}}
+
+
+def _longrope_settings(scaling: LongRopeScalingConfig) -> dict[str, Any]:
+    settings = {
+        "rope_type": "longrope",
+        "short_factor": list(scaling.short),
+        "long_factor": list(scaling.long),
+        "original_max_position_embeddings": scaling.original,
+        "factor": scaling.factor,
+    }
+    return settings if scaling.attention is None else {**settings, "attention_factor": scaling.attention}
 
 
 def ropes_of[R: RopeConfig | None](cfg: Any, *, full: R, local: R) -> tuple[R, R]:

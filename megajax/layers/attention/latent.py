@@ -48,7 +48,7 @@ class LatentAttention(nnx.Module):
             self.norm = cfg.norm.build(settings, size=cfg.key_value_rank, axis=None)
         if cfg.norm is not None and cfg.query_rank is not None:
             self.query_norm = cfg.norm.build(settings, size=cfg.query_rank, axis=None)
-        self.rope = cfg.rope.build(cfg.position_dim)
+        self.rope = cfg.rope.build(cfg.position_dim, settings.length)
         self.core = CoreAttention(cfg, settings, scale=score_scale(cfg, settings))
 
     def __call__(self, x: Array, ctx: Context) -> Array:

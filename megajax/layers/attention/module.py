@@ -43,7 +43,7 @@ class Attention(nnx.Module):
             self.query_norm, self.key_norm = (
                 cfg.qk_norm.build(settings, size=over, axis=axis) for over, axis in cfg.qk_norm_sides(hidden)
             )
-        self.rope = None if cfg.rope is None else cfg.rope.build(size)
+        self.rope = None if cfg.rope is None else cfg.rope.build(size, settings.length)
         self.core = CoreAttention(cfg, settings, scale=settings.score_scale(size) if cfg.scale is None else cfg.scale)
 
     def __call__(self, x: Array, ctx: Context) -> Array:

@@ -1,7 +1,7 @@
 """Configs of rotary positions and of relative biases; imports neither jax nor flax."""
 
 from dataclasses import dataclass
-from math import log
+from math import log, sqrt
 from typing import ClassVar
 
 from megajax.config.class_references import Builds
@@ -81,6 +81,44 @@ class YarnScalingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LongRopeScalingConfig:
+    """LongRoPE: a divisor for each frequency, of one set for short and one for long texts (Ding et al. 2024).
+
+    A model uses one set for all texts: `long` if its sequence_length is above `original`.
+
+    Example: `mj.LongRopeScalingConfig(short=(1.0, 1.0), long=(1.0, 8.0), original=4096, factor=32.0)`
+    """
+
+    short: tuple[float, ...]
+    """Divisors of the frequencies, from the highest on."""
+    long: tuple[float, ...]
+    """The same for texts longer than the original length."""
+    original: int = 4096
+    """Sequence length of the training before the extension."""
+    factor: float = 1.0
+    """Length after the extension, divided by the original one."""
+    attention: float | None = None
+    """Factor on rotated queries and keys; none: sqrt(1 + ln(factor) / ln(original)), or 1 if factor is at most 1."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(original=self.original, factor=self.factor, attention=self.attention)
+        if len(self.short) != len(self.long) or not self.short or min(*self.short, *self.long) <= 0:
+            message = f"and long must be as many numbers above 0, got {len(self.short)} and {len(self.long)} numbers"
+            problems.append(Problem("short", message))
+        return problems
+
+    def divisors(self, length: int | None) -> tuple[float, ...]:
+        """The divisors of a model for texts up to this length; None: for short ones."""
+        return self.long if length is not None and length > self.original else self.short
+
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.attention is not None:
+            return self.attention
+        return sqrt(1 + log(self.factor) / log(self.original)) if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig(Builds):
     """Rotary positions (Su et al. 2021).
 
@@ -90,7 +128,7 @@ class RopeConfig(Builds):
     target: ClassVar[str] = "megajax.layers.position.module:Rope"
     base: float = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
-    scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
+    scaling: Llama3ScalingConfig | YarnScalingConfig | LongRopeScalingConfig | None = None
     """Scaling of frequencies for long sequences; none: no scaling."""
     fraction: float = 1.0
     """Share of each head that is rotated, from its first dimension on; the rest has no positions."""
@@ -115,6 +153,9 @@ class RopeConfig(Builds):
             share = "" if self.fraction == 1 else f", {self.fraction:g} of {size}"
             message = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
             return [Problem("rope", message, "set rope.fraction so that fraction x head size is even")]
+        if isinstance(self.scaling, LongRopeScalingConfig) and len(self.scaling.short) != self.rotated(size) // 2:
+            message = f"has {len(self.scaling.short)} divisors for {self.rotated(size) // 2} frequencies of a head"
+            return [Problem("rope.scaling.short", message)]
         return []
 
 

@@ -9,7 +9,13 @@ from flax import nnx
 from jax import Array
 
 from megajax.layers.param import LayerSettings, Normal, param
-from megajax.layers.position.config import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.position.config import (
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
+    RelativeBiasConfig,
+    RopeConfig,
+    YarnScalingConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,8 @@ class Rope:
 
     cfg: RopeConfig
     head_dim: int
+    length: int | None = None
+    """Tokens of the longest text, from which LongRoPE chooses its divisors; None: unknown."""
 
     def frequencies(self) -> np.ndarray:
         """Radians per position, float64 [R/2]; computed on the host, as JAX has no float64 by default."""
@@ -33,6 +41,8 @@ class Rope:
                 scaled = llama3_scaling(plain, scaling)
             case YarnScalingConfig():
                 scaled = yarn_scaling(plain, scaling, self.cfg.base)
+            case LongRopeScalingConfig():
+                scaled = plain / np.asarray(scaling.divisors(self.length))
         return scaled / self.cfg.interpolation
 
     def angles(self, positions: Array) -> Array:

@@ -215,7 +215,14 @@ def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
     """Settings that the layers of the model share."""
     std, scaling = cfg.matrix_std(), cfg.width_scaling
     output_std = std / cfg.stack.sub_layers() ** 0.5
-    settings = LayerSettings(layout=layout, hidden=cfg.hidden, std=std, output_std=output_std, padded=cfg.pads_rows())
+    settings = LayerSettings(
+        layout=layout,
+        hidden=cfg.hidden,
+        std=std,
+        output_std=output_std,
+        length=cfg.sequence_length,
+        padded=cfg.pads_rows(),
+    )
     return settings if scaling is None else replace(settings, score_scale=scaling.score_scale)
 
 

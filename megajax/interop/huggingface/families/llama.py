@@ -14,6 +14,7 @@ from megajax.interop.huggingface.decoders import ATTENTION, LAYER, NORMS, expert
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.layers.moe.config import MoEConfig
 from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import LongRopeScalingConfig
 from megajax.models.decoder.config import DecoderConfig
 
 COMMON: Mapping[str, Any] = {
@@ -113,12 +114,20 @@ def _rows_mixtral(cfg: DecoderConfig) -> list[Row]:
 
 def _read_phi3(settings: Settings) -> DecoderConfig:
     settings.assume(PHI3)
+    original = settings.take("original_max_position_embeddings", kind=int)
+    for name in ("rope_scaling", "rope_parameters"):
+        given = settings.remaining.get(name)
+        if original is not None and isinstance(given, dict) and "long_factor" in given:
+            settings.remaining[name] = {"original_max_position_embeddings": original, **given}
     mlp = decoders.gated_mlp(settings)
     return decoders.decoder(settings, decoders.attention(settings, partial=True), lambda _: mlp, slides=lambda _: True)
 
 
 def _write_phi3(cfg: Any) -> dict[str, Any]:
-    return decoders.write(cfg, "sliding_window")
+    settings, scaling = decoders.write(cfg, "sliding_window"), layers_of(cfg)[0].mixer.rope.scaling
+    if isinstance(scaling, LongRopeScalingConfig):
+        settings["original_max_position_embeddings"] = scaling.original
+    return settings
 
 
 def _rows_phi3(cfg: DecoderConfig) -> list[Row]:
@@ -144,9 +153,9 @@ FAMILIES = [
     )
     for name, kind in KINDS.items()
 ] + [
-    decoders.family(name, architecture, read=read, write=write, rows=rows, unused=frozenset({unused}))
+    decoders.family(name, architecture, read=read, write=write, rows=rows, unused=frozenset({unused} - {""}))
     for name, architecture, read, write, rows, unused in (
         ("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _rows_mixtral, "router_jitter_noise"),
-        ("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, _rows_phi3, "original_max_position_embeddings"),
+        ("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, _rows_phi3, ""),
     )
 ]
