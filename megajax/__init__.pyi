@@ -107,6 +107,7 @@ from megajax.models.decoder.config import text_schema as text_schema
 from megajax.models.llava.config import LlavaConfig as LlavaConfig
 from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
 from megajax.models.presets.bert import bert as bert
+from megajax.models.presets.cohere import cohere2 as cohere2
 from megajax.models.presets.deepseek import deepseek as deepseek
 from megajax.models.presets.exaone import exaone4 as exaone4
 from megajax.models.presets.gemma import gemma2 as gemma2

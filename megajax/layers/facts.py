@@ -1,8 +1,8 @@
 """Facts of a layer that follow from its config: weights, matmuls, operations, saved tensors, legal mesh sizes.
 
-Parameter counts, FLOPs, plans, memory reports, config checks and the start banner use only these facts; no other module
-checks the type of a layer. A new mixer or feed-forward layer is a config class with the methods of `Layer` (and of
-`Mixer`); planning and training need no change. Importing this module imports neither jax nor flax.
+Parameter counts, FLOPs, plans, memory reports, config checks and the start banner use only these facts. A new mixer or
+feed-forward layer is a config class with the methods of `Layer` (and of `Mixer`). Importing this module imports neither
+jax nor flax.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -400,10 +400,12 @@ class BlockFacts:
     mixers: tuple[MixerFacts, ...]
     parts: int = 2
     """Sub-layers, each with a residual addition."""
+    saved_sums: int = 1
+    """Sums within the block: parts of `residual`."""
     read_norms: int = 2
     """Norms whose outputs are read by sub-layers."""
     normalised_outputs: int = 0
-    """Outputs of sub-layers that are normalised, and saved for that as parts of `residual`."""
+    """Outputs of sub-layers that are normalised: parts of `residual`."""
     normalised_sums: int = 0
     """Sums of the residual stream that are normalised; they have no name."""
     memory_ratio: float = 0.0
@@ -413,8 +415,7 @@ class BlockFacts:
     expert_inputs: float = 0
     """Elements per token of the rows that experts get, which their matmuls save as inputs."""
     unsharded: Elements = NO_ELEMENTS
-    """Weights that ZeRO-1 and FSDP do not shard: those without the logical axis `embed`, such as biases and the
-    up-projections of latents."""
+    """Weights without the logical axis `embed`, such as biases, which ZeRO-1 and FSDP do not shard."""
 
     def on(self, sharding: ExpertSharding) -> "BlockFacts":
         """The block with the experts of one device and with tensors of the size of their row buffers."""
@@ -458,7 +459,7 @@ class BlockFacts:
         if part in ("input", "residual"):
             width = share.residual_width
             if part == "residual":
-                width = (self.parts - 1) * width + self.normalised_outputs * share.width
+                width = self.saved_sums * width + self.normalised_outputs * share.width
             return width * share.tokens * self.hidden / share.sequence
         if part == "norm":
             # Outputs of norms, saved as matmuls read them: gathered along the sequence.

@@ -23,6 +23,7 @@ from megajax.interop.huggingface.registry import families, family_of, lost_setti
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets import (
+    cohere,
     deepseek,
     exaone,
     gemma,
@@ -216,6 +217,7 @@ PRESETS = {
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
     "granite": (granite.granite, granite.GRANITE),
     "phi3": (phi.phi3, phi.PHI3),
+    "cohere2": (cohere.cohere2, cohere.COHERE2),
     "gemma2": (gemma.gemma2, gemma.GEMMA2),
     "gemma3_text": (gemma.gemma3, gemma.GEMMA3),
 }

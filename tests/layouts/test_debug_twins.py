@@ -23,6 +23,7 @@ CASES = {
     "smollm3": (None, 12, 1.0, SEQUENCE),
     "granite": (None, 12, 0.1, PIPELINE),
     "phi": (None, 12, 0.8, SEQUENCE),
+    "cohere2": (None, 12, 0.2, SEQUENCE),
     "gemma2": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring", *PIPELINE)),
     "gemma3": (None, 12, 1.0, SEQUENCE),
     "bert": (None, 20, 0.5, PIPELINE),

@@ -200,6 +200,8 @@ class Trace:
             return tuple(axis for dimension, axis in enumerate(first) if dimension not in gone)
         if name == "reshape":
             return reshaped(inputs[0].aval.shape, first, shape)
+        if name == "stack":
+            return (*first[: params["axis"]], None, *first[params["axis"] :])
         if name == "gather":
             return (*("rows",) * (len(shape) - 1), *first[-1:])
         alike = [self.axes_of(variable) for variable in inputs if variable.aval.ndim == len(shape)]

@@ -20,6 +20,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
+from megajax.models.presets.cohere import COHERE2, cohere2
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.exaone import EXAONE4, exaone4
 from megajax.models.presets.gemma import GEMMA2, GEMMA3, gemma2, gemma3
@@ -155,6 +156,8 @@ PUBLISHED = {
     "phi 3-mini": (phi3("3-mini"), 3_821_079_552),
     "phi 3-medium": (phi3("3-medium"), 13_960_238_080),
     "phi 4": (phi3("4"), 14_659_507_200),
+    "cohere2 7b": (cohere2("7b"), 8_028_033_024),
+    "cohere2 111b": (cohere2("111b"), 111_057_580_032),
     "gemma2 2b": (gemma2("2b"), 2_614_341_888),
     "gemma2 9b": (gemma2("9b"), 9_241_705_984),
     "gemma2 27b": (gemma2("27b"), 27_227_128_320),
@@ -304,7 +307,7 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
             "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3), "granite": (granite, GRANITE),
-            "gemma2": (gemma2, GEMMA2), "phi3": (phi3, PHI3),
+            "gemma2": (gemma2, GEMMA2), "phi3": (phi3, PHI3), "cohere2": (cohere2, COHERE2),
             "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE},
         {},
     ),
+    "cohere2": ("Cohere2ForCausalLM", WINDOWS | {"logit_scale": 0.5}, {"layer_types": None}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}

@@ -15,7 +15,7 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig, MixerConfig, NormPlacement
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
-from megajax.layers.norm.config import FixedScaleConfig, RMSNormConfig
+from megajax.layers.norm.config import FixedScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.decoder.config import DecoderConfig
@@ -57,6 +57,7 @@ def decoder(
     zero_centred: bool = False,
     norm_placement: NormPlacement = "pre",
     layer_scale: FixedScaleConfig | None = None,
+    norm: NormConfig | None = None,
     **changes: Any,
 ) -> DecoderConfig:
     """A decoder of these layers.
@@ -64,10 +65,10 @@ def decoder(
     mlp: number of a layer -> its feed-forward config. slides: number of a layer -> whether it has a sliding window,
     used if there is no layer_types; None if the family has no windows. rope_of: number of a layer, and whether it has a
     sliding window -> its rotary positions; None: those of `mixer`. zero_centred: setting of the norms; norm_placement,
-    layer_scale: of the blocks.
+    layer_scale: of the blocks; norm: None: an RMSNorm.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
-    norm = RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
+    norm = norm or RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
     mixers: list[Any] = [mixer] * layers
     if slides is not None:
         window, sliding = windows(settings, layers, length, slides)

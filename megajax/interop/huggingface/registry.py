@@ -57,7 +57,7 @@ KINDS = (
     Kin("mpt bloom", "a decoder with ALiBi positions", ("gpt2",)),
     Kin("opt gpt_neo gpt_bigcode openai-gpt xglm biogpt", "a decoder with other positions or attention", ("gpt2",)),
     Kin(
-        "gptj gpt_neox codegen phi falcon persimmon stablelm starcoder2 nemotron cohere cohere2",
+        "gptj gpt_neox codegen phi falcon persimmon stablelm starcoder2 nemotron cohere",
         "a decoder with rotary positions and LayerNorm or parallel sub-layers",
         ("llama",),
     ),

@@ -38,7 +38,7 @@ from megajax.layers.recompute import Part
 
 type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config
 """Layers that mix tokens of a row."""
-type NormPlacement = Literal["pre", "post", "output", "sandwich"]
+type NormPlacement = Literal["pre", "post", "output", "sandwich", "parallel"]
 
 KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
 """Inputs and outputs of a kernel between matmuls."""
@@ -62,7 +62,8 @@ class BlockConfig(Builds):
     """Normalisation of each sub-layer."""
     norm_placement: NormPlacement = "pre"
     """pre: x + f(norm(x)); post: norm(x + f(x)), as Vaswani et al. 2017; output: x + norm(f(x)), as OLMo 2;
-    sandwich: x + output_norm(f(norm(x))), as Gemma 2."""
+    sandwich: x + output_norm(f(norm(x))), as Gemma 2; parallel: x + mixer(norm(x)) + mlp(norm(x)) with one norm, as
+    Cohere's models."""
     dropout: float = 0.0
     """Dropout rate of the output of each sub-layer."""
     layer_scale: LayerScaleConfig | FixedScaleConfig | None = None
@@ -91,7 +92,9 @@ class BlockConfig(Builds):
         return {**self.mixers(), **self.parts()}
 
     def norms(self) -> tuple[str, ...]:
-        """Names of the norms of the sub-layers."""
+        """Names of the norms of the sub-layers, or of the one that all of them read."""
+        if self.norm_placement == "parallel":
+            return ("norm",)
         sandwiched = [f"{name}_output_norm" for name in self.layers()] * (self.norm_placement == "sandwich")
         return (*(f"{name}_norm" for name in self.layers()), *sandwiched)
 
@@ -141,8 +144,8 @@ class BlockConfig(Builds):
         return tuple(matmuls)
 
     def saved_sums(self) -> tuple[str, ...]:
-        """The sub-layers after which the residual stream may be saved: all but the last."""
-        return tuple(self.layers())[:-1]
+        """The sub-layers after which the residual stream may be saved: all but the last, none if they are parallel."""
+        return () if self.norm_placement == "parallel" else tuple(self.layers())[:-1]
 
     def normalises_outputs(self) -> bool:
         """Whether outputs of sub-layers are normalised before they are added to the residual stream."""
@@ -214,7 +217,8 @@ class BlockConfig(Builds):
             tensors=self.tensors(hidden, ratio),
             mixers=tuple(mixers),
             parts=len(layers),
-            read_norms=len(layers) * (self.norm_placement in ("pre", "sandwich")),
+            saved_sums=len(self.saved_sums()),
+            read_norms={"pre": len(layers), "sandwich": len(layers), "parallel": 1}.get(self.norm_placement, 0),
             normalised_outputs=len(layers) * self.normalises_outputs(),
             normalised_sums=len(layers) * (self.norm_placement == "post"),
             memory_ratio=ratio,

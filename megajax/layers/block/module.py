@@ -26,6 +26,7 @@ class Block(nnx.Module):
     """Residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
 
     cross: Any
+    norm: Any
 
     def __init__(self, cfg: BlockConfig, settings: LayerSettings):
         self.rate, self.placement, self.layout = cfg.dropout, cfg.norm_placement, settings.layout
@@ -67,6 +68,9 @@ class Block(nnx.Module):
         def branch(name: str, x: Array) -> Array:
             return self.leave(name, apply(name, self.enter(name, x)), x, ctx)
 
+        if self.placement == "parallel":
+            normalised = checkpoint_name(self.norm(x), "norm")
+            return x + sum(self.leave(name, apply(name, self.enter(name, normalised)), x, ctx) for name in self.names)
         if "mixer" in self.names:
             x = self.summed("mixer", x + branch("mixer", x))
         if "cross" in self.names:

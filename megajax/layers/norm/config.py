@@ -11,7 +11,7 @@ from megajax.layers.facts import Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerNormConfig(Builds):
-    """Mean and variance normalisation with gain and bias (Ba et al. 2016).
+    """Mean and variance normalisation with gain and, usually, bias (Ba et al. 2016).
 
     Example: `mj.LayerNormConfig(epsilon=1e-6)`
     """
@@ -22,12 +22,16 @@ class LayerNormConfig(Builds):
     zero_centred: bool = False
     """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
 
+    bias: bool = True
+    """Add a bias; false in Cohere's models."""
+
     def problems(self) -> list[Problem]:
         return above_zero(epsilon=self.epsilon)
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a norm over a dimension of this size and logical axis."""
-        return Weight("gain", (size,), (axis,)), Weight("bias", (size,), (axis,))
+        names = ("gain", "bias") if self.bias else ("gain",)
+        return tuple(Weight(name, (size,), (axis,)) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,10 +31,12 @@ class LayerNorm(nnx.Module):
     ):
         self.cfg, self.layout = cfg, settings.layout
         self.gain = _gain(cfg, size or settings.hidden, axis)
-        self.bias = param((size or settings.hidden,), (axis,), init=ZEROS, role="bias")
+        if cfg.bias:
+            self.bias = param((size or settings.hidden,), (axis,), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
-        return self.layout.per_token(self.normalise, x, self.gain[...], self.bias[...])
+        gain = self.gain[...]
+        return self.layout.per_token(self.normalise, x, gain, self.bias[...] if self.cfg.bias else jnp.zeros_like(gain))
 
     def normalise(self, x: Array, gain: Array, bias: Array) -> Array:
         return _normalised(self.cfg.epsilon, gain.dtype, x, _factor(self.cfg, gain, x), _row(bias, x))

@@ -116,9 +116,9 @@ def _read_phi3(settings: Settings) -> DecoderConfig:
     settings.assume(PHI3)
     original = settings.take("original_max_position_embeddings", kind=int)
     for name in ("rope_scaling", "rope_parameters"):
-        given = settings.remaining.get(name)
-        if original is not None and isinstance(given, dict) and "long_factor" in given:
-            settings.remaining[name] = {"original_max_position_embeddings": original, **given}
+        positions = settings.remaining.get(name)
+        if original is not None and isinstance(positions, dict) and "long_factor" in positions:
+            settings.remaining[name] = {"original_max_position_embeddings": original, **positions}
     mlp = decoders.gated_mlp(settings)
     return decoders.decoder(settings, decoders.attention(settings, partial=True), lambda _: mlp, slides=lambda _: True)
 
