@@ -119,9 +119,10 @@ def start(
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
     thread.start()
     assert wait_until(lambda: server.started or not thread.is_alive()) and thread.is_alive(), log
-    return Running(
-        server, worker, device, readiness, log, thread, address(bound), httpx2.Client(timeout=30, verify=False)
-    )
+    # A connection that was idle for long may be closed by the server while it is used again.
+    limits = httpx2.Limits(max_keepalive_connections=0)
+    client = httpx2.Client(timeout=30, verify=False, limits=limits)
+    return Running(server, worker, device, readiness, log, thread, address(bound), client)
 
 
 def stop(running: Running) -> None:

@@ -76,7 +76,7 @@ def gpt3_175b() -> RunConfig:
             loss_average="microbatches",
             ramp=LinearRampConfig(start=16, increment=16, samples=5_859_375),
         ),
-        evaluation=EvaluationConfig(every=1000, batches=10, at_end=True),
+        evaluation=EvaluationConfig(every=1000, batches=10),
         checkpoint=CheckpointConfig(every=10_000, keep_last=None, at_end=True),
         logging=LoggingConfig(every=100, tensorboard=True),
         steps=500_000,
