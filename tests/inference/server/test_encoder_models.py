@@ -50,8 +50,8 @@ def test_the_encoder_reads_the_prompt(running: Running, monkeypatch: pytest.Monk
         ("/v1/chat/completions", {"messages": MESSAGES}, "messages", "has an encoder"),
         ("/v1/responses", {"input": "hi"}, "input", "has an encoder"),
         ("/tokenize", {"messages": MESSAGES}, "messages", "has an encoder"),
-        ("/v1/embeddings", {"input": "hi"}, "model", "has an encoder"),
-        ("/score", {"text_1": "hi", "text_2": "a"}, "model", "has an encoder"),
+        ("/v1/embeddings", {"input": "hi"}, "model", "this model has both"),
+        ("/score", {"text_1": "hi", "text_2": "a"}, "model", "this model has both"),
     ],
 )
 def test_what_is_refused(running: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
