@@ -234,7 +234,7 @@ class Engine:
         level: 1: the weights go to the host's memory; 2: they are dropped, and `refit` has to give new ones. Adapters
         are kept. running: not "keep", since the cache is dropped. Raises UserError.
         """
-        weights = self._of_device()
+        weights = self.movable_weights()
         if level not in (1, 2):
             raise UserError(f"the level of sleep is 1 or 2, got {level}")
         if running == "keep":
@@ -247,7 +247,7 @@ class Engine:
     def wake(self) -> None:
         """Run steps again after `sleep`, with an empty cache. Raises UserError after level 2 without `refit`."""
         if self.asleep:
-            self._of_device().wake()
+            self.movable_weights().wake()
             self.asleep = False
 
     def refit(self, weights: Any, running: Running = "finish") -> None:
@@ -260,13 +260,19 @@ class Engine:
         Raises UserError for arrays of other names, shapes or dtypes, before anything changes. If the function raises,
         the engine sleeps without weights until another `refit` and `wake`.
         """
-        of_device, asleep = self._of_device(), self.asleep
+        of_device, asleep = self.movable_weights(), self.asleep
         make = of_device.prepare(weights)
         self._leave(running)
         self._renew()
         self.asleep = True
         of_device.replace(make)
         self.asleep = asleep
+
+    def movable_weights(self) -> Weights:
+        """The device's weights. Raises UserError if they cannot be replaced or moved."""
+        if self._weights is None:
+            raise UserError("the weights of this engine cannot be replaced or moved")
+        return self._weights
 
     def _leave(self, running: Running) -> None:
         """Bring unfinished requests into the state in which weights or cache may change."""
@@ -301,11 +307,6 @@ class Engine:
             for row in active.sequences:
                 if row.slot < 0:
                     row.origin, row.digests = self._origin(active.request, row.adapter), []
-
-    def _of_device(self) -> Weights:
-        if self._weights is None:
-            raise UserError("the weights of this engine cannot be replaced or moved")
-        return self._weights
 
     def _origin(self, request: Request, adapter: LoadedAdapter | None) -> bytes:
         """`Sequence.origin` of the sequences of a request."""

@@ -67,9 +67,12 @@ class ModelList:
         return self._read(folder)
 
     def read_weights(self, folder: Path) -> Callable[[], Any]:
-        """A function for `Engine.refit`. Raises UserError for a folder that does not fit the model."""
+        """A function for `Engine.refit`. Raises UserError for a folder that does not fit the model, and if the engine's
+        weights cannot be replaced."""
         if self._read_weights is None:
             raise UserError("the server cannot read other weights: set server.control")
+        # Before anything is read: processes read checkpoints together, and the others would not take part.
+        self.base.worker.engine.movable_weights()
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give a run, a step of one, or a Hugging Face folder")
         return self._read_weights(folder)

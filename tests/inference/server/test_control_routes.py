@@ -202,3 +202,13 @@ def test_the_routes_are_off_by_default_and_refuse_web_pages_and_clients_without_
     document = json.dumps(keyed.ask("/openapi.json", method="GET", headers=headers).json())
     assert all(f'"{path}"' in document for path in POSTS)
     stop(keyed)
+
+
+def test_weights_that_stay_are_not_read(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in several processes, which read a run together: process 0 would wait for the others for ever."""
+    # This folder would be refused when it is read.
+    (folder := tmp_path / "other").mkdir()
+    assert "of another model" in running.ask("/update_weights_from_disk", {"model_path": str(folder)}).text
+    monkeypatch.setattr(running.worker.engine, "_weights", None)
+    answer = running.ask("/update_weights_from_disk", {"model_path": str(folder)})
+    assert answer.status_code == 400 and "cannot be replaced" in answer.json()["message"], answer.text
