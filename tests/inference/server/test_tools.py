@@ -54,6 +54,11 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
         ("hermes", "a < b <tool> \n", [Part("content", "a < b <tool> \n")]),
         ("hermes", "<tool_call>{x}</tool_call>", [Part("content", "<tool_call>{x}</tool_call>")]),
         ("hermes", '{"name": "weather"}', [Part("content", '{"name": "weather"}')]),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}</tool_call>',
+            [Part("call", '{"b": "<tool_call>"}', "a")],
+        ),
         ("llama3", '{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
         ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
         (
@@ -73,6 +78,12 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
             '[TOOL_CALLS]weather[ARGS]{"place": "Rom é"}[TOOL_CALLS]a[CALL_ID]x1[ARGS]{}\n',
             [HERE, Part("call", "{}", "a")],
         ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "a", "arguments": {"b": "[ARGS]"}}]',
+            [Part("call", '{"b": "[ARGS]"}', "a")],
+        ),
+        ("mistral", '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}', [Part("call", '{"b": "[TOOL_CALLS]"}', "a")]),
         ("mistral", "[TOOL_CALLS]a[ARGS]{", [Part("content", "a[ARGS]{")]),
         ("mistral", "[TOOL_CALLS]?[ARGS]{}", [Part("content", "?[ARGS]{}")]),
         (

@@ -156,7 +156,8 @@ class Calls:
 
     def _calls_of(self, text: str) -> list[Part] | None:
         """The calls in a text, up to the maximum; None if it is no call."""
-        calls = self._read(text.replace(self._opening, ""))
+        # An opening may stand between two calls, or within the arguments of one.
+        calls = self._read(text) or self._read(text.replace(self._opening, ""))
         left = len(calls) if self._most is None else max(0, self._most - self._calls)
         self._calls += len(calls)
         return calls[:left] if calls else None

@@ -18,8 +18,8 @@ SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 
 def mistral_calls(text: str) -> list[Part]:
     """A list of objects, or, of later models, NAME[ARGS]{JSON} one after the other, perhaps with [CALL_ID]ID."""
-    if ARGUMENTS not in text:
-        return calls_of(text)
+    if listed := calls_of(text):
+        return listed
     calls, decoder, at = list[Part | None](), json.JSONDecoder(), 0
     while at < len(text.rstrip()):
         head = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*").match(text, at)
