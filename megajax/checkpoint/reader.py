@@ -192,10 +192,10 @@ class CheckpointReader:
         """Sets a damaged step aside for inspection -> its new path. A reader leaves the folder unchanged."""
 
 
-def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:
+def open_checkpoints(path: Path | str, *, peers: Peers | None = None) -> tuple[CheckpointReader, int | None]:
     """A reader for a run folder, a checkpoints folder or one step in it; and the step, if the path names one.
 
     Raises UserError if the path does not exist.
     """
     checkpoints, step = step_folders.locate(path)
-    return CheckpointReader(checkpoints), step
+    return CheckpointReader(checkpoints, peers=peers), step

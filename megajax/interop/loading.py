@@ -138,16 +138,18 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
     return merged(JoinedWeights(weights, adapter), adapted)
 
 
-def stored_adapter(folder: Path, model: Any, family: str, *, trusted: bool) -> tuple[WeightSource, Any]:
+def stored_adapter(
+    folder: Path, model: Any, family: str, *, trusted: bool, single: bool = False
+) -> tuple[WeightSource, Any]:
     """A source with the adapter of a PEFT folder or a run, and its model config, with `lora`.
 
-    model: the adapted one; family: the recorded name of its table of names, or empty; trusted: as in `Origin`. Raises
-    UserError for an adapter of another model.
+    model: the adapted one; family: the recorded name of its table of names, or empty; trusted: as in `Origin`; single:
+    as in `open_step`. Raises UserError for an adapter of another model.
     """
     if (folder / PEFT_CONFIG).is_file():
         peft = read_adapter(folder, model, family_for(model, recorded=family).rows(model))
         return peft, peft.model
-    step = open_step(folder, trusted=trusted)
+    step = open_step(folder, trusted=trusted, single=single)
     adapted = step.config.model
     if getattr(adapted, "lora", None) is None:
         raise UserError(f"{folder}: its run has no adapters (model.lora)")
@@ -161,18 +163,19 @@ def stored_adapter(folder: Path, model: Any, family: str, *, trusted: bool) -> t
 def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:
     """Reads an adapter of a loaded model, a PEFT folder or a run, as the values of `Engine.load_adapter`.
 
-    It may be called from any thread. Raises UserError for an adapter that does not fit the model or its slots.
+    It may be called from any thread, and by one of several processes. Raises UserError for an adapter that does not fit
+    the model or its slots.
     """
     model: Any = loaded.config.model
     if getattr(model, "quantization", None) is not None:
         model = replace(model, quantization=None)
     if origin.run is not None:
-        family = _family(open_step(origin.run, trusted=origin.trusted))
+        family = _family(open_step(origin.run, trusted=origin.trusted, single=True))
     else:
         family = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore)).origin.family
 
     def read(folder: Path) -> Params:
-        source, adapted = stored_adapter(folder, model, family, trusted=origin.trusted)
+        source, adapted = stored_adapter(folder, model, family, trusted=origin.trusted, single=True)
         paths = [path for path in source.shapes() if path.endswith((LORA_A, LORA_B))]
         return slot_values(loaded.model, AdapterWeights(source, paths, adapted.lora.rank, adapted.lora.scale()))
 

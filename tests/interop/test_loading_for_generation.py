@@ -295,6 +295,20 @@ def test_adapters_of_other_models(folder: Path) -> None:
         read(folder / "run")
 
 
+def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the others, which follow its steps: also of a run, for a run."""
+    origin = Origin(run=folder / "run")
+    model = loaded(origin, adapters=1)
+
+    def together(value: Any) -> Any:
+        raise AssertionError(f"the others do not take part in {value}")
+
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("megajax.mesh.processes.peers.multihost_utils.broadcast_one_to_all", together)
+    with pytest.raises(UserError, match=r"its run has no adapters \(model\.lora\)"):
+        adapter_reader(model, origin)(folder / "run")
+
+
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 4}], ids=["one device", "copied heads"])
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
     """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""

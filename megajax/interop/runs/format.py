@@ -36,6 +36,7 @@ from megajax.interop.stored.provenance import FILES, META, Provenance
 from megajax.interop.stored.weights_config import continued_config, model_facts
 from megajax.interop.tokenizer_files import copy_files
 from megajax.layers.param import ParamSpec
+from megajax.mesh.processes.peers import Peers
 from megajax.pipeline.partition import row_order
 from megajax.storage.atomic_folders import new_folder
 
@@ -154,15 +155,15 @@ class RunModel:
         return StepWeights(self.path, declared_by(self.config.model), chunks)
 
 
-def open_step(path: Path, step: int | None = None, *, trusted: bool = False) -> RunModel:
+def open_step(path: Path, step: int | None = None, *, trusted: bool = False, single: bool = False) -> RunModel:
     """A step of a run, by default the newest intact one. path: a run folder, a checkpoints folder or one step in it.
 
-    trusted: whether its config may name code that is not of MegaJAX, which is imported then. Raises UserError if the
-    step does not exist or is damaged.
+    trusted: whether its config may name code that is not of MegaJAX, which is imported then. single: whether
+    only this process opens it; else all do, together. Raises UserError if the step does not exist or is damaged.
     """
     if not path.exists() and path.name.isdigit() and step is None:  # RUN/100: short for RUN/checkpoints/00000100
         path, step = path.parent, int(path.name)
-    reader, path_step = open_checkpoints(path)
+    reader, path_step = open_checkpoints(path, peers=Peers(single=True) if single else None)
     step = path_step if step is None else step
     # Weights are read while others are written or served, when there is no way back to the step before.
     step = reader.newest_intact(blocks=True) if step is None else step

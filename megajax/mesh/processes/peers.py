@@ -29,11 +29,11 @@ class PartFailed(Exception):
 class Peers:
     """All processes of the run. All of them call the methods in the same order, except for `failure` and `fail`."""
 
-    def __init__(self, token: str | None = None):
+    def __init__(self, token: str | None = None, *, single: bool = False):
         """token: a name that this process uses once, because a second object would read the answers of the first; None:
-        process 0 draws one (a collective)."""
+        process 0 draws one (a collective). single: as with a single process, for work of one process."""
         state = distributed.global_state
-        self.count = jax.process_count()
+        self.count = 1 if single else jax.process_count()
         # Not jax.process_index(): Orbax names files by the process's index in the coordination service.
         self.index = state.process_id if self.count > 1 else 0
         self.process = jax.process_index()
