@@ -84,8 +84,10 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
             [Part("call", '{"b": "[ARGS]"}', "a")],
         ),
         ("mistral", '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}', [Part("call", '{"b": "[TOOL_CALLS]"}', "a")]),
-        ("mistral", "[TOOL_CALLS]a[ARGS]{", [Part("content", "a[ARGS]{")]),
-        ("mistral", "[TOOL_CALLS]?[ARGS]{}", [Part("content", "?[ARGS]{}")]),
+        ("mistral", "[TOOL_CALLS]a[ARGS]{", [Part("content", "[TOOL_CALLS]a[ARGS]{")]),
+        ("mistral", "[TOOL_CALLS]?[ARGS]{}", [Part("content", "[TOOL_CALLS]?[ARGS]{}")]),
+        ("mistral", "a [TOOL_CALLS]nope", [Part("content", "a [TOOL_CALLS]nope")]),
+        ("hermes", "a <tool_call>{x", [Part("content", "a <tool_call>{x")]),
         (
             "deepseek",
             f"Hm.\n\n{BEGIN}s▁begin｜>{BEGIN}▁begin｜>function{SEP}weather\n```json\n"

@@ -113,6 +113,8 @@ class Calls:
         self._opening, self._closing, self._bare, self._most = opening, closing, bare, most
         self._read = read or calls_of
         self._text, self._inside, self._trims, self._calls = "", False, False, 0
+        self._before = ""
+        """Whitespace and the opening before the text inside; they belong to the content if it is no call."""
 
     def add(self, text: str) -> list[Part]:
         self._text += text
@@ -129,9 +131,10 @@ class Calls:
         at = self._text.find(self._opening)
         if at >= 0:
             # Whitespace before a call separates it from the content.
-            before, self._inside = Part("content", self._text[:at].rstrip()), True
+            content, self._inside = self._text[:at].rstrip(), True
+            self._before = self._text[len(content) : at + len(self._opening)]
             self._text = self._text[at + len(self._opening) :]
-            return [before, *self._inner()]
+            return [Part("content", content), *self._inner()]
         count = len(self._text) - overlap(self._text, self._opening)
         count = len(self._text[:count].rstrip())
         part, self._text = Part("content", self._text[:count]), self._text[count:]
@@ -144,7 +147,7 @@ class Calls:
         inner, self._text = self._text[:at], self._text[at + len(self._closing) :]
         self._inside, self._trims = False, True
         calls = self._calls_of(inner)
-        as_text = Part("content", f"{self._opening}{inner}{self._closing}")
+        as_text = Part("content", f"{self._before}{inner}{self._closing}")
         return [*([as_text] if calls is None else calls), *self._outer()]
 
     def end(self) -> list[Part]:
@@ -152,7 +155,7 @@ class Calls:
         if not self._inside:
             return [Part("content", text if not self._calls else text.rstrip())]
         calls = self._calls_of(text)
-        return [Part("content", text)] if calls is None else calls
+        return [Part("content", self._before + text)] if calls is None else calls
 
     def _calls_of(self, text: str) -> list[Part] | None:
         """The calls in a text, up to the maximum; None if it is no call."""
