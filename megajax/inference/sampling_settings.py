@@ -182,8 +182,10 @@ class Sampling:
 
     def _tokens_error(self, name: str, most: int) -> str:
         tokens = getattr(self, name)
-        if not isinstance(tokens, tuple) or any(TOKEN.error(token) for token in tokens):
+        if not isinstance(tokens, tuple):
             return f"must be token ids, got {abbreviated(tokens)}"
+        if errors := [error for token in tokens if (error := TOKEN.error(token))]:
+            return f"the token {errors[0]}"
         return f"must be at most {most}, got {len(tokens):,}" if len(tokens) > most else ""
 
     def _bad_error(self) -> str:
