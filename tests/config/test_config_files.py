@@ -66,7 +66,7 @@ def test_a_missing_file_or_function_names_similar_ones(folder):
     assert "did you mean mini_124m.py?" in refusal("mini_12m")
     (folder / "folder.yaml").mkdir()
     assert "did you mean folder.yaml?" not in refusal("folder.yaml")
-    assert "mini_124m.py" in refusal("other")
+    assert "mini_124m.py" in refusal("zzzz")
     message = refusal("mini_124m.py:debgu")
     assert "has no function debgu (it has config, debug)" in message
     assert "did you mean debug?" in message

@@ -103,7 +103,7 @@ class LongRopeScalingConfig:
     def problems(self) -> list[Problem]:
         problems = above_zero(original=self.original, factor=self.factor, attention=self.attention)
         if len(self.short) != len(self.long) or not self.short or min(*self.short, *self.long) <= 0:
-            message = f"and long must be as many numbers above 0, got {len(self.short)} and {len(self.long)} numbers"
+            message = f"must be as many numbers above 0 as long, got {len(self.short)} and {len(self.long)} numbers"
             problems.append(Problem("short", message))
         return problems
 
