@@ -244,7 +244,7 @@ class EvaluationConfig:
     """
 
     every: int | None = None
-    """Steps between evaluations on the validation split; none: none of them, see `at_end`."""
+    """Steps between evaluations on the validation split; none: only what `at_end` asks for."""
     batches: int = 10
     """Global batches of each evaluation; 0: no evaluation."""
     full: bool = False
