@@ -1,4 +1,4 @@
-"""Accuracy of the cost model on groups of published runs, half of which its constants were not fitted to."""
+"""Accuracy of the cost model on groups of published runs. Its constants were fitted to one half of the groups."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
