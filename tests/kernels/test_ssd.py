@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.kernels.ssm.chunks import runs_of
 from megajax.kernels.ssm.selective_scan import SelectiveScan, selective_scan
-from megajax.kernels.ssm.ssd import Scan, causal_conv, runs_of, ssd, ssd_reference, ssd_step
+from megajax.kernels.ssm.ssd import Scan, causal_conv, ssd, ssd_reference, ssd_step
 
 ROWS, HEADS, SIZE, GROUPS, STATES = 2, 4, 3, 2, 5
 DIFFERENTIATED = ("x", "dt", "a", "b", "c", "skip", "state")

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.kernels.context.collectives import gather_rows, to_heads, to_positions
+from megajax.kernels.ssm.chunks import runs_of
 from megajax.kernels.ssm.selective_scan import compose_transitions
-from megajax.kernels.ssm.ssd import runs_of
 from megajax.mesh.zigzag_order import SequenceSharding
 
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.kernels.ssm.chunks import pad_end, starts_of
+
 
 class SelectiveScan(NamedTuple):
     """The inputs of the recurrence."""
@@ -30,7 +32,7 @@ class SelectiveScan(NamedTuple):
     skip: Array
     """float32 [I]."""
     runs: Array | None = None
-    """int32 [B, S]: number of the document in its row, see `megajax.kernels.ssm.ssd.runs_of`; None: one document."""
+    """int32 [B, S]: number of the document in its row, see `megajax.kernels.ssm.chunks.runs_of`; None: one document."""
     state: Array | None = None
     """float32 [B, I, Z] before the first position; None: zeros."""
 
@@ -46,7 +48,7 @@ def selective_scan(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
     state = scan.state
     if state is None:
         state = jnp.zeros((rows, channels, scan.a.shape[1]), jnp.float32)
-    starts = _starts(scan)
+    starts = starts_of(scan.runs, scan.x.shape[:2])
 
     def advance(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
         start, x, dt, b, c = at
@@ -88,20 +90,15 @@ def _transition(chunk: int, scan: SelectiveScan) -> tuple[Array, Array]:
 
     shape = (scan.x.shape[0], *scan.a.shape)
     nothing = jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-    inputs = tuple(_in_chunks(array, chunk) for array in (_starts(scan), scan.x, scan.dt, scan.b))
+    inputs = tuple(
+        _in_chunks(array, chunk) for array in (starts_of(scan.runs, scan.x.shape[:2]), scan.x, scan.dt, scan.b)
+    )
     return lax.scan(jax.checkpoint(advance, prevent_cse=False), nothing, inputs)[0]
-
-
-def _starts(scan: SelectiveScan) -> Array:
-    """bool [B, S]: whether a document starts at the position; False for the first position."""
-    if scan.runs is None:
-        return jnp.zeros(scan.x.shape[:2], bool)
-    return jnp.pad(scan.runs[:, 1:] != scan.runs[:, :-1], ((0, 0), (1, 0)))
 
 
 def _in_chunks(x: Array, chunk: int) -> Array:
     """[B, S, ...] -> [chunks, B, L, ...]; the padding has steps of 0, which do not change the state."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)))
+    x = pad_end(x, -x.shape[1] % chunk)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
 

@@ -6,21 +6,18 @@ B rows, S positions, N heads, P head size, G groups of N / G heads that share b 
 [N, P, Z]. The state is zero at the start of each document. `ssd_reference` is the recurrence as written, `ssd` computes
 chunks of positions by matmuls.
 
-A document's results do not depend on other documents, to the last bit. Decays are therefore sums of the terms between
-two positions, never differences of cumulative sums, whose rounding would depend on earlier terms. All terms are at most
-0 and do not cancel, so large decays cost no accuracy.
+A document's results do not depend on other documents, to the last bit (see `chunks`).
 """
 
 from functools import partial
-from math import gcd
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-BLOCK = 16
-"""Positions whose decays are summed one by one; over longer distances, the sums of whole blocks are added."""
+from megajax.kernels.ssm.chunks import BLOCK, Chunks, Sums, pad_end, pad_runs, shifted, starts_of
+
 UNROLL = 8
 """Chunks per iteration of the loop that carries states from chunk to chunk."""
 
@@ -46,12 +43,6 @@ class Scan(NamedTuple):
     """float32 [B, N, P, Z] before the first position; None: zeros."""
 
 
-def runs_of(segments: Array) -> Array:
-    """Segment ids, int32 [B, S] -> number of the document in its row: a new document starts wherever the id changes."""
-    changed = segments[:, 1:] != segments[:, :-1]
-    return jnp.cumsum(jnp.pad(changed, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-
-
 def first_state(scan: Scan) -> Array:
     """The state before the first position, float32 [B, N, P, Z]."""
     if scan.state is not None:
@@ -72,10 +63,6 @@ def ssd_step(state: Array, x: Array, dt: Array, a: Array, b: Array, c: Array, sk
 
 def ssd_reference(scan: Scan) -> tuple[Array, Array]:
     """The recurrence, one position after another: y [B, S, N, P] in x's dtype, the last state [B, N, P, Z]."""
-    rows, length = scan.x.shape[:2]
-    starts = jnp.zeros((rows, length), bool)
-    if scan.runs is not None:
-        starts = jnp.pad(scan.runs[:, 1:] != scan.runs[:, :-1], ((0, 0), (1, 0)))
 
     def advance(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
         start, x, dt, b, c = at
@@ -83,6 +70,7 @@ def ssd_reference(scan: Scan) -> tuple[Array, Array]:
         y, state = ssd_step(state, x, dt, scan.a, b, c, scan.skip)
         return state, y
 
+    starts = starts_of(scan.runs, scan.x.shape[:2])
     by_position = tuple(jnp.moveaxis(array, 1, 0) for array in (starts, scan.x, scan.dt, scan.b, scan.c))
     state, y = lax.scan(advance, first_state(scan), by_position)
     return jnp.moveaxis(y, 0, 1), state
@@ -120,7 +108,7 @@ def _transition(scan: Scan) -> tuple[Array, Array]:
     logs = scan.dt * scan.a[None, None]
     runs = jnp.zeros((rows, length), jnp.int32) if scan.runs is None else scan.runs
     closing, through = runs == runs[:, -1:], runs[:, 0] == runs[:, -1]
-    after = lax.cumsum(_shifted(logs, -1, axis=1), axis=1, reverse=True)
+    after = lax.cumsum(shifted(logs, -1, axis=1), axis=1, reverse=True)
     input_weights = jnp.where(closing[..., None], jnp.exp(after), 0) * scan.dt
     input_weights = input_weights.reshape(rows, length, groups, -1, 1)
     weighted = (input_weights * scan.b[:, :, :, None].astype(jnp.float32)).astype(scan.x.dtype)
@@ -132,104 +120,8 @@ def _transition(scan: Scan) -> tuple[Array, Array]:
 
 def _padded(scan: Scan, behind: int) -> Scan:
     """Pads the end with positions whose steps are 0, which do not change the state."""
-    if not behind:
-        return scan
-
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)))
-
-    runs = None if scan.runs is None else jnp.pad(scan.runs, ((0, 0), (0, behind)), mode="edge")
-    return scan._replace(x=pad(scan.x), dt=pad(scan.dt), b=pad(scan.b), c=pad(scan.c), runs=runs)
-
-
-class Sums(NamedTuple):
-    """Sums of logarithms of decays, float32, in chunks of L positions: M blocks of K.
-
-    Each sum contains only the named terms, in an order that depends on their places only.
-    """
-
-    until: Array
-    """[..., L]: from the start of the chunk up to and including the position."""
-    after: Array
-    """[..., L]: after the position, to the end of the chunk."""
-    until_in_block: Array
-    """[..., M, K]: like `until`, from the start of the block."""
-    after_in_block: Array
-    """[..., M, K]: like `after`, to the end of the block."""
-    blocks_between: Array
-    """[..., M, M]: over the blocks between two, [block of i, block of j]."""
-    between_in_block: Array
-    """[..., M, K, K]: after position j, up to i in the same block; [i, j]."""
-
-    @classmethod
-    def of(cls, logs: Array) -> "Sums":
-        """logs: float32 [..., L]."""
-        *rest, length = logs.shape
-        block = gcd(length, BLOCK)
-        blocks = logs.reshape(*rest, length // block, block)
-        until = jnp.cumsum(blocks, axis=-1)
-        after = lax.cumsum(_shifted(blocks, -1), axis=blocks.ndim - 1, reverse=True)
-        totals = until[..., -1]
-        blocks_before = jnp.cumsum(_shifted(totals, 1), axis=-1)
-        blocks_after = lax.cumsum(_shifted(totals, -1), axis=totals.ndim - 1, reverse=True)
-        return cls(
-            (blocks_before[..., None] + until).reshape(logs.shape),
-            (after + blocks_after[..., None]).reshape(logs.shape),
-            until,
-            after,
-            _shifted(_sums_behind(totals), 1, axis=-2),
-            _sums_behind(blocks),
-        )
-
-    def between(self) -> Array:
-        """[..., L, L]: after position j, up to position i; [i, j]. Above the diagonal: any number up to 0."""
-        *rest, count, block = self.until_in_block.shape
-        # [..., i's block, i, j's block, j]
-        rows, columns = self.until_in_block[..., None, None], self.after_in_block[..., None, None, :, :]
-        apart = rows + (self.blocks_between[..., :, None, :, None] + columns)
-        number = jnp.arange(count)
-        same_block = (number[:, None] == number[None]).reshape((1,) * len(rest) + (count, 1, count, 1))
-        between = jnp.where(same_block, self.between_in_block[..., :, :, None, :], apart)
-        return between.reshape(*rest, count * block, count * block)
-
-
-def _sums_behind(terms: Array) -> Array:
-    """[..., L] -> [..., L, L]: at [i, j] the sum of the terms after j, up to i."""
-    place = jnp.arange(terms.shape[-1])
-    behind = (place[:, None] > place[None]).reshape((1,) * (terms.ndim - 1) + (place.size, place.size))
-    return jnp.cumsum(jnp.where(behind, terms[..., None], 0), axis=-2)
-
-
-def _shifted(x: Array, by: int, axis: int = -1) -> Array:
-    """x shifted by one place towards the end (1) or the start (-1); the free place is 0."""
-    axis, end = axis % x.ndim, x.shape[axis]
-    pads = [((by, 0) if by > 0 else (0, -by)) if dimension == axis else (0, 0) for dimension in range(x.ndim)]
-    return lax.slice_in_dim(jnp.pad(x, pads), 0 if by > 0 else -by, end if by > 0 else end - by, axis=axis)
-
-
-class Chunks(NamedTuple):
-    """Masks by document, bool, for M chunks of L positions."""
-
-    pairs: Array
-    """[B or 1, M or 1, L, L]: position i depends on the input of position j."""
-    opening: Array
-    """[B, M, L]: positions of the document at the end of the previous chunk."""
-    closing: Array
-    """[B, M, L]: positions of the document at the end of the chunk."""
-    through: Array
-    """[B, M]: the chunk lies in the document at the end of the previous chunk."""
-
-
-def _chunks(runs: Array | None, rows: int, count: int, chunk: int) -> Chunks:
-    causal = jnp.tril(jnp.ones((1, 1, chunk, chunk), bool))
-    if runs is None:
-        all_true = jnp.ones((rows, count, chunk), bool)
-        return Chunks(causal, all_true, all_true, all_true[..., 0])
-    runs = runs.reshape(rows, count, chunk)
-    last = runs[..., -1]
-    before = jnp.concatenate([runs[:, :1, 0], last[:, :-1]], axis=1)
-    pairs = (runs[..., :, None] == runs[..., None, :]) & causal
-    return Chunks(pairs, runs == before[..., None], runs == last[..., None], last == before)
+    padded = {name: pad_end(getattr(scan, name), behind) for name in ("x", "dt", "b", "c")}
+    return scan._replace(**padded, runs=pad_runs(scan.runs, behind))
 
 
 def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
@@ -241,7 +133,7 @@ def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
     b, c = (of.reshape(rows, count, chunk, groups, states) for of in (scan.b, scan.c))
     dt = scan.dt.reshape(rows, count, chunk, groups, heads_per_group).transpose(0, 1, 3, 4, 2)
     sums = Sums.of(dt * scan.a.reshape(1, 1, groups, heads_per_group, 1))
-    parts = _chunks(scan.runs, rows, count, chunk)
+    parts = Chunks.of(scan.runs, rows, count, chunk)
 
     # Contributions within a chunk, of position j to position i.
     shared = product("bmigz,bmjgz->bmgij", c, b)[:, :, :, None]

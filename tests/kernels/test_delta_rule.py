@@ -1,0 +1,157 @@
+"""The gated delta rule: a loop in float64, the recurrence, and matmuls over chunks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.kernels.ssm.chunks import runs_of
+from megajax.kernels.ssm.gated_delta import (
+    DeltaRule,
+    gated_delta,
+    gated_delta_reference,
+    gated_delta_step,
+    gated_delta_transition,
+    unit_lower_inverse,
+)
+
+ROWS, HEADS, GROUPS, KEYS, SIZE = 2, 4, 2, 6, 5
+DIFFERENTIATED = ("q", "k", "v", "g", "beta", "state")
+MOVING = DIFFERENTIATED[:5]
+
+
+def inputs(length: int, *, repeated: bool = False) -> dict[str, np.ndarray]:
+    """Some decays are exp(-20). repeated: one key, and corrections of up to twice the error."""
+    rng = np.random.default_rng(length)
+    k = rng.normal(size=(ROWS, 1 if repeated else length, GROUPS, KEYS))
+    k = np.broadcast_to(k / np.linalg.norm(k, axis=-1, keepdims=True), (ROWS, length, GROUPS, KEYS))
+    g = -rng.exponential(0.01 if repeated else 0.3, size=(ROWS, length, HEADS))
+    values = {
+        "q": rng.normal(size=k.shape),
+        "k": k,
+        "v": rng.normal(size=(ROWS, length, HEADS, SIZE)),
+        "g": np.where(rng.random(g.shape) < 0.05, -20.0, g),
+        "beta": rng.uniform(0, 2 if repeated else 1, size=g.shape),
+        "state": rng.normal(size=(ROWS, HEADS, KEYS, SIZE)),
+    }
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+def segments(length: int) -> np.ndarray:
+    """Three documents a row, and a repeated id: a new document all the same."""
+    first, second = length // 5, length // 2 + 3
+    return np.array([[1] * first + [2] * (second - first) + [1] * (length - second)] * ROWS, np.int32)
+
+
+def looped(arrays: dict[str, np.ndarray], ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """One position of one head after another, in float64."""
+    q, k, v, g, beta, state = (arrays[name].astype(np.float64) for name in DIFFERENTIATED)
+    y, share = np.zeros(v.shape), HEADS // GROUPS
+    for row, t, n in np.ndindex(*v.shape[:3]):
+        if ids is not None and t and ids[row, t] != ids[row, t - 1]:
+            state[row, n] = 0
+        key = k[row, t, n // share]
+        decayed = np.exp(g[row, t, n]) * state[row, n]
+        state[row, n] = decayed + beta[row, t, n] * np.outer(key, v[row, t, n] - key @ decayed)
+        y[row, t, n] = q[row, t, n // share] @ state[row, n] / KEYS**0.5
+    return y, state
+
+
+def ruled(arrays, ids, of, **options):
+    return of(DeltaRule(**arrays, runs=None if ids is None else runs_of(jnp.asarray(ids))), **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "isolated", "repeated"),
+    [
+        (1, 64, False, False),
+        (70, 32, True, True),
+        pytest.param(75, 64, False, False, marks=pytest.mark.slow),
+        pytest.param(40, 24, True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated, repeated):
+    arrays, ids = inputs(length, repeated=repeated), segments(length) if isolated else None
+    expected = looped(arrays, ids)
+    for of, options in ((gated_delta_reference, {}), (gated_delta, {"chunk": chunk})):
+        y, state = jax.jit(partial(ruled, of=of, **options))(arrays, ids)
+        np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_of_chunks_equal_those_of_the_recurrence(repeated):
+    arrays, ids = inputs(70, repeated=repeated), segments(70)
+    rng = np.random.default_rng(3)
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in (arrays["v"].shape, arrays["state"].shape)]
+
+    def loss(arrays, of, **options):
+        outputs = ruled(arrays, ids, of, **options)
+        return sum(jnp.sum(weight * out) for weight, out in zip(weights, outputs, strict=True))
+
+    expected = jax.jit(jax.grad(partial(loss, of=gated_delta_reference)))(arrays)
+    actual = jax.jit(jax.grad(partial(loss, of=gated_delta, chunk=32)))(arrays)
+    for name in DIFFERENTIATED:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+def test_a_document_is_bitwise_independent_of_its_neighbours():
+    """Values and gradients of positions 20 to 44 of 70, between other documents and borders."""
+    arrays, document = inputs(70), slice(20, 45)
+    ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
+    other_ids = np.array([[5] * 7 + [6] * 13 + [2] * 25 + [9] * 3 + [1] * 22] * ROWS, np.int32)
+    altered = dict(arrays)
+    for name in MOVING:
+        changed = np.flip(arrays[name], axis=1) * (1 if name in ("k", "beta") else 100)
+        altered[name] = np.where(other_ids.reshape(*ids.shape, *[1] * (changed.ndim - 2)) == 2, arrays[name], changed)
+
+    @jax.jit
+    def results(arrays, ids):
+        def loss(differentiated):
+            y, _ = ruled(arrays | differentiated, ids, gated_delta, chunk=32)
+            return jnp.sum(jnp.sin(y)), y
+
+        grads, y = jax.grad(loss, has_aux=True)({name: arrays[name] for name in MOVING})
+        return grads | {"y": y}
+
+    original, another = results(arrays, ids), results(altered, other_ids)
+    for name, value in original.items():
+        np.testing.assert_array_equal(value[:, document], another[name][:, document], err_msg=name)
+        assert np.any(value[:, :20] != another[name][:, :20])
+
+
+def test_steps_of_one_position_equal_the_recurrence():
+    arrays = inputs(6)
+    y, last = jax.jit(partial(ruled, ids=None, of=gated_delta, chunk=16))(arrays)
+    state, step = arrays["state"], jax.jit(gated_delta_step)
+    for t in range(6):
+        row, state = step(state, *(arrays[name][:, t] for name in MOVING))
+        np.testing.assert_allclose(row, y[:, t], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_transforms_the_state_before_it():
+    """The first row is one document; the second one starts another, which forgets the state."""
+    arrays, ids = inputs(40), np.array([[1] * 40, [1] * 30 + [2] * 10], np.int32)
+    transition, added = jax.jit(partial(ruled, of=gated_delta_transition, chunk=16))(arrays, ids)
+    last = np.einsum("bnkl,bnlv->bnkv", transition, arrays["state"]) + added
+    np.testing.assert_allclose(last, looped(arrays, ids)[1], rtol=1e-5, atol=1e-5)
+    assert np.all(transition[1] == 0) and np.any(transition[0] != 0)
+
+
+@pytest.mark.parametrize("size", [5, pytest.param(32, marks=pytest.mark.slow)])
+def test_inverses_of_triangles(size):
+    """Of ones below the diagonal too, whose powers grow to 1e8."""
+    rng = np.random.default_rng(size)
+    below = np.stack([np.ones((size, size)), rng.normal(0, 0.3, (size, size))])
+    below = np.tril(below, -1).astype(np.float32)
+    expected = np.linalg.inv(below.astype(np.float64) + np.eye(size))
+    weights = rng.normal(size=below.shape).astype(np.float32)
+    inverse, pull = jax.vjp(unit_lower_inverse, below)
+    np.testing.assert_allclose(inverse, expected, rtol=1e-5, atol=1e-5)
+    transposed = expected.swapaxes(1, 2)
+    (gradient,) = pull(weights)
+    np.testing.assert_allclose(gradient, -np.tril(transposed @ weights @ transposed, -1), rtol=1e-5, atol=1e-4)

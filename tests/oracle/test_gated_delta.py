@@ -1,0 +1,59 @@
+"""The gated delta rule against a float64 recurrence: outputs, last states and gradients of both forms."""
+
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from megatron_cases import FOLDER as ORACLE
+
+from megajax.kernels.ssm.chunks import runs_of
+from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, gated_delta_reference, unit_length
+
+FILE = ORACLE.parent / "oracle3" / "gated_delta" / "gated_delta.npz"
+if not FILE.is_file():
+    pytest.skip(f"no {FILE}", allow_module_level=True)
+ARRAYS = np.load(FILE)
+CASES = json.loads(FILE.with_suffix(".json").read_text())
+TOLERANCE = 1e-5
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
+QUICK, SLOW = ("segments", 64), pytest.mark.slow
+
+
+def outputs(arrays: dict[str, Any], ids: np.ndarray | None, chunk: int, *, normalised: bool) -> Any:
+    """y and the last state; chunk: 0 for the recurrence."""
+    inputs = [arrays[name] for name in INPUTS[:5]]
+    if normalised:
+        inputs[:2] = [unit_length(x) for x in inputs[:2]]
+    rule = DeltaRule(*inputs, None if ids is None else runs_of(ids), arrays.get("initial_state"))
+    return gated_delta(rule, chunk) if chunk else gated_delta_reference(rule)
+
+
+@pytest.mark.parametrize(
+    ("case", "chunk"),
+    [
+        pytest.param(name, chunk, marks=() if (name, chunk) == QUICK else SLOW)
+        for name in CASES
+        for chunk in (0, 16, 64)
+    ],
+)
+def test_outputs_states_and_gradients(case: str, chunk: int) -> None:
+    if CASES[case]["per_channel_gate"]:
+        pytest.skip("unsupported: a decay for each channel of a key")
+    given = {name.partition("/")[2]: ARRAYS[name] for name in ARRAYS.files if name.startswith(f"{case}/")}
+    arrays = {name: given[name] for name in INPUTS if name in given}
+    run = partial(outputs, ids=given.get("segment_ids"), chunk=chunk, normalised=CASES[case]["l2norm"])
+
+    @jax.jit
+    def pulled(arrays: dict[str, Any]) -> Any:
+        out, pull = jax.vjp(run, arrays)
+        return out, pull((given["cot_out"], given["cot_state"]))[0]
+
+    (y, state), gradients = pulled(arrays)
+    expected = {"out": y, "final_state": state, **{f"grad_{name}": gradient for name, gradient in gradients.items()}}
+    assert expected.keys() >= {name for name in given if name.startswith("grad_")}
+    for name, actual in expected.items():
+        scale = max(1.0, np.abs(given[name]).max())
+        np.testing.assert_allclose(actual, given[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
