@@ -222,6 +222,11 @@ def unit_lower_inverse(a: Array) -> Array:
     return inverse[..., 0, :length, :length]
 
 
+def _inverse_forward(a: Array) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(a)
+    return inverse, inverse
+
+
 def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
     transposed = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.tril(_exactly(transposed, _exactly(gradient, transposed)), -1),)
@@ -229,4 +234,4 @@ def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
 
 _exactly = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 """Float32 products are not rounded to TF32: errors of the inverse are those of every later position of a chunk."""
-unit_lower_inverse.defvjp(lambda a: 2 * (unit_lower_inverse(a),), _inverse_backward)
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
