@@ -92,6 +92,12 @@ from megajax.mesh.xla_options import XlaConfig as XlaConfig
 from megajax.metrics.config import LoggingConfig as LoggingConfig
 from megajax.metrics.config import ProfileConfig as ProfileConfig
 from megajax.metrics.config import WandbConfig as WandbConfig
+from megajax.models.answers.config import AnswerDecoderConfig as AnswerDecoderConfig
+from megajax.models.answers.config import DPOConfig as DPOConfig
+from megajax.models.answers.config import KTOConfig as KTOConfig
+from megajax.models.answers.config import ORPOConfig as ORPOConfig
+from megajax.models.answers.config import SimPOConfig as SimPOConfig
+from megajax.models.answers.config import with_objective as with_objective
 from megajax.models.bert.config import BertConfig as BertConfig
 from megajax.models.classifier.config import BertClassifierConfig as BertClassifierConfig
 from megajax.models.classifier.config import ChoiceHeadConfig as ChoiceHeadConfig

@@ -40,6 +40,8 @@ class Leaf:
     """Another allowed value, outside of [0, below): positions with it do not count."""
     optional: bool = False
     """Whether the model runs without it."""
+    loss_only: bool = False
+    """Whether only the loss reads it: a forward pass without one runs without it."""
     placeholder: Placeholder | None = None
     """For entries of the first dimension that are placed between tokens: their placeholder in `tokens`, in order."""
 

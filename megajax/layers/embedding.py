@@ -211,9 +211,10 @@ def vocabulary_token_scores(
 ) -> tuple[Array, Array]:
     """Log-probability of each label, float32 [B, S], and the most likely id, int32 [B, S].
 
-    For evaluation, not differentiable over several devices. Arguments as for `vocabulary_loss`; cap: soft cap
-    of logits.
+    Not differentiated: results are constants to a surrounding gradient. Arguments as for `vocabulary_loss`; cap: soft
+    cap of logits.
     """
+    x, table, bias = lax.stop_gradient((x, table, bias))
     axes, extra = _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(x: Array, table: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:

@@ -291,7 +291,8 @@ def demand_scores(program: Program) -> None:
     """Raises UserError for a model that does not predict next tokens from tokens alone."""
     model, name = program.cfg.model, type(program.cfg.model).__name__
     demand_causal(model)
-    needed = [leaf for leaf, spec in model.schema().items() if leaf not in READ and not spec.optional]
+    required = {leaf for leaf, spec in model.schema().items() if not spec.optional and not spec.loss_only}
+    needed = sorted(required - {*READ})
     if needed:
         raise UserError(f"tasks have only tokens as inputs, and {name} also reads {', '.join(needed)}")
     if not hasattr(program.abstract, "scores"):

@@ -68,6 +68,8 @@ COLLECTIVES = {
     ),
     "megajax.pipeline.executor": ({"psum", "ppermute"}, "between stages"),
     "megajax.training.gradients.grads": ({"psum"}, "scalar sums of a step over the replicas"),
+    "megajax.models.answers.answers": ({"psum", "pmin"}, "sums over answers in rows that are cut over `context`"),
+    "megajax.models.answers.objectives": ({"psum"}, "two scalars: the KL baseline of a microbatch on all devices"),
     "megajax.models.decoder.multi_token_prediction": ({"psum"}, "two scalars of a row that is cut over `context`"),
     "megajax.inference.sampling.choose": ({"all_gather"}, "the best tokens of each part of a cut vocabulary"),
     "megajax.models.reduction": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),

@@ -1,0 +1,237 @@
+"""Configs of losses of whole answers, and of decoders trained by one; imports neither jax nor flax."""
+
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any, ClassVar, Literal, Protocol
+
+from megajax.batch import Leaf
+from megajax.config.class_references import Builds
+from megajax.config.errors import Problem
+from megajax.layers.checks import above_zero, below_one
+from megajax.models.decoder.config import DecoderConfig
+
+PAIR_KINDS = 2
+"""Answers of a pair: the chosen and the rejected one. The leaf `pairs` has 1 + 2 * pair + kind at their tokens."""
+JUDGED_KINDS = 3
+"""A good answer, a bad one, and an answer to another prompt. The leaf `judged` has 1 + 3 * group + kind."""
+
+
+def token_leaf(dtype: str, length: int) -> Leaf:
+    """A number for each label of a row, that only the loss reads."""
+    return Leaf(dtype, (length,), ("seq",), loss_only=True)
+
+
+class ObjectiveConfig(Protocol):
+    """A loss of whole answers."""
+
+    def build(self) -> Any:
+        """The loss: a `megajax.models.answers.objectives.Objective`."""
+        ...
+
+    def leaves(self, length: int) -> dict[str, Leaf]:
+        """The leaves of a row that the loss reads besides those of text; length: tokens in a row."""
+        ...
+
+    def first_loss(self) -> str:
+        """The expected loss of the first step, for the banner; "" if it depends on the weights."""
+        ...
+
+
+def not_negative(**settings: float) -> list[Problem]:
+    """A problem for each setting that is not a finite number of at least 0."""
+    illegal = {name: value for name, value in settings.items() if not 0 <= value < inf}
+    return [Problem(name, f"must be a number of at least 0, got {value}") for name, value in illegal.items()]
+
+
+def pair_leaves(length: int) -> dict[str, Leaf]:
+    """The leaves of losses of pairs."""
+    return {"pairs": token_leaf("int32", length)}
+
+
+def reference_leaf(length: int) -> dict[str, Leaf]:
+    """The log-probabilities of labels under the reference model."""
+    return {"reference": token_leaf("float32", length)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOConfig(Builds):
+    """Direct preference optimization (Rafailov et al. 2023) and its variants, relative to a reference model.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.DPOConfig(beta=0.1))`
+    """
+
+    target: ClassVar[str] = "megajax.models.answers.objectives:DPO"
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sppo_hard"] = (
+        "sigmoid"
+    )
+    """sigmoid: DPO; with label_smoothing conservative DPO. The others: see docs/preferences.md."""
+    beta: float = 0.1
+    """Factor on the log-ratios of policy and reference: the larger, the closer the policy stays to the reference. With
+    ipo, the target of the margin per token is 1 / (2 beta)."""
+    label_smoothing: float = 0.0
+    """Share of the pairs whose answers are taken to be swapped; read by sigmoid, robust and exo_pair."""
+    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] = "reverse_kl"
+    """Divergence from the reference that is penalised (Wang et al. 2023, f-DPO)."""
+    length_weight: float = 1.0
+    """Weight of the tokens of the longer answer beyond the length of the shorter one (Liu et al. 2024, LD-DPO); 1: all
+    tokens count alike."""
+    sft_weight: float = 0.0
+    """Weight of an additional cross-entropy of the chosen answers, as a mean over their tokens."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(beta=self.beta) + below_one(label_smoothing=self.label_smoothing)
+        if self.label_smoothing >= 0.5 and self.loss == "robust":
+            problems.append(
+                Problem("label_smoothing", f"must be below 0.5 with loss=robust, got {self.label_smoothing}")
+            )
+        if not self.label_smoothing and self.loss == "exo_pair":
+            problems.append(Problem("label_smoothing", "must be above 0 with loss=exo_pair", "use 1e-3"))
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust", "exo_pair"):
+            problems.append(Problem("label_smoothing", f"has no effect with loss={self.loss}", "set it to 0"))
+        return problems + not_negative(length_weight=self.length_weight, sft_weight=self.sft_weight)
+
+    def leaves(self, length: int) -> dict[str, Leaf]:
+        """The pairs, and the log-probabilities of the reference model."""
+        return pair_leaves(length) | reference_leaf(length)
+
+    def first_loss(self) -> str:
+        """ln 2 where policy and reference are equal."""
+        plain = self.loss == "sigmoid" and self.divergence == "reverse_kl" and not self.sft_weight
+        return "ln 2 = 0.693" if plain else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ORPOConfig(Builds):
+    """Odds ratio preference optimization (Hong et al. 2024): cross-entropy of chosen answers plus an odds ratio term.
+
+    It needs no reference model. Both terms use means over the tokens of an answer.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.ORPOConfig(weight=0.1))`
+    """
+
+    target: ClassVar[str] = "megajax.models.answers.objectives:ORPO"
+
+    weight: float = 0.1
+    """Weight of the odds ratio term (lambda in the paper, beta in TRL)."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(weight=self.weight)
+
+    def leaves(self, length: int) -> dict[str, Leaf]:
+        """The pairs."""
+        return pair_leaves(length)
+
+    def first_loss(self) -> str:
+        """It depends on the weights."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimPOConfig(Builds):
+    """Simple preference optimization (Meng et al. 2024), without a reference model.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.SimPOConfig(beta=2.0, gamma=1.0))`
+    """
+
+    target: ClassVar[str] = "megajax.models.answers.objectives:SimPO"
+
+    beta: float = 2.0
+    """Factor on the difference of log-probabilities."""
+    gamma: float = 1.0
+    """The margin that beta times the difference should exceed."""
+    average: Literal["tokens", "none"] = "tokens"
+    """tokens: mean log-probabilities per token; none: sums. With none and gamma=0 this is CPO (Xu et al. 2024)."""
+    label_smoothing: float = 0.0
+    """Share of the pairs whose answers are taken to be swapped."""
+    sft_weight: float = 0.0
+    """Weight of an additional cross-entropy of the chosen answers, as a mean over their tokens."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(beta=self.beta) + below_one(label_smoothing=self.label_smoothing)
+        return problems + not_negative(gamma=self.gamma, sft_weight=self.sft_weight)
+
+    def leaves(self, length: int) -> dict[str, Leaf]:
+        """The pairs."""
+        return pair_leaves(length)
+
+    def first_loss(self) -> str:
+        """It depends on the weights."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTOConfig(Builds):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) of single answers that are good or bad.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.KTOConfig(beta=0.1))`
+    """
+
+    target: ClassVar[str] = "megajax.models.answers.objectives:KTO"
+
+    beta: float = 0.1
+    """Factor on the log-ratios of policy and reference."""
+    desirable_weight: float = 1.0
+    """Weight of the losses of good answers."""
+    undesirable_weight: float = 1.0
+    """Weight of the losses of bad answers."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(
+            beta=self.beta, desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight
+        )
+
+    def leaves(self, length: int) -> dict[str, Leaf]:
+        """The judged answers, and the log-probabilities of the reference model."""
+        return {"judged": token_leaf("int32", length)} | reference_leaf(length)
+
+    def first_loss(self) -> str:
+        """One half where policy and reference are equal."""
+        return "0.5" if self.desirable_weight == self.undesirable_weight == 1 else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerDecoderConfig(DecoderConfig):
+    """A decoder trained by a loss of whole answers in place of the cross-entropy of tokens. Its weights are the same.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.DPOConfig(beta=0.1))`
+    """
+
+    target: ClassVar[str] = "megajax.models.answers.module:AnswerDecoder"
+    objective: DPOConfig | ORPOConfig | SimPOConfig | KTOConfig | ObjectiveConfig
+    """The loss of answers."""
+
+    def problems(self) -> list[Problem]:
+        problems = DecoderConfig.problems(self)
+        if self.prediction is not None:
+            problems.append(Problem("prediction", "has no loss of whole answers", "set it to none"))
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(self, name):
+                message = f"belongs to the cross-entropy of tokens, which {type(self.objective).__name__} replaces"
+                problems.append(Problem(name, message, "set it to 0"))
+        for place in self.balancing():
+            message = (
+                "has a loss that balances experts, whose weight is relative to a mean over tokens, not over answers"
+            )
+            problems.append(
+                Problem(f"{place}.mlp.router", message, "set its losses to 0; balance_rate balances without")
+            )
+        return problems
+
+    def balancing(self) -> dict[str, Any]:
+        """Place -> router with a loss that balances experts."""
+        routers = {place: getattr(block.mlp, "router", None) for place, block in self.named_blocks().items()}
+        losses = ("aux_loss", "row_loss", "global_loss", "z_loss")
+        return {place: r for place, r in routers.items() if any(getattr(r, name, 0) for name in losses)}
+
+    def schema(self) -> dict[str, Leaf]:
+        """The leaves of text, and those of the objective."""
+        return {**DecoderConfig.schema(self), **self.objective.leaves(self.sequence_length)}
+
+
+def with_objective(model: DecoderConfig, objective: ObjectiveConfig) -> AnswerDecoderConfig:
+    """The model with this loss of answers.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.DPOConfig(beta=0.1))`
+    """
+    return AnswerDecoderConfig(objective=objective, **{f.name: getattr(model, f.name) for f in fields(model)})

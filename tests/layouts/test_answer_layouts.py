@@ -1,0 +1,130 @@
+"""Losses of whole answers: their gradients equal those of a plain log-softmax, and all layouts agree."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, differentiate, llama, place, rows, start, within
+
+from megajax.batch import Batch
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.models.answers.config import (
+    AnswerDecoderConfig,
+    DPOConfig,
+    KTOConfig,
+    ObjectiveConfig,
+    ORPOConfig,
+    with_objective,
+)
+
+DPO = DPOConfig(beta=0.3, label_smoothing=0.1, length_weight=0.5, sft_weight=0.2)
+KTO = KTOConfig(beta=0.5, desirable_weight=1.5)
+
+
+def model(objective: ObjectiveConfig, repeats: int = 2) -> AnswerDecoderConfig:
+    """With a soft cap of logits."""
+    return with_objective(replace(llama(repeats=repeats), logit_cap=5.0), objective)
+
+
+def answers(seed: int) -> Batch:
+    """Rows of four documents with answers of one to three tokens: two pairs, or a judged group and one answer more."""
+    batch, draw = rows(seed), np.random.default_rng(seed)
+    document, place_in_document = np.divmod(np.arange(LENGTH, dtype=np.int32), LENGTH // 4)
+    document, position = (np.tile(values, (ROWS, 1)) for values in (document, place_in_document))
+    lengths = draw.integers(1, 4, (ROWS, 4))
+    inside = position < lengths[np.arange(ROWS)[:, None], document]
+    numbers = np.where(inside, document + 1, 0).astype(np.int32)
+    # The last row has no second pair.
+    numbers[-1, LENGTH // 2 :] = 0
+    reference = draw.normal(-5, 1, (ROWS, LENGTH)).astype(np.float32)
+    return batch | {
+        "segment_ids": document,
+        "positions": position,
+        "loss_mask": (numbers > 0).astype(np.float32),
+        "pairs": numbers,
+        "judged": numbers,
+        "reference": reference,
+    }
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [DPO, pytest.param(ORPOConfig(), marks=pytest.mark.slow), pytest.param(KTO, marks=pytest.mark.slow)],
+)
+def test_gradients_equal_those_of_a_plain_log_softmax(objective: ObjectiveConfig) -> None:
+    """Through the objective and the whole logits, without the second pass of the head."""
+    program = build_program(model(objective, repeats=1), ONE, microbatches=2)
+
+    def plain(params, piece):
+        module = bind(program.abstract, params)
+        logits = module.logits(module.hidden_states(piece["tokens"], module.context(piece)))
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), piece["labels"][..., None], -1)[..., 0]
+        terms = module.objective(log_p, piece)
+        return terms.loss, terms
+
+    with within(program):
+        params, batch = start(program).params, place(program, answers(0))
+        actual = jax.jit(program.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
+        differentiated = jax.jit(jax.value_and_grad(plain, has_aux=True), compiler_options=dict(QUICK))
+        pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], batch) for number in range(2))
+        of_pieces = [differentiated(params, piece) for piece in pieces]
+        (total, terms), gradients = jax.tree.map(lambda one, other: np.asarray(one) + np.asarray(other), *of_pieces)
+        evaluated = jax.device_get(program.eval_step(params, batch))
+    np.testing.assert_allclose(actual.loss_sum, total, rtol=1e-5)
+    assert actual.weight_sum == terms.weight
+    assert actual.metrics.keys() == terms.metrics.keys() == evaluated.keys()
+    for name, (expected, count) in terms.metrics.items():
+        for sums in (actual.metrics[name], evaluated[name]):
+            np.testing.assert_allclose(sums, (expected, count), rtol=1e-4, atol=1e-4, err_msg=name)
+    for path, expected in gradients.items():
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(actual.grads[path] / 4, expected, atol=1e-4 * scale, err_msg=path)
+
+
+LAYOUTS = {
+    "vocabulary over stages": ParallelConfig(pipeline=2, data=1, tensor=2),
+    "cut rows": ParallelConfig(data=2, context=2, context_strategy="ring"),
+    "fsdp": ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "objective", "average"),
+    [
+        ("vocabulary over stages", DPO, "tokens"),
+        ("vocabulary over stages", KTO, "microbatches"),
+        ("cut rows", DPO, "tokens"),
+        ("cut rows", KTO, "tokens"),
+        ("fsdp", DPO, "tokens"),
+    ],
+)
+def test_layouts_have_the_losses_and_gradients_of_one_device(
+    layout: str, objective: ObjectiveConfig, average: str
+) -> None:
+    """With microbatches of the same rows: the KL baseline of KTO is a mean over a microbatch."""
+    parallel = LAYOUTS[layout]
+    run = partial(differentiate, model(objective), microbatches=2, average=average, draw=answers)
+    expected, actual = run(ONE), run(parallel)
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+    assert actual.padding == 0
+    top = max(np.abs(g).max() for g in expected.gradients.values())
+    for path, gradient in expected.gradients.items():
+        scale = max(np.abs(gradient).max(), 1e-3 * top)
+        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"label_smoothing": 0.1}, "label_smoothing"),
+        ({"z_loss": 1e-4}, "z_loss"),
+    ],
+)
+def test_problems(changes: dict[str, float], setting: str) -> None:
+    problems = replace(model(DPO), **changes).problems()
+    assert [problem.setting for problem in problems] == [setting]

@@ -1,0 +1,247 @@
+"""Losses of preferences and policies against TRL's values and gradients, through sums over answers in rows."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from megatron_cases import FOLDER as ORACLE
+
+from megajax.models.answers.advantages import group_advantages, leave_one_out, total_reward
+from megajax.models.answers.answers import Answers
+from megajax.models.answers.config import DPOConfig, KTOConfig, ORPOConfig, SimPOConfig
+from megajax.models.answers.policy_losses import (
+    Clip,
+    Samples,
+    averaged,
+    cispo,
+    clipped_surrogate,
+    entropies,
+    importance_ratios,
+    with_kl,
+)
+from megajax.models.answers.preference_losses import kl_estimate, kto, odds_ratio, simpo
+
+FOLDER = ORACLE.parent / "oracle3"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no reference values at {FOLDER}")
+
+
+def read(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The settings and the arrays of a file."""
+    settings, arrays = FOLDER / f"{name}.json", FOLDER / f"{name}.npz"
+    loaded = dict(np.load(arrays, allow_pickle=False)) if arrays.exists() else {}
+    return json.loads(settings.read_text()) if settings.exists() else {}, loaded
+
+
+def close(actual: Any, expected: Any, name: str) -> None:
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def pair_row(values: np.ndarray) -> jax.Array:
+    """[2 P, T], chosen answers first -> one row with pairs one after the other [1, 2 P T]."""
+    chosen, rejected = np.split(values, 2)
+    return jnp.asarray(np.stack([chosen, rejected], axis=1).reshape(1, -1))
+
+
+def from_pair_row(row: Any, like: np.ndarray) -> np.ndarray:
+    """The inverse of `pair_row`."""
+    pairs = np.asarray(row).reshape(len(like) // 2, 2, -1)
+    return np.concatenate([pairs[:, 0], pairs[:, 1]])
+
+
+def pair_batch(mask: np.ndarray, reference: np.ndarray) -> dict[str, jax.Array]:
+    """The leaves of a row with all pairs."""
+    answers, tokens = mask.shape
+    numbers = pair_row(np.arange(1, answers + 1)[:, None] * np.ones((1, tokens), np.int32))
+    # `pair_row` has brought the answers into their order in the row.
+    numbers = jnp.repeat(jnp.arange(1, answers + 1, dtype=jnp.int32), tokens)[None] + 0 * numbers.astype(jnp.int32)
+    return {
+        "loss_mask": pair_row(mask.astype(np.float32)),
+        "pairs": numbers,
+        "positions": jnp.tile(jnp.arange(tokens, dtype=jnp.int32), answers)[None],
+        "reference": pair_row(reference),
+    }
+
+
+def config_of(case: str, settings: dict[str, Any]) -> DPOConfig:
+    """Our settings for a case. TRL ignores label_smoothing with the sigmoid loss."""
+    kinds, options = settings["loss_type"], {"beta": settings["beta"]}
+    if isinstance(kinds, list):
+        assert kinds == ["sigmoid", "sft"] and settings["loss_weights"][0] == 1
+        kinds = "sigmoid"
+    options["loss"] = "sigmoid" if case.startswith("formula_cdpo") else kinds
+    if case.startswith("formula_cdpo") or kinds in ("robust", "exo_pair"):
+        options["label_smoothing"] = settings["label_smoothing"]
+    options["length_weight"] = settings.get("ld_alpha") or 1.0
+    options["divergence"] = settings.get("f_divergence_type", "reverse_kl")
+    config = DPOConfig(**options)
+    assert not config.problems()
+    return config
+
+
+DPO_CASES = read("preference/dpo")[0]
+
+
+@pytest.mark.parametrize("case", DPO_CASES)
+def test_dpo(case: str) -> None:
+    settings, (_, arrays) = DPO_CASES[case], read("preference/dpo")
+    mask, policy = arrays["mask"], arrays["policy_token_logps"]
+    objective, batch = config_of(case, settings).build(), pair_batch(mask, arrays["ref_token_logps"])
+    sft = settings.get("loss_weights", [1, 0])[1]
+
+    def loss(row: jax.Array) -> tuple[jax.Array, Any]:
+        terms = objective(row, batch)
+        chosen = pair_row(np.repeat([1.0, 0.0], len(mask) // 2)[:, None] * mask)  # TRL: mean over all chosen tokens
+        return terms.loss / terms.weight - sft * jnp.sum(row * chosen) / jnp.sum(chosen), terms.metrics
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(pair_row(policy))
+    close(value, arrays[f"{case}/loss"], case)
+    close(from_pair_row(gradient, policy), arrays[f"{case}/grad"], case)
+    names = {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected", "rewards/margins": "margin"}
+    names |= {"rewards/accuracies": "accuracy", "logps/chosen": "log_p_chosen", "logps/rejected": "log_p_rejected"}
+    for theirs, expected in settings.get("metrics", {}).items():
+        total, count = metrics[names[theirs]]
+        close(total / count, np.float32(expected), f"{case} {theirs}")
+
+
+def test_losses_without_a_reference() -> None:
+    settings, arrays = read("preference/reference_free")
+    chosen, rejected = jnp.asarray(arrays["mean_chosen"]), jnp.asarray(arrays["mean_rejected"])
+    weight = settings["orpo_beta0.1"]["beta"]
+    both = jax.value_and_grad(lambda c, r: weight * odds_ratio(c, r).mean(), (0, 1))
+    value, gradients = both(chosen, rejected)
+    close(value, arrays["orpo_beta0.1/odds_term"], "orpo")
+    for gradient, side in zip(gradients, ("chosen", "rejected"), strict=True):
+        close(gradient, arrays[f"orpo_beta0.1/grad_{side}"], f"orpo {side}")
+    cases = {
+        "simpo": (settings["simpo"]["gamma"], 1, 1),
+        "cpo": (0.0, arrays["len_chosen"].astype(np.float32), arrays["len_rejected"].astype(np.float32)),
+    }
+    for case, (gamma, *lengths) in cases.items():
+        beta = settings[case]["beta"]
+        inputs = chosen * lengths[0], rejected * lengths[1]
+        # TRL's gamma is the margin times beta, so beta (d - gamma / beta).
+        losses = simpo(*inputs, beta, gamma, 0.0)
+        close(losses, arrays[f"{case}/losses"], case)
+        gradients = jax.grad(lambda c, r, beta=beta, gamma=gamma: simpo(c, r, beta, gamma, 0.0).mean(), (0, 1))(*inputs)
+        for gradient, side in zip(gradients, ("chosen", "rejected"), strict=True):
+            close(gradient, arrays[f"{case}/grad_{side}"], f"{case} {side}")
+
+
+@pytest.mark.parametrize("config", [ORPOConfig(weight=0.3), SimPOConfig(beta=1.5, gamma=0.7, label_smoothing=0.1)])
+def test_losses_without_a_reference_in_rows(config: ORPOConfig | SimPOConfig) -> None:
+    """The same as the formulas on means over the tokens of each answer."""
+    _, arrays = read("preference/dpo")
+    mask, policy = arrays["mask"].astype(np.float32), arrays["policy_token_logps"]
+    batch = pair_batch(mask, np.zeros_like(policy))
+
+    def plain(values: jax.Array) -> jax.Array:
+        means = (values * mask).sum(1) / mask.sum(1)
+        chosen, rejected = jnp.split(means, 2)
+        if isinstance(config, ORPOConfig):
+            return (config.weight * odds_ratio(chosen, rejected) - chosen).mean()
+        return simpo(chosen, rejected, config.beta, config.gamma, config.label_smoothing).mean()
+
+    def packed(row: jax.Array) -> jax.Array:
+        terms = config.build()(row, batch)
+        return terms.loss / terms.weight
+
+    value, gradient = jax.value_and_grad(packed)(pair_row(policy))
+    expected, expected_gradient = jax.value_and_grad(plain)(jnp.asarray(policy))
+    close(value, expected, "loss")
+    close(from_pair_row(gradient, policy), expected_gradient, "gradient")
+
+
+@pytest.mark.parametrize("case", ["kto", "kto_negative_kl"])
+def test_kto(case: str) -> None:
+    """One group of answers a row; the answers to other prompts have one token each, with the given sum."""
+    settings, arrays = read("preference/kto")
+    mask, policy = arrays["mask"].astype(np.float32), arrays["policy_token_logps"]
+    others = arrays["kl_ref_logps_pos" if case == "kto" else "kl_ref_logps_neg"]
+    good = arrays["label"]
+    numbers = np.concatenate([np.where(good, 1, 2)[:, None] * mask, np.full((len(mask), 1), 3)], axis=1)
+    batch = {
+        "loss_mask": jnp.asarray((numbers > 0).astype(np.float32)),
+        "judged": jnp.asarray(numbers.astype(np.int32)),
+        "reference": jnp.concatenate([arrays["ref_token_logps"], others[:, None]], axis=1),
+    }
+    objective = KTOConfig(beta=settings[case]["beta"]).build()
+
+    def loss(values: jax.Array) -> tuple[jax.Array, Any]:
+        terms = objective(jnp.concatenate([values, arrays["kl_policy_logps"][:, None]], axis=1), batch)
+        return terms.loss / terms.weight, terms.metrics
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(policy))
+    close(value, arrays[f"{case}/loss"], case)
+    close(gradient, arrays[f"{case}/grad"], case)
+    for theirs, ours in {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected", "kl": "kl"}.items():
+        close(metrics[ours][0] / metrics[ours][1], np.float32(settings[case]["metrics"][theirs]), theirs)
+
+
+def test_kto_with_a_baseline_of_zero_is_apo_zero_of_single_answers() -> None:
+    ratios = jnp.array([0.3, -2.0])
+    losses = kto(ratios, jnp.array([True, False]), 0.0, 0.5)
+    close(losses, [1 - 1 / (1 + np.exp(-0.15)), 1 / (1 + np.exp(1.0))], "losses")
+
+
+POLICY_CASES = read("rl/policy_losses")[0]
+
+
+@pytest.mark.parametrize("case", POLICY_CASES)
+def test_policy_loss(case: str) -> None:
+    settings, (_, arrays) = POLICY_CASES[case], read("rl/policy_losses")
+    mask, logs = arrays["mask"], {name: jnp.asarray(arrays[f"{name}_logps"]) for name in ("policy", "old", "ref")}
+    answers = Answers(jnp.asarray(mask.astype(np.int32)), 1)
+    advantages = jnp.asarray(np.repeat(arrays["advantages"][:, None], mask.shape[1], axis=1))
+    kind, level = settings["loss_type"], settings.get("level", "token")
+    over = {"grpo": "answers", "dr_grpo": "length"}.get(kind, "tokens")
+
+    def loss(log_p: jax.Array) -> tuple[jax.Array, Any]:
+        old = jax.lax.stop_gradient(log_p) if settings.get("on_policy") else logs["old"]
+        ratios = importance_ratios(Samples(log_p, old, advantages), answers, level)
+        if kind == "cispo":
+            clipped = cispo(log_p, ratios, advantages, settings["epsilon_high"])
+        else:
+            clip = Clip(settings.get("epsilon_low", 0.2), settings.get("epsilon_high", 0.2))
+            clipped = clipped_surrogate(ratios, advantages, clip)
+        losses = with_kl(clipped.losses, log_p, logs["ref"], settings.get("beta", 0.0))
+        total, weight = averaged(losses, answers, over, settings.get("max_completion_length", 1))
+        return total / weight, clipped
+
+    (value, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(logs["policy"])
+    close(value, arrays[f"{case}/loss"], case)
+    close(gradient, arrays[f"{case}/grad"], case)
+    theirs, tokens = settings["metrics"], mask.sum()
+    shares = {"clip_ratio/low_mean": clipped.low, "clip_ratio/high_mean": clipped.high}
+    shares |= {"cispo_clip_ratio": clipped.high, "kl": kl_estimate(logs["policy"], logs["ref"])}
+    for name, values in shares.items():
+        if name in theirs and level == "token":
+            close((values * mask).sum() / tokens, np.float32(theirs[name]), name)
+    close((entropies(arrays["logits"]) * mask).sum() / tokens, np.float32(theirs["entropy"]), "entropy")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_entropy(temperature: float) -> None:
+    _, arrays = read("rl/entropy")
+    close(entropies(arrays["logits"], temperature), arrays[f"t{temperature}/entropy"], "entropy")
+
+
+def test_advantages() -> None:
+    settings, arrays = read("rl/advantages")
+    rewards, weights, size = (arrays[name] for name in ("rewards_per_func", "weights", "num_generations"))
+    for key in [key for key in arrays if key.startswith("grpo/")]:
+        _, aggregation, scale = key.split("/")
+        actual = group_advantages(rewards, weights, int(size), scale=scale, aggregation=aggregation)
+        np.testing.assert_allclose(actual, arrays[key], rtol=1e-5, atol=1e-6, err_msg=key)
+    for case, options in settings.items():
+        penalty = (arrays["rloo/old_minus_ref"] * arrays["rloo/mask"]).sum(1)
+        actual = leave_one_out(
+            total_reward(rewards, weights),
+            int(size),
+            clip=options.get("clip"),
+            penalty=options.get("beta", 0.0) * penalty,
+            normalised=options.get("norm", False),
+        )
+        np.testing.assert_allclose(actual, arrays[case], rtol=1e-5, atol=1e-6, err_msg=case)
