@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.compiled import gpus as devices
+from megajax.compiled.gpus import GPUS, Cluster
 from megajax.mesh.xla_options import DEVICELESS, compiler_options
-from megajax.planning import gpus as devices
-from megajax.planning.gpus import GPUS, Cluster
 
 CALLS = re.compile(r'custom_call_target="([^"]+)"')
 

@@ -25,7 +25,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from megajax.planning.gpus import missing_packages
+from megajax.compiled.gpus import missing_packages
 
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)

@@ -11,12 +11,12 @@ from benchmarks.kernels import loss
 from benchmarks.kernels.measure import PARTS
 from benchmarks.outcome import label, rounded
 from benchmarks.roofline import Roof, roof_of
+from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.config.class_references import resolve
 from megajax.kernels.attention.capability import Device
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.gpus import GPUS
 
 NAMES = ("h200", "h100")
 HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from benchmarks.outcome import RESULTS, ROOT
+from megajax.compiled.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.pipeline.check import measure
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
 
 FIGURES = RESULTS / "compiled_peaks.json"

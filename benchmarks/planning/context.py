@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from benchmarks.outcome import RESULTS
+from megajax.compiled.gpus import GIB, GPUS, MIB, read_cluster
+from megajax.compiled.hlo import Collective
 from megajax.config import load
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import sent_by_attention
-from megajax.planning.gpus import GIB, GPUS, MIB, read_cluster
-from megajax.planning.program.hlo import Collective
 from megajax.planning.program.train_step import compile_train_step, timed, with_program
 
 FIGURES = RESULTS / "context.json"

@@ -5,6 +5,9 @@ from dataclasses import replace
 from math import comb
 from typing import Any
 
+from megajax.compiled import gpus as devices
+from megajax.compiled.audit import audit
+from megajax.compiled.gpus import GIB, MIB
 from megajax.config import load
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -13,10 +16,7 @@ from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import DispatchConfig, MoEConfig, SharedExpertConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, bytes_per_step
-from megajax.planning.gpus import GIB, MIB
-from megajax.planning.program.audit import audit
 from megajax.planning.program.train_step import compile_train_step
 
 DEVICES, TOKENS, LAYERS, PASSES = 8, 4096, 2, 5

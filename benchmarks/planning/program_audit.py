@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from megajax.compiled.audit import audit
+from megajax.compiled.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.gpus import GIB, GPUS, prepare, read_cluster
-from megajax.planning.program.audit import audit
 from megajax.planning.program.train_step import compile_train_step
 from megajax.training.run_config import RunConfig
 

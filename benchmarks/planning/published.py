@@ -16,6 +16,7 @@ from benchmarks.planning.systems import (
     XLA,
     Published,
 )
+from megajax.compiled.gpus import GPUS, Device
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mamba.config import Mamba2Config
@@ -31,7 +32,6 @@ from megajax.models.presets.gpt_oss import gpt_oss
 from megajax.models.presets.hybrid import hybrid_stack
 from megajax.models.presets.mamba import nemotron_h
 from megajax.planning.cost.description import System
-from megajax.planning.gpus import GPUS, Device
 
 FILE = Path(
     os.environ.get("MEGAJAX_PUBLISHED_RUNS", Path(__file__).parents[2] / "../shared/published_runs")

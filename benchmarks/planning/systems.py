@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from megajax.compiled.gpus import GPUS, Device
 from megajax.layers.recompute import PARTS, Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.planning.cost.description import Description, System
-from megajax.planning.gpus import GPUS, Device
 
 UNTUNED = 1.23
 """Overhead of programs outside of NVIDIA's tuned stack; fitted, see benchmarks/planning/held_out.py."""

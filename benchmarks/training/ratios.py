@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.kernels.compiled import scan_gradients, scan_shapes
 from benchmarks.stopwatch import alternate, milliseconds, ratios, timed
+from megajax.compiled.gpus import GIB, MIB, prepare, read_cluster
 from megajax.config import UserError, load
 from megajax.job.description import describe
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
-from megajax.planning.gpus import GIB, MIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup

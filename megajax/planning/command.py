@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.command_line.parser import Command
+from megajax.compiled import gpus as devices
 from megajax.config import field_types, load
 from megajax.config.class_references import resolve
 from megajax.config.compose import assemble, override, read_value
@@ -22,7 +23,6 @@ from megajax.config.overrides import Mark, patch_of, plain_name, setting
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
-from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import by_preference, demand_room, servings
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config

@@ -20,6 +20,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from megajax.compiled.gpus import GIB
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
@@ -27,7 +28,6 @@ from megajax.display.banner import Report, Table
 from megajax.display.text import duration
 from megajax.metrics.runfolder import write_output_file
 from megajax.planning.cost.estimate import SPEED_AND_RANGE, Case, to_dict
-from megajax.planning.gpus import GIB
 from megajax.planning.search import (
     HEADROOM,
     Choice,

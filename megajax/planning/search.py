@@ -16,6 +16,7 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megajax.compiled.gpus import GIB
 from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
 from megajax.config.hints import divisors_of
@@ -23,7 +24,6 @@ from megajax.layers.recompute import Recompute, Recomputing, format_recompute
 from megajax.models.facts import demand_facts
 from megajax.planning.cost.device_work import footprint
 from megajax.planning.cost.estimate import Case
-from megajax.planning.gpus import GIB
 from megajax.training.run_config import RunConfig
 
 HEADROOM = 0.05

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megajax.compiled.gpus import GIB, MIB, Device
 from megajax.config.dump import diff
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, count, duration
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import CACHE_SHARE, Serving, row_counts
-from megajax.planning.gpus import GIB, MIB, Device
 
 BYTE_CLASSES = {
     "copies": "slices, updates, copies, transposes, zeros",

@@ -17,7 +17,7 @@ RANKS = {
             ("mesh", "storage"),
             ("kernels", "precision"),
             ("layers", "command_line"),
-            ("models", "pipeline"),
+            ("models", "pipeline", "compiled"),
             ("tokenizers",),
             ("checkpoint", "faults", "optim", "data", "metrics"),
             ("training", "inference"),

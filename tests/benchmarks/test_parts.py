@@ -27,8 +27,8 @@ from benchmarks.planning.compiled_peaks import (
     with_table,
 )
 from benchmarks.virtual_gpus import kernels
+from megajax.compiled.gpus import prepare, read_device
 from megajax.config.errors import UserError
-from megajax.planning.gpus import prepare, read_device
 
 
 def test_the_fit_recovers_rate_and_half_size() -> None:

@@ -11,9 +11,9 @@ from benchmarks.planning import held_out, published
 from benchmarks.planning.accuracy import RUNS
 from benchmarks.planning.held_out import Group
 from benchmarks.planning.systems import MEGATRON, MEGATRON_R08, PYTORCH_FSDP, UNTUNED
+from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import MESH_AXES
 from megajax.planning.cost.ranges import QUANTILES, RANGES, ErrorRange
-from megajax.planning.gpus import GPUS
 
 pytestmark = pytest.mark.smoke
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import pytest
 
+from megajax.compiled.hlo import Collective, read
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.program.hlo import Collective, read
 from megajax.training.config import BatchConfig
 from megajax.training.session import Parts, prepare
 

@@ -12,6 +12,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from test_golden_collectives import counts
 
+from megajax.compiled import gpus as devices
+from megajax.compiled.audit import audit
+from megajax.compiled.gpus import GPUS, Cluster
+from megajax.compiled.hlo import read
 from megajax.config import load
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.programs import CacheSize, Programs
@@ -23,12 +27,8 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla_options import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
-from megajax.planning import gpus as devices
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import servings
-from megajax.planning.gpus import GPUS, Cluster
-from megajax.planning.program.audit import audit
-from megajax.planning.program.hlo import read
 from megajax.training.check_compiler_options import inference_options
 
 MIB = 2**20

@@ -13,11 +13,11 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.compiled.gpus import GPUS, Cluster, virtual_devices
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.layers.moe.dispatch import Dispatch, dispatched, placed, water_level
 from megajax.layers.moe.router import Routing
 from megajax.mesh.xla_options import DEVICELESS, compiler_options
-from megajax.planning.gpus import GPUS, Cluster, virtual_devices
 
 DEVICES, WIDTH = 4, 8
 AXES = ("expert",)

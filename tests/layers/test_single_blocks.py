@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, llama
 
+from megajax.compiled.gpus import GPUS
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.layers.block.config import BlockConfig
@@ -19,7 +20,6 @@ from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.gpus import GPUS
 
 
 def halved(model: DecoderConfig) -> DecoderConfig:

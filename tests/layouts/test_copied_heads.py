@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, llama, rows, start, train, within
 
+from megajax.compiled.hlo import Collective, read
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.planning.program.hlo import Collective, read
 
 FSDP = ParallelConfig(data=2, tensor=4, sequence=True, data_sharding="fsdp")
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=4)

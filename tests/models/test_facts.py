@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megajax.compiled.gpus import GPUS
 from megajax.config.errors import Problem, UserError
 from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight
 from megajax.mesh.config import ParallelConfig
@@ -15,7 +16,6 @@ from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.gpus import GPUS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import pytest
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, gpt, in_order, llama, pair, place, rows, start, within
 
 from megajax.batch import Grads
+from megajax.compiled.hlo import read
 from megajax.layers.stack.spans import Span
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -20,7 +21,6 @@ from megajax.pipeline import executor
 from megajax.pipeline.executor import Stage, TickLoop, tick_loops
 from megajax.pipeline.layer_loop import LayerLoop
 from megajax.pipeline.schedule import Work, assemble, build, one_f_one_b
-from megajax.planning.program.hlo import read
 from megajax.training.program import Program
 
 

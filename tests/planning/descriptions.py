@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
-from megajax.planning.gpus import GPUS
 
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:

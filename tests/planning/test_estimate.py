@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from descriptions import llama3_8b
 
+from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
@@ -21,7 +22,6 @@ from megajax.pipeline.schedule import build
 from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
 from megajax.planning.cost.ranges import RANGES, kind_of
-from megajax.planning.gpus import GPUS
 from megajax.planning.show import cells, plan_report
 
 pytestmark = pytest.mark.smoke

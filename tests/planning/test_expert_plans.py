@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from megajax.compiled.gpus import GPUS, Cluster
+from megajax.compiled.links import Span, seconds
 from megajax.config import load
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.expert_facts import ExpertSharding
@@ -17,8 +19,6 @@ from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.device_work import footprint
 from megajax.planning.cost.estimate import Case, estimate
-from megajax.planning.cost.traffic import Span, seconds
-from megajax.planning.gpus import GPUS, Cluster
 from megajax.planning.search import Task
 from megajax.planning.show import plan_report
 

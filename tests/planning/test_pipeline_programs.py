@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import pytest
 
+from megajax.compiled.audit import Kernel, audit
+from megajax.compiled.gpus import MIB, prepare, read_cluster
+from megajax.compiled.hlo import Collective, Contents, Place, read
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla_options import DEFAULTS, XlaConfig
-from megajax.planning.gpus import MIB, prepare, read_cluster
-from megajax.planning.program.audit import Kernel, audit
-from megajax.planning.program.hlo import Collective, Contents, Place, read
 from megajax.planning.program.train_step import compile_train_step
 from megajax.training import check_compiler_options as compiler_options
 from megajax.training.program import Program

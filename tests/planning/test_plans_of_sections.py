@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 from tiny_runs import ONE, TheseRows, build_program, llama
 
+from megajax.compiled.gpus import read_cluster
 from megajax.config.errors import UserError
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.planning.cost.estimate import Case, Estimate, to_dict
-from megajax.planning.gpus import read_cluster
 from megajax.planning.ranking import Cache, find_best
 from megajax.planning.search import Task
 from tests.models.test_encoders import bert, t5

@@ -8,11 +8,11 @@ from math import prod
 
 import pytest
 
+from megajax.compiled.audit import Audit, Kernel, audit
+from megajax.compiled.gpus import prepare, read_cluster
+from megajax.compiled.hlo import arrays
 from megajax.config import load
 from megajax.models.decoder.config import DecoderConfig
-from megajax.planning.gpus import prepare, read_cluster
-from megajax.planning.program.audit import Audit, Kernel, audit
-from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
 
 MIB = 2**20

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megajax.compiled.gpus import GPUS, Cluster
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, Estimate, estimate
-from megajax.planning.gpus import GPUS, Cluster
 from megajax.planning.ranking import Cache, compile_best, rank_rows
 from megajax.planning.search import (
     Choice,

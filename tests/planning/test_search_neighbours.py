@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from megajax.compiled.audit import largest_arrays
+from megajax.compiled.gpus import GIB, GPUS, Cluster
 from megajax.config import load
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, estimate
-from megajax.planning.gpus import GIB, GPUS, Cluster
-from megajax.planning.program.audit import largest_arrays
 from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.ranking import advice, cheapest
 from megajax.planning.search import changes, settings

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from megajax.compiled.gpus import GIB, GPUS
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.inference.programs import CacheSize, like_cache
@@ -19,7 +20,6 @@ from megajax.mesh.rules import Plan
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import CACHE_SHARE, Serving, by_preference, row_counts, servings
-from megajax.planning.gpus import GIB, GPUS
 
 SIZE = CacheSize(blocks=2, block=16, slots=3)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.weights.foreign import declared_by
+from megajax.compiled.gpus import GIB, GPUS, Cluster
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.inference.loading import load_weights, without_weights
@@ -18,7 +19,6 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import servings
-from megajax.planning.gpus import GIB, GPUS, Cluster
 from megajax.planning.program.serving_step import compile_steps
 from megajax.precision.config import PrecisionConfig
 

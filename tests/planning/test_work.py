@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from descriptions import llama3_8b
 
+from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
@@ -25,7 +26,6 @@ from megajax.planning.cost.device_work import (
 )
 from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
 from megajax.planning.cost.traffic import Traffic, memory_bytes
-from megajax.planning.gpus import GPUS
 
 H100 = GPUS["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")

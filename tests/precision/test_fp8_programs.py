@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from megajax.compiled.gpus import read_cluster, virtual_devices
+from megajax.compiled.hlo import Contents, Program
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla_options import GPU, INFERENCE
-from megajax.planning.gpus import read_cluster, virtual_devices
-from megajax.planning.program.hlo import Contents, Program
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig

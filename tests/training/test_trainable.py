@@ -12,13 +12,13 @@ from small_jobs import losses, run_config
 from tiny_runs import ONE, QUICK, Program, build_program, gradients_of, in_order, llama, place, rows, start, within
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.compiled.hlo import Collective, read
 from megajax.config.errors import UserError
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.optim.config import AdamWConfig
-from megajax.planning.program.hlo import Collective, read
 
 TRAINED = ("*.mixer.query", "norm.gain")
 PATHS = {"stack.blocks.0.mixer.query", "norm.gain"}

@@ -11,6 +11,7 @@ from functools import cached_property
 from math import gcd, prod
 from typing import Literal
 
+from megajax.compiled.gpus import OVERHEAD, Device
 from megajax.config.errors import UserError
 from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import BlockFacts, Share, Weight
@@ -21,7 +22,6 @@ from megajax.mesh.xla_options import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
-from megajax.planning.gpus import Device
 from megajax.training.run_config import RunConfig
 
 type Compute = Literal["bfloat16", "float16", "float32", "fp8"]
@@ -59,10 +59,9 @@ class System:
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
 
-MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True, overhead=1.1)
+MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True, overhead=OVERHEAD)
 """As counted in compiled programs (megajax.planning.cost.device_work); most_in_place is MOST_LOOPS of
-pipeline.executor. overhead: between that of MaxText, 1.0, and that of other programs outside of NVIDIA's tuned stack,
-1.23 (benchmarks/planning/systems.py); assumed, because no step has been timed."""
+pipeline.executor."""
 
 
 @dataclass(frozen=True, kw_only=True)

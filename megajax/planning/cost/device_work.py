@@ -13,11 +13,11 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
+from megajax.compiled.gpus import GIB
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.recompute import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
 from megajax.planning.cost.description import BYTES, Description, Tower
-from megajax.planning.gpus import GIB
 
 ATTENTION_BACKWARD = 2.5
 """Operations of fused attention backward over forward: five matmuls (one recomputes the scores) against two."""
@@ -82,7 +82,7 @@ class Work:
 
     def streamed(self, run: Description) -> "Work":
         """The same with the seconds of its memory-bound bytes."""
-        self.stream_seconds = run.system.overhead * self.stream / memory_rate(run)
+        self.stream_seconds = run.system.overhead * self.stream / run.device.memory_rate
         return self
 
 
@@ -94,11 +94,6 @@ class Halves(NamedTuple):
 
     def plus(self, other: "Halves", times: float = 1.0) -> "Halves":
         return Halves(*(work.plus(added, times) for work, added in zip(self, other, strict=True)))
-
-
-def memory_rate(run: Description) -> float:
-    """Bytes per second that memory-bound kernels reach."""
-    return run.device.bandwidth * run.device.stream
 
 
 def recomputed(policy: SavePolicy, part: Part | None) -> bool:
@@ -120,9 +115,8 @@ class Product:
 
     def seconds(self, run: Description) -> float:
         shape = self.rows, self.contracted, self.columns
-        rate = run.device.matmul_rate(run.compute) * run.device.matmul_share(*shape)
-        operations = 2 * self.experts * self.rows * self.contracted * self.columns
-        return run.system.overhead * max(operations / rate, self.bytes / memory_rate(run))
+        computing = run.device.matmul_seconds(run.compute, shape, self.experts)
+        return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
 
 def products(
@@ -208,12 +202,13 @@ def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halv
         once = tower.tokens * run.width * sum(elements.local(tensor) for elements in mixer.tensors)
         if mixer.fused:
             repeat = recomputed(policy, "core_attention")
-            seconds = queries * mixer.work.unmasked / (device.peak * device.attention_forward)
-            behind = ATTENTION_BACKWARD * queries * mixer.work.unmasked / (device.peak * device.attention_backward)
+            seconds = queries * mixer.work.unmasked / device.attention_rate(backward=False)
+            behind = ATTENTION_BACKWARD * queries * mixer.work.unmasked / device.attention_rate(backward=True)
         else:
             repeat = policy.parts is not None  # scores have no name: only recompute=none saves them
             scores = tower.tokens * mixer.work.scores / tensor * SCORE_BYTES * run.width / 2
-            seconds = queries * mixer.work.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
+            rate, moving = device.matmul_rate(run.dtype), scores / 3 / device.memory_rate
+            seconds = queries * mixer.work.multiply_adds / rate + moving
             if mixer.work.scores < mixer.heads * tower.section.length:  # of a state space, by chunks
                 seconds /= device.scan
             behind, once = 2 * seconds, once + scores / 3
@@ -265,7 +260,7 @@ def table_work(run: Description) -> Halves:
     rate = device.matmul_rate(run.dtype) * device.matmul_share(rows, last.hidden, columns)
     once = times * 2 * scored * last.hidden * columns / rate
     for half, count in ((forward, 1), (backward, 2)):
-        half.matmul_seconds = run.system.overhead * max(count * once, half.matmul / memory_rate(run))
+        half.matmul_seconds = run.system.overhead * max(count * once, half.matmul / run.device.memory_rate)
     return Halves(forward.streamed(run), backward.streamed(run))
 
 

@@ -8,12 +8,12 @@ from functools import cached_property
 from math import log2
 from typing import Any
 
+from megajax.compiled.gpus import GIB, Cluster
 from megajax.models.facts import Flops, count_flops
 from megajax.planning.cost import device_work as work
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.ranges import ErrorRange, range_of
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
-from megajax.planning.gpus import GIB, Cluster
 from megajax.training.run_config import RunConfig
 
 DAY = 86_400
@@ -130,7 +130,7 @@ def estimate(run: Description) -> Estimate:
         exposed_seconds=exposed + waiting(run, compute + exposed + bubble_seconds),
         hidden_seconds=sum(min(row.seconds, row.hidden) for row in rows),
         bubble_seconds=bubble_seconds,
-        optimizer_seconds=once.stream / work.memory_rate(run) + 2 * away / run.device.host,
+        optimizer_seconds=once.stream / run.device.memory_rate + 2 * away / run.device.host,
     )
 
 

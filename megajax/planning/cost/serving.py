@@ -14,13 +14,13 @@ from itertools import product
 from math import floor
 from typing import Any
 
+from megajax.compiled.gpus import GIB, MOST_DEVICES
+from megajax.compiled.links import Span, seconds
 from megajax.config.errors import UserError
 from megajax.inference.config import InferenceParallelConfig
 from megajax.layers.cache_spec import stored_leaves
 from megajax.layers.facts import CUT_AXES, Elements, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
-from megajax.planning.cost.traffic import Span, seconds
-from megajax.planning.gpus import GIB, MOST_DEVICES
 
 CACHE_SHARE = 0.9
 """Share of the memory left by weights, the default of inference.memory_share; steps and fragments use the rest."""

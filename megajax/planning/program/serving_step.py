@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megajax.compiled import gpus as devices
+from megajax.compiled.gpus import GIB, Cluster
 from megajax.config.errors import UserError
 from megajax.inference.loading import without_weights
 from megajax.inference.programs import CacheSize, Programs
@@ -17,9 +19,7 @@ from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.models.facts import ChoosesKernels
-from megajax.planning import gpus as devices
 from megajax.planning.cost.serving import CHUNK, ROWS, WEIGHT_WIDTHS, Serving
-from megajax.planning.gpus import GIB, Cluster
 from megajax.planning.program.train_step import kernel_device, with_kernels
 from megajax.precision.config import PrecisionConfig
 from megajax.training.check_compiler_options import inference_options

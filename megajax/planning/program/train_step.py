@@ -1,14 +1,23 @@
 """The train step of a config, compiled for virtual GPU devices: memory, collectives, kernels, and its time."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
 
 import jax
 
+from megajax.compiled import gpus as devices
+from megajax.compiled.audit import audit, largest_arrays
+from megajax.compiled.costs import Costs
+from megajax.compiled.gpus import GIB, GPU, Cluster
+from megajax.compiled.hlo import Collective, Contents, read, rounds
+from megajax.compiled.hlo import Program as HloProgram
+from megajax.compiled.timeline import Timeline, timeline
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, duration
 from megajax.kernels.attention.capability import Choice
@@ -19,12 +28,7 @@ from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
-from megajax.planning import gpus as devices
 from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed, waiting
-from megajax.planning.cost.traffic import Span, seconds
-from megajax.planning.gpus import GIB, GPU, Cluster
-from megajax.planning.program.audit import audit, largest_arrays
-from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import layout, memory_rows, placement, times, traffic_by_class
 from megajax.training.program import Program
 from megajax.training.resolved import resolve
@@ -56,7 +60,7 @@ class Memory:
         return self.arguments + self.temporary + self.outputs - self.aliased
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainPlan:
     """The compiled train step of a config on a cluster."""
 
@@ -84,6 +88,16 @@ class TrainPlan:
         collectives early, so all but one remain. Loops over the ticks of a pipeline keep their counts.
         """
         return max(1, self.microbatches - 1) if self.schedule is None else 1
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of the instructions of the program."""
+        return Costs(HloProgram.read(self.text), self.mesh, self.cluster.device, self.cluster.per_node)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When kernels and collectives of the program run."""
+        return timeline(self.costs, self.unknown_trips)
 
     @property
     def pipeline_bubble(self) -> float:
@@ -181,16 +195,20 @@ def bytes_per_device(tree: Any) -> int:
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None) -> list[dict[str, Any]]:
-    """Collectives with the same place, kind, axes and overlap, summed: rows of a table, in the order of places.
+def grouped(
+    collectives: Iterable[Collective],
+    unknown_trips: int | None = None,
+    more: Callable[[Sequence[Collective]], Mapping[str, Any]] = lambda members: {},
+) -> list[dict[str, Any]]:
+    """Collectives with the same place, kind and axes, summed: rows of a table, in the order of places.
 
     docs/planning.md lists the keys. share: fraction of the runs that is not skipped; count and bytes: None as in
-    `Place.runs`.
+    `Place.runs`. more: further values of a row.
     """
 
     def key(item: Collective) -> tuple:
         place, groups = item.place, item.groups
-        return place.path, item.kind, groups.name, groups.size, not item.overlapped, place.conditional, place.share
+        return place.path, item.kind, groups.name, groups.size, place.conditional, place.share
 
     rows = []
     for _, group in groupby(sorted(collectives, key=key), key):
@@ -207,39 +225,48 @@ def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None)
                 "inside_loop": bool(place.path),
                 "conditional": place.conditional,
                 "share": place.share,
-                "overlapped": members[0].overlapped,
                 "instructions": len(members),
                 "arrays": sum(collective.arrays for collective in members),
                 "count": None if times is None else times * len(members),
                 "bytes_once": once,
                 "bytes": None if times is None else times * once,
+                **more(members),
             }
         )
     return rows
 
 
 def timed(plan: TrainPlan) -> list[dict[str, Any]]:
-    """Rows of `grouped` with the seconds of each per step, by the cost model; any model has them."""
-    rows = grouped(plan.contents.collectives, plan.unknown_trips)
+    """Rows of `grouped` with seconds and exposed seconds of a step, by the cost model; any model has them."""
+    exposed, costs = plan.timeline.exposed, plan.costs
+    instructions = Counter(collective.name for collective in plan.contents.collectives)
+
+    def more(members: Sequence[Collective]) -> dict[str, float]:
+        place, seconds = members[0].place, sum(map(costs.of_message, members))
+        waits = (exposed.get(member.name, 0.0) / instructions[member.name] for member in members)
+        times = place.share * rounds(place.trips, plan.unknown_trips)
+        return {"seconds": times * seconds, "exposed_seconds": sum(waits)}
+
+    return grouped(plan.contents.collectives, plan.unknown_trips, more)
+
+
+def exposed_by_axis(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Mesh axes of collectives -> seconds of a step in which nothing runs beside them; rows: of `timed`."""
+    seconds: dict[str, float] = {}
     for row in rows:
-        axes = row["axis"].partition(" ")[0].split("+")  # without "(part)"
-        count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
-        group = Span.along(axes, plan.mesh, plan.cluster.per_node)
-        span = Span(row["members"], min(row["members"], group.inside))  # of a part of an axis: neighbours
-        size = row["bytes_once"] / row["instructions"]
-        row["seconds"] = count * seconds(row["kind"], size, span, plan.cluster.device)
-    return rows
+        seconds[row["axis"]] = seconds.get(row["axis"], 0.0) + row["exposed_seconds"]
+    return seconds
 
 
 def with_program(formula: Estimate, rows: Iterable[Mapping[str, Any]]) -> Estimate:
     """An estimate with the collectives of the compiled program; rows: of `timed`.
 
-    Collectives beside matmuls are hidden, at most for as long as there is computing. Idle ticks of a pipeline have
-    collectives like all others, so the bubble is of computing alone.
+    Idle ticks of a pipeline have collectives like all others, so the bubble is of computing alone.
     """
-    run, compute = formula.run, formula.compute_seconds
-    hidden = min(sum(row["seconds"] for row in rows if row["overlapped"]), compute)
-    exposed = sum(row["seconds"] for row in rows) - (1 - run.device.contention) * hidden
+    run, compute, rows = formula.run, formula.compute_seconds, [*rows]
+    exposed = sum(row["exposed_seconds"] for row in rows)
+    hidden = sum(row["seconds"] for row in rows) - exposed
+    exposed += run.device.contention * hidden
     bubble = run.schedule.fraction * compute
     exposed += waiting(run, compute + exposed + bubble)
     return replace(formula, exposed_seconds=exposed, hidden_seconds=hidden, bubble_seconds=bubble)
@@ -284,11 +311,19 @@ def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str,
         predicted = None if formula is None else bytes_per_step(formula)
         blocks.append(traffic_by_class(program.by_class(), cluster.device, predicted, program.workspace()))
         figures |= program.to_dict()
+        blocks.append(_streams(plan.timeline, rows))
     compiled = [("time", duration(plan.compile_seconds)), ("jax", jax.__version__)]
     if options:
         compiled.append(("XLA, as asked", ", ".join(f"{name}={value}" for name, value in options.items())))
     blocks += [("compile", compiled), _collectives(plan, rows), *([] if plan.fits else [largest_arrays(plan.text)])]
     return Report(f"plan for {cluster.devices} x {cluster.gpu.description}", blocks), figures
+
+
+def _streams(line: Timeline, rows: Iterable[Mapping[str, Any]]) -> Section:
+    """Seconds of a step as two streams, and what is exposed over each axis."""
+    waits = [(f"exposed over {axis}", f"{seconds:9.3f} s") for axis, seconds in exposed_by_axis(rows).items()]
+    parts = [("step", f"{line.seconds:9.3f} s"), ("kernels", f"{line.computing:9.3f} s"), *waits]
+    return "kernels and collectives as two streams, from the program alone", parts
 
 
 def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -305,6 +340,8 @@ def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "virtual_stages": plan.cfg.parallel.virtual_stages,
         "ring_slots": None if schedule is None else schedule.ring_slots,
         "collectives": rows,
+        "exposed_by_axis": exposed_by_axis(rows),
+        "streams": {"seconds": plan.timeline.seconds, "computing": plan.timeline.computing},
         "loops": [
             {
                 "loop": loop.place.name,
@@ -334,7 +371,7 @@ def _collectives(plan: TrainPlan, rows: Iterable[Mapping[str, Any]]) -> Table:
         indent = "  " * len(place.path)
         trips = " x ".join("?" if trips is None else f"{trips:,}" for trips in place.trips)
         heading = (f"{place.name}: {trips} times" if place.path else "step") + " at most" * place.conditional
-        lines.append((f"{indent}{heading}, {loop.matmuls} matmul{'s' * (loop.matmuls != 1)}", *[""] * 6))
+        lines.append((f"{indent}{heading}, {loop.matmuls} matmul{'s' * (loop.matmuls != 1)}", *[""] * 7))
         lines += [
             (
                 f"{indent}  {row['kind']}{' (in a branch)' * row['conditional']}",
@@ -343,7 +380,8 @@ def _collectives(plan: TrainPlan, rows: Iterable[Mapping[str, Any]]) -> Table:
                 f"{row['count']:,}",
                 byte_size(row["bytes_once"] / row["instructions"]),
                 byte_size(row["bytes"]),
-                "yes" if row["overlapped"] else "no",
+                f"{row['seconds']:.3f}",
+                f"{row['exposed_seconds']:.3f}",
             )
             for row in inside
         ]
@@ -351,4 +389,4 @@ def _collectives(plan: TrainPlan, rows: Iterable[Mapping[str, Any]]) -> Table:
     note = f"; ?: the compiler does not know the trip count of loop {unknown}, {plan.unknown_trips:,} is taken"
     headings = ("loop, collective", "axis", "in program", "per step", "bytes each time", "bytes per step")
     title = f"collectives of one device{note * bool(unknown)}"
-    return Table(title, (*headings, "beside matmuls"), lines, (0, 1, 6))
+    return Table(title, (*headings, "seconds", "exposed"), lines, (0, 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megajax.compiled.gpus import GIB, GPUS
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.layers.block.config import BlockConfig
@@ -15,7 +16,6 @@ from megajax.models.facts import demand_facts
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.gpus import GIB, GPUS
 from megajax.tools.megatron_args import main
 from megajax.training.run_config import RunConfig
 

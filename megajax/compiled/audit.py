@@ -2,7 +2,7 @@
 
 Bytes are the least that a kernel needs: each operand is read once; of a sliced operand only the slice counts, of an
 in-place update only the part that is updated. A kernel counts as often as it runs: by the trip counts of its loops and,
-in a conditional, by the fraction of the runs that take its branch (see `_branch_shares`).
+in a conditional, by the fraction of the runs that take its branch (see `_shares`).
 """
 
 import re
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
+from megajax.compiled import hlo
+from megajax.compiled.gpus import GIB
 from megajax.display.banner import Table
-from megajax.planning.gpus import GIB
-from megajax.planning.program import hlo
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,
@@ -70,6 +70,13 @@ class Kernel:
         return self.bytes_read + self.bytes_written
 
     @property
+    def workspace(self) -> int:
+        """Bytes of scratch arrays of a cuBLAS call, which count as written and are hardly used."""
+        if self.work != "matmul" or "cublas" not in (self.target or "") or not self.shape.startswith("("):
+            return 0
+        return sum(size for kind, size in hlo.arrays(self.shape) if kind in ("s8", "u8"))
+
+    @property
     def total(self) -> int:
         """Bytes of one device and step."""
         return round(self.bytes * self.rounds * self.share)
@@ -95,11 +102,8 @@ class Audit:
         return {"total": sum(sums.values()), **sums}
 
     def workspace(self) -> int:
-        """Bytes per step of the scratch arrays of cuBLAS calls, which count as written and are hardly used."""
-        calls = [call for call in self.kernels if call.work == "matmul" and "cublas" in (call.target or "")]
-        tuples = [(call, hlo.arrays(call.shape)) for call in calls if call.shape.startswith("(")]
-        scratch = [(call, sum(size for kind, size in arrays if kind in ("s8", "u8"))) for call, arrays in tuples]
-        return sum(round(call.rounds * call.share * size) for call, size in scratch)
+        """Bytes per step of the scratch arrays of cuBLAS calls."""
+        return sum(round(kernel.rounds * kernel.share * kernel.workspace) for kernel in self.kernels)
 
     def to_dict(self) -> dict[str, Any]:
         """Bytes of one device and step, under the names of a plan's JSON."""
@@ -129,16 +133,23 @@ def _kernels(
             inside = hlo.Place(place.path, place.trips, True, place.share), unknown_trips
             names = program.callees_of(op, "branches")
             branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
-            for branch, share in zip(branches, _branch_shares(branches, op.share), strict=True):
+            for branch, share in zip(branches, _shares(branches, op.share), strict=True):
                 yield from (replace(kernel, share=share * kernel.share) for kernel in branch)
         elif op.opcode == "call":
             for callee in program.callees_of(op):
                 yield from _kernels(program, callee, context, numbers)
         elif op.opcode not in FREE and not op.opcode.endswith(hlo.FINISH):
-            yield _kernel(program, op, computation, context)
+            yield kernel_of(program, op, computation, context)
 
 
-def _branch_shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> list[float]:
+def branch_shares(program: hlo.Program, op: hlo.Instruction) -> list[tuple[str, float]]:
+    """(computation, share of the runs) of each branch of a conditional, see `_shares`."""
+    names = [*program.callees_of(op, "branches")]
+    branches = [[*_kernels(program, name, (hlo.Place(), 1), count(1))] for name in names]
+    return [*zip(names, _shares(branches, op.share), strict=True)]
+
+
+def _shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> list[float]:
     """Fraction of the runs in each branch of a conditional; busy: the share in its name, see `Instruction.share`.
 
     Where all branches compute attention and some call cuDNN, those are always taken: the others are for rows with more
@@ -157,9 +168,13 @@ def _branch_shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> 
     return [(1 - busy) / sum(idle) if is_idle else busy / (len(idle) - sum(idle)) for is_idle in idle]
 
 
-def _kernel(
-    program: hlo.Program, root: hlo.Instruction, home: hlo.Computation, context: tuple[hlo.Place, int]
+def kernel_of(
+    program: hlo.Program,
+    root: hlo.Instruction,
+    home: hlo.Computation,
+    context: tuple[hlo.Place, int] = (hlo.Place(), 1),
 ) -> Kernel:
+    """The kernel of an instruction. context: its place, and `unknown_trips`."""
     place, unknown_trips = context
     inner = [program.computations[name] for name in program.callees_of(root, "calls")]
     body = inner[0] if inner else {root.name: root}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from megajax.compiled.gpus import GPUS, REQUIRED, Cluster, read_cluster, read_device
+from megajax.compiled.links import Span, ring_rate, seconds
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.xla_options import XlaConfig, set_process
 from megajax.planning.cost.estimate import Case
-from megajax.planning.cost.traffic import Span, ring_rate, seconds
-from megajax.planning.gpus import GPUS, REQUIRED, Cluster, read_cluster, read_device
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -49,12 +49,17 @@ _AXIS = re.compile(r"'?([\w.-]+)'?=(\d+)")
 _USED = re.compile(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?")
 
 
-def arrays(shape: str) -> list[tuple[str, int]]:
-    """(type, number of elements) of each array of a shape: "(f32[2,3]{1,0}, s8[4])" -> [("f32", 6), ("s8", 4)]."""
+def shapes(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(type, sizes) of each array of a shape: "(f32[2,3]{1,0}, s8[4])" -> [("f32", (2, 3)), ("s8", (4,))]."""
     return [
-        (kind, prod(int(size) for size in dims.replace("<=", "").split(",") if size))
+        (kind, tuple(int(size) for size in dims.replace("<=", "").split(",") if size))
         for kind, dims in _ARRAY.findall(shape)
     ]
+
+
+def arrays(shape: str) -> list[tuple[str, int]]:
+    """(type, number of elements) of each array of a shape: "(f32[2,3]{1,0}, s8[4])" -> [("f32", 6), ("s8", 4)]."""
+    return [(kind, prod(sizes)) for kind, sizes in shapes(shape)]
 
 
 def elements(shape: str) -> int:
@@ -119,6 +124,11 @@ class Instruction:
         return target[1] if target else None
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether it starts an operation that ends in another instruction. A start with is_sync runs as one piece."""
+        return self.opcode.endswith(START) and '"is_sync":true' not in self.attributes
+
+    @property
     def is_matmul(self) -> bool:
         """Whether it is a matrix product itself; its callees do not count."""
         return self.opcode in MATMULS or bool(self.target and MATMUL_KERNELS.search(self.target))
@@ -162,6 +172,28 @@ class Program:
     def matmuls(self, op: Instruction) -> int:
         """Matrix products in it and in all it calls; a loop's body counts once."""
         return op.is_matmul + sum(self._matmuls_of[name] for name in self.callees_of(op))
+
+    def collective(self, op: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
+        """The collective that an instruction is, starts or wraps (fusion, async-start), and its computation."""
+        if op.opcode.removesuffix(START) in COLLECTIVES:
+            return op, home
+        if op.opcode == "fusion" or op.opcode.endswith(START):
+            for name in self.callees_of(op, "calls"):
+                inner = self.computations[name]
+                for part in inner.values():
+                    if (wrapped := self.collective(part, inner)) is not None:
+                        return wrapped
+        return None
+
+    def inside(self, op: Instruction, home: Computation) -> Iterator[tuple[Instruction, Computation]]:
+        """The instruction, or those of the computations that it calls, with the computation of each."""
+        callees = [*self.callees_of(op, "calls")]
+        if not callees:
+            yield op, home
+        for name in callees:
+            inner = self.computations[name]
+            for part in inner.values():
+                yield from self.inside(part, inner)
 
     @cached_property
     def _matmuls_of(self) -> dict[str, int]:
@@ -258,18 +290,43 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective instruction; collectives that the compiler combined are one."""
+class Message:
+    """What one collective moves."""
 
     kind: str
     groups: Groups
-    place: Place
     bytes: int
     """Bytes of one device and one run: the result of an all-gather, the operands of other kinds."""
     arrays: int
     """Arrays it moves at once."""
     elements: int
     """Elements of its results on one device."""
+
+
+def message(op: Instruction, home: Computation, mesh: Mapping[str, int]) -> Message | None:
+    """What a collective moves; None if its groups are of one device. mesh: axis -> size, outermost first."""
+    kind, groups = op.opcode.removesuffix(START), groups_of(op.attributes, mesh)
+    if not groups.axes:
+        return None
+    parts = [home[name].shape for name in op.operands]
+    if kind == "ragged-all-to-all":
+        # Of rows, buffer, offsets and sizes: no more is sent than both of the first hold.
+        parts = [min(parts[:2], key=size)]
+    total, numbers = sum(map(size, parts)), sum(map(elements, parts))
+    if kind == "all-gather":
+        total, numbers = total * groups.size, numbers * groups.size
+    elif kind == "reduce-scatter":
+        numbers //= groups.size
+    return Message(kind, groups, total, len(parts), numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Message):
+    """One collective instruction; collectives that the compiler combined are one."""
+
+    name: str
+    """Name of the instruction, or of that which starts or wraps it."""
+    place: Place
     overlapped: bool
     """Whether matmuls, or a loop with matmuls, are scheduled between its start and its end."""
 
@@ -322,11 +379,9 @@ class _Reader:
         work = [self.program.matmuls(op) for op in computation.values()]
         total = 0
         for index, op in enumerate(computation.values()):
-            if (collective := self.collective(op, computation)) is not None:
-                last = ends.get(op.name, len(work)) if op.opcode.endswith(START) else index
-                # A start and end with is_sync run as one blocking operation.
-                overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in op.attributes
-                self.add(*collective, place, overlapped)
+            if (collective := self.program.collective(op, computation)) is not None:
+                last = ends.get(op.name, len(work)) if op.asynchronous else index
+                self.add(op.name, *collective, place, any(work[index + 1 : last]))
             elif op.opcode == "while":
                 names = *op.callees["body"], *op.callees.get("condition", ())
                 self.body(place.inside(op, next(numbers)), *names)
@@ -337,33 +392,10 @@ class _Reader:
                 total += work[index]
         return total
 
-    def collective(self, instruction: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
-        """The collective that an instruction is, starts or wraps (fusion, async-start), and its computation."""
-        if instruction.opcode.removesuffix(START) in COLLECTIVES:
-            return instruction, home
-        if instruction.opcode == "fusion" or instruction.opcode.endswith(START):
-            for name in self.program.callees_of(instruction, "calls"):
-                inner = self.program.computations[name]
-                for op in inner.values():
-                    if (wrapped := self.collective(op, inner)) is not None:
-                        return wrapped
-        return None
-
-    def add(self, op: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
-        kind = op.opcode.removesuffix(START)
-        groups = groups_of(op.attributes, self.mesh)
-        if not groups.axes:
-            return
-        shapes = [home[name].shape for name in op.operands]
-        if kind == "ragged-all-to-all":
-            # Of rows, buffer, offsets and sizes: no more is sent than both of the first hold.
-            shapes = [min(shapes[:2], key=size)]
-        total, numbers = sum(map(size, shapes)), sum(map(elements, shapes))
-        if kind == "all-gather":
-            total, numbers = total * groups.size, numbers * groups.size
-        elif kind == "reduce-scatter":
-            numbers //= groups.size
-        self.collectives.append(Collective(kind, groups, place, total, len(shapes), numbers, overlapped))
+    def add(self, name: str, op: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
+        if (moved := message(op, home, self.mesh)) is not None:
+            sizes = moved.bytes, moved.arrays, moved.elements
+            self.collectives.append(Collective(moved.kind, moved.groups, *sizes, name, place, overlapped))
 
 
 def _end_indices(computation: Computation) -> dict[str, int]:

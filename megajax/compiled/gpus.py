@@ -34,6 +34,10 @@ DRIVER_SHARE = 0.01
 """Fraction of the data sheet's memory that CUDA does not report: 139.8 of 141 GiB are there on an H200."""
 CUDNN = (9, 28, 0)
 """Version of cuDNN that virtual devices have."""
+OVERHEAD = 1.1
+"""Factor on the time of matmuls and of memory-bound kernels of our programs: between that of MaxText, 1.0, and that of
+other programs outside of NVIDIA's tuned stack, 1.23 (benchmarks/planning/systems.py); assumed, because no step has been
+timed."""
 MOST_DEVICES = 16_384
 """Largest cluster."""
 
@@ -114,6 +118,19 @@ class Device:
     def matmul_rate(self, compute: str) -> float:
         """Operations per second of large matmuls."""
         return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul) * self.power
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that memory-bound kernels reach."""
+        return self.bandwidth * self.stream
+
+    def attention_rate(self, backward: bool) -> float:
+        """Operations per second of a fused attention's forward or backward pass."""
+        return self.peak * (self.attention_backward if backward else self.attention_forward)
+
+    def matmul_seconds(self, compute: str, sizes: tuple[float, float, float], matmuls: float = 1) -> float:
+        """Seconds of the operations of matmuls of these sizes: rows, contracted, columns."""
+        return 2 * matmuls * prod(sizes) / (self.matmul_rate(compute) * self.matmul_share(*sizes))
 
     def matmul_share(self, *sizes: float) -> float:
         """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
@@ -256,6 +273,14 @@ GPUS = {
         GPU(name="h20", description="NVIDIA H20", memory_gib=96, bandwidth=4e12, **_H20),
     )
 }  # fmt: skip
+
+
+def gpu_of(kind: str) -> GPU:
+    """The GPU of a jax device's `device_kind`; an H100 for unknown ones, because ratios of times differ little."""
+    known = [name for name in GPUS if all(word in kind.lower() for word in name.split("-"))]
+    return GPUS[max(known, key=len, default="h100")]
+
+
 OTHER_NAMES = {"a100": "a100-80gb"}
 
 REQUIRED = ("name", "memory_gib", "bandwidth", "peak", "nvlink", "network")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megajax.planning.program.audit import audit
-from megajax.planning.program.hlo import rounds
+from megajax.compiled.audit import audit
+from megajax.compiled.hlo import rounds
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, \

@@ -1,0 +1,1 @@
+"""Compiled programs: their text, and what their instructions cost on a GPU."""
