@@ -63,17 +63,13 @@ def make_engine(
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
     requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: they come from the text of a
-    request. Raises UserError if there is no memory for the cache, or if the model cannot take back the tokens of a
-    draft.
+    request. Raises UserError if there is no memory for the cache, or if a layer cannot take back the tokens of a draft.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
     tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
     tile = min(TILE, chunk) if tiled else chunk
-    if config.speculate and not tiled:
-        reason = "the model has layers with a state per request (or an encoder), from which no token can be taken back"
-        raise UserError(f"inference.speculate={config.speculate}: {reason}. Set inference.speculate=0")
     invariant, models = config.batch_invariant, (model, *(() if draft is None else (draft.model,)))
     buckets = buckets_up_to(max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=invariant)
     size, drafting = cache_size(config, length, models, dtype), None
@@ -166,7 +162,8 @@ def cache_size(config: InferenceConfig, length: int, models: Sequence[LoadedMode
     mesh, bytes_of = models[0].mesh, {"token": 0, "row": 0}
     for number, model in enumerate(models):
         # Draft models read no images.
-        leaves = (*model.cfg.cache_leaves(model.layout.plan.tensor), *(() if number else image_leaves(model.cfg)))
+        cfg, drafts = model.cfg, 0 if number else config.speculate
+        leaves = (*cfg.cache_leaves(model.layout.plan.tensor, drafts), *(() if number else image_leaves(cfg)))
         replicas = mesh.shape["data"] * mesh.shape["expert"]
         like = like_cache(leaves, replace(size, blocks=1), dtype, mesh, model.layout, replicas)
         for leaf in stored_leaves(leaves, dtype):

@@ -140,7 +140,7 @@ class Programs:
         self.replicas = shape["data"] * shape["expert"]
         self.images = image_input(loaded.cfg)
         self.leaves: tuple[CacheLeaf, ...] = (
-            *loaded.cfg.cache_leaves(shape["tensor"]),
+            *loaded.cfg.cache_leaves(shape["tensor"], self.drafts),
             *image_leaves(loaded.cfg),
             TOKENS,
         )

@@ -38,6 +38,10 @@ class CacheLeaf:
 
 SCALE = "_scale"
 """Suffix of the name of an 8-bit leaf's scales."""
+LATEST = "latest."
+"""Prefix of the names of leaves with the latest inputs of a recurrence, see `latest_leaves`."""
+POSITION = f"{LATEST}position"
+"""The leaf of their positions."""
 MEMORY_BLOCK = 16
 """Tokens of the preceding section per block of a paged cache."""
 EIGHT_BIT = MappingProxyType({"int8": "int8", "fp8": "float8_e4m3fn"})
@@ -66,11 +70,12 @@ def cached_heads(groups: int, tensor: int) -> int:
     return max(groups, tensor)
 
 
-def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0) -> tuple[CacheLeaf, ...]:
+def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0, drafts: int = 0) -> tuple[CacheLeaf, ...]:
     """The cache leaves of all layers of a stack config, named by block: "0.mixer.key".
 
     hidden: width of the residual stream; tensor: devices that share the heads; memory: maximum number of tokens of the
-    preceding section. Raises UserError for a mixer without `cache_leaves`.
+    preceding section; drafts: most tokens of a draft. Raises UserError for a mixer without `cache_leaves`, and for
+    drafts of a mixer whose state cannot go back.
     """
     leaves: list[CacheLeaf] = []
     for number, (block, layers) in enumerate(stack.stored()):
@@ -80,9 +85,37 @@ def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0) -> tuple
                     f"{type(mixer).__name__} cannot generate text: its config needs a method cache_leaves, and its "
                     "module a method step; see docs/inference.md"
                 )
-            mixer_leaves: Sequence[CacheLeaf] = [in_row(leaf, memory) for leaf in mixer.cache_leaves(hidden, tensor)]
+            mixer_leaves = [in_row(leaf, memory) for leaf in mixer.cache_leaves(hidden, tensor)]
+            mixer_leaves += latest_leaves(mixer, hidden, tensor, drafts)
             leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in mixer_leaves]
     return tuple(leaves)
+
+
+def latest_leaves(mixer: Any, hidden: int, tensor: int, drafts: int) -> list[CacheLeaf]:
+    """Leaves with what the recurrence of a mixer read for the latest tokens of a decoding row, up to 1 + `drafts`, and
+    their positions: its state is that before these tokens until the next step, whose first position tells how many of
+    them are part of the row. None without drafts, and for a mixer without a state per row.
+
+    Raises UserError for a mixer with a state whose config has no method `step_inputs`.
+    """
+    if not drafts or all(leaf.per != "row" for leaf in mixer.cache_leaves(hidden, tensor)):
+        return []
+    if not hasattr(mixer, "step_inputs"):
+        raise UserError(
+            f"inference.speculate={drafts}: {type(mixer).__name__} has a state per request, from which no token can be "
+            "taken back, since its config has no method step_inputs; see docs/inference.md. Set inference.speculate=0"
+        )
+    position = CacheLeaf(POSITION, (1 + drafts,), (None,), per="row", dtype="int32")
+    inputs = [(leaf, (1 + drafts, *leaf.shape), (None, *leaf.axes)) for leaf in mixer.step_inputs(hidden, tensor)]
+    return [
+        position,
+        *(CacheLeaf(LATEST + leaf.name, shape, axes, per="row", dtype="float32") for leaf, shape, axes in inputs),
+    ]
+
+
+def row_axes(mixer: Any) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of the row leaves of a mixer, by name, also of those for drafts."""
+    return {leaf.name: leaf.axes for leaf in (*mixer.cache_leaves(0, 1), *latest_leaves(mixer, 0, 1, 1))}
 
 
 def paged_requests(stack: Any, hidden: int, request: PagedRequest) -> tuple[PagedRequest, ...]:

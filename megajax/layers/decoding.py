@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.kernels.paged.capability import PagedKernel
+from megajax.layers.cache_spec import LATEST, POSITION
 from megajax.layers.context import Context
 from megajax.mesh.layout import AxesTree, Layout
 from megajax.mesh.rules import LogicalAxes
@@ -131,14 +132,15 @@ def advance_rows(
 
     inputs, weights, cache: arrays [T, 1, ...], weights and leaves of rows, each with their logical axes; those of a
     leaf are its axes in one row. out: axes of the outputs [T, 1, ...]. A row that begins at position 0 starts with
-    zeros in its leaves, because its slot may have belonged to another row.
+    zeros in its leaves, because its slot may have belonged to another row. If the cache has `latest_leaves`, those of
+    all inputs, the leaves of a decoding row (first group) stay before its latest tokens, see `_of_drafts`.
     """
 
     def local(inputs: Any, weights: Any, cache: Cache, step: StepRows, positions: Array) -> tuple[Array, Cache]:
         slots, outputs, after = jnp.concatenate(step.states), [], []
         row_leaves = {name: leaf.at[step.layer, slots].get(mode="clip") for name, leaf in cache.items()}
-        first = 0
-        for (rows, width), part, count in zip(step.groups, step.parts(), step.counts, strict=True):
+        first, kinds = 0, (_of_drafts if POSITION in cache else _of_tokens, _of_tokens)
+        for (rows, width), part, count, kind in zip(step.groups, step.parts(), step.counts, kinds, strict=False):
 
             def of_rows(x: Array, part: slice = part, shape: tuple[int, int] = (rows, width)) -> Array:
                 return x[part].reshape(*shape, *x.shape[2:])
@@ -148,7 +150,7 @@ def advance_rows(
             before = {
                 name: jnp.where(starts.reshape(rows, *[1] * (x.ndim - 1)), 0, x) for name, x in group_leaves.items()
             }
-            y, leaves = advance(jax.tree.map(of_rows, inputs), weights, before, count)
+            y, leaves = kind(advance, jax.tree.map(of_rows, inputs), weights, before, count, of_rows(positions))
             outputs.append(y.reshape(rows * width, 1, *y.shape[2:]))
             after.append(leaves)
             first += rows
@@ -160,10 +162,49 @@ def advance_rows(
         }
         return jnp.concatenate(outputs), new_cache
 
-    pools = {name: (None, "batch", *axes) for name, axes in cache[1].items()}
+    pools = {name: (None, "batch", *cache[1][name]) for name in cache[0]}
     step = rows_of(ctx)
     ins = (inputs[1], weights[1], pools, step.axes(), ("batch", None))
     return layout.island(local, ins, (out, pools))(inputs[0], weights[0], cache[0], step, ctx.positions)
+
+
+NEVER = 2**30
+"""A position after all others."""
+
+
+def _of_tokens(
+    advance: Advance, inputs: Any, weights: Any, before: Cache, counts: Array, positions: Array
+) -> tuple[Array, Cache]:
+    """`advance` over tokens that are part of their rows."""
+    del positions
+    latest = {name: leaf for name, leaf in before.items() if name.startswith(LATEST)}
+    never = {POSITION: jnp.full_like(latest[POSITION], NEVER)} if latest else {}
+    y, leaves = advance(inputs, weights, {name: x for name, x in before.items() if name not in latest}, counts)
+    return y, {**leaves, **latest, **never}
+
+
+def _of_drafts(
+    advance: Advance, inputs: Mapping[str, Array], weights: Any, before: Cache, counts: Array, positions: Array
+) -> tuple[Array, Cache]:
+    """`advance` over decoding rows whose tokens, and those of the step before, may be wrong drafts.
+
+    First over the latest tokens that are part of the row, those before the row's first position [R, W]: the leaves that
+    stay. Then from these over the tokens of the step, which become the latest. A step reads and writes the state once,
+    where the states after each token would be 1 + drafts times as large.
+    """
+    held = before[POSITION].shape[1]
+    kept = jnp.sum(before[POSITION] < positions[:, :1], axis=1, dtype=jnp.int32)
+    latest = {name: before[LATEST + name].astype(x.dtype) for name, x in inputs.items()}
+    states = {name: leaf for name, leaf in before.items() if not name.startswith(LATEST)}
+    _, states = advance(latest, weights, states, kept)
+    y, _ = advance(inputs, weights, states, counts)
+    present = jnp.arange(positions.shape[1])[None] < counts[:, None]
+
+    def padded(x: Array, value: int = 0) -> Array:
+        return jnp.pad(x, ((0, 0), (0, held - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
+
+    following = {LATEST + name: padded(x) for name, x in inputs.items()}
+    return y, {**states, **following, POSITION: padded(jnp.where(present, positions, NEVER), NEVER)}
 
 
 def last_inputs(x: Array, before: Array, counts: Array) -> Array:

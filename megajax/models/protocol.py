@@ -68,12 +68,13 @@ class ModelConfig(Protocol):
         """
         return False
 
-    def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
+    def cache_leaves(self, tensor: int, drafts: int = 0) -> tuple[CacheLeaf, ...]:
         """Cache leaves of the layers for text generation, by block: "0.mixer.key".
 
-        tensor: devices that share the heads. Raises UserError for a model that does not generate text.
+        tensor: devices that share the heads; drafts: most tokens of a draft. Raises UserError for a model that does not
+        generate text, and for drafts if a layer can't take them back.
         """
-        del tensor
+        del tensor, drafts
         raise UserError(f"{type(self).__name__} does not generate text: see docs/inference.md")
 
     def paged_requests(self, request: PagedRequest) -> tuple[PagedRequest, ...]:

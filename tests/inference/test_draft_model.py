@@ -11,7 +11,7 @@ from compiled_steps import loaded, programs_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from test_engine import Client, serve
-from test_programs import HEADS, ROPE, VOCABULARY, decoder
+from test_programs import HEADS, MAMBA, ROPE, VOCABULARY, decoder
 from test_speculation import SETTINGS
 
 from megajax.inference.device import ModelDevice
@@ -23,12 +23,21 @@ from megajax.inference.speculation.draft_model import ByDevice, DraftModel
 from megajax.inference.weights.refit import ModelWeights
 from megajax.mesh.layout import Layout
 
+HYBRID = replace(decoder(MAMBA, replace(HEADS, rope=ROPE)), sequence_length=64)
 TARGET = replace(decoder(replace(HEADS, rope=ROPE), repeats=2), sequence_length=64)
 SMALLER = replace(decoder(replace(HEADS, heads=2, rope=ROPE)), sequence_length=64)
 DRAFTS, ROWS, TILE = 4, 3, 4
 
 
-def device_of(model: LoadedModel, draft: LoadedModel | None, *, drafts: int = DRAFTS, blocks: int = 24) -> ModelDevice:
+def device_of(
+    model: LoadedModel,
+    draft: LoadedModel | None,
+    *,
+    drafts: int = DRAFTS,
+    blocks: int = 24,
+    tile: int = TILE,
+    snapshots: int = 0,
+) -> ModelDevice:
     """With steps of 3 rows, and blocks of 4 tokens."""
 
     def drafting(size: CacheSize, **settings: Any) -> DraftModel | None:
@@ -38,9 +47,10 @@ def device_of(model: LoadedModel, draft: LoadedModel | None, *, drafts: int = DR
         model,
         choosers(VOCABULARY),
         chunks=(0, 8),
-        tile=TILE,
+        tile=tile,
         drafts=drafts,
         blocks=blocks,
+        snapshots=snapshots,
         length=64,
         rows=ROWS,
         drafting=drafting,
@@ -115,6 +125,18 @@ def test_all_drafts_of_the_model_itself_are_accepted(
     compare(before, clients)
     assert counts.preemptions_total > 0 and counts.shared_tokens_total > 0
     assert 0 < counts.accepted_tokens_total == counts.drafted_tokens_total
+
+
+@pytest.mark.slow
+def test_a_model_without_states_drafts_for_one_with_states() -> None:
+    model, sizes = loaded(HYBRID, {}), {"tile": 8, "snapshots": 2}
+    (before, _), (clients, counts) = (
+        answers(device_of(model, draft, drafts=drafts, **sizes))
+        for draft, drafts in ((None, 0), (loaded(SMALLER, {}, seed=1), DRAFTS))
+    )
+    compare(before, clients)
+    assert counts.preemptions_total > 0 and counts.shared_tokens_total > 0
+    assert counts.drafted_tokens_total > counts.accepted_tokens_total > 0
 
 
 LAYOUTS = {"sharded": True, "whole": False}

@@ -59,16 +59,19 @@ def forward(model: LoadedModel, rows: list[Row]) -> np.ndarray:
     return whole_logits(model, **leaves, segment_ids=np.ones_like(leaves["tokens"]))
 
 
-@pytest.mark.parametrize("sizes", [{}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)])
-def test_rows_read_their_texts(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "drafts"), [({}, 1), pytest.param({"data": 2, "tensor": 2}, 0, marks=pytest.mark.slow)]
+)
+def test_rows_read_their_texts(sizes: dict[str, int], drafts: int) -> None:
+    """Also with drafts, all of which are wrong."""
     model, draw = loaded(T5, sizes), np.random.default_rng(3)
-    programs = programs_of(model, [Logits()], rows=2, blocks=12)
+    programs = programs_of(model, [Logits()], rows=2, blocks=12, drafts=drafts)
     assert not programs.prefix_sharing
     replicas = sizes.get("data", 1)
 
     def rows(text: int, tokens: int, blocks: list[int], slot: int) -> list[Row]:
         new = [[draw.integers(1, VOCABULARY, n).tolist() for n in (text, tokens)] for _ in range(replicas)]
-        return [Row(answer, blocks, slot, memory) for memory, answer in new]
+        return [Row(answer, blocks, slot, memory, draft=[7] * drafts) for memory, answer in new]
 
     # The third rows take the slots and blocks of the first, as later requests do.
     first, second, third = rows(TEXT, 3, [0], 1), rows(5, 7, [3, 1], 0), rows(9, 3, [0], 1)

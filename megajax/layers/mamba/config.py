@@ -151,6 +151,16 @@ class Mamba2Config(StateSpaceConfig):
             state_leaf((self.heads, self.head_dim, self.state)),
         )
 
+    def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """What the recurrence reads of a token, see `megajax.layers.cache_spec.latest_leaves`."""
+        del hidden
+        group = (cached_heads(self.groups, tensor), self.state)
+        return (
+            CacheLeaf("x", (self.heads, self.head_dim), ("heads", None)),
+            *(CacheLeaf(name, group, ("kv_heads", None)) for name in ("b", "c")),
+            CacheLeaf("dt", (self.heads,), ("heads",)),
+        )
+
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """One matmul for the gate, convolution inputs and steps, and one for the output."""
         hidden_side = Elements(replicated=hidden)
@@ -264,6 +274,12 @@ class Mamba1Config(StateSpaceConfig):
         """The last inputs of the convolution, and the state."""
         del hidden, tensor
         return last_inputs(self, "x", (self.inner,), ("heads",)), state_leaf((self.inner, self.state))
+
+    def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """What convolution and recurrence read of a token, see `megajax.layers.cache_spec.latest_leaves`."""
+        del hidden, tensor
+        channels = (CacheLeaf(name, (self.inner,), ("heads",)) for name in ("input", "x", "dt"))
+        return (*channels, *(CacheLeaf(name, (self.state,), (None,)) for name in ("b", "c")))
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Matmuls of gate and input; of steps, b and c; of the output."""

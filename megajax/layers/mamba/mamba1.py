@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssm.selective_scan import SelectiveScan, selective_scan, selective_transition
+from megajax.layers.cache_spec import LATEST, POSITION, row_axes
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
 from megajax.layers.mamba.config import Mamba1Config
@@ -25,7 +26,7 @@ STATES = ("batch", "seq", "state")
 type Scanned = tuple[Array, ...]
 """x and steps before softplus [B, S, I], b and c [B, S, Z]."""
 
-SCANNED: AxesTree = (CHANNELS, CHANNELS, STATES, STATES)
+SCANNED = {"x": CHANNELS, "dt": CHANNELS, "b": STATES, "c": STATES}
 RATES: AxesTree = {"dt_bias": ("heads",), "a_log": ("heads", "state"), "skip": ("heads",)}
 
 
@@ -78,31 +79,33 @@ class Mamba1(nnx.Module):
         of_rows = None if ctx.segments is None else ("batch", "seq")
         filters: AxesTree = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
         y = self.layout.island(convolve, (CHANNELS, filters, of_rows), CHANNELS)(x, weights, ctx.segments)
-        island = self.layout.island(scan, (SCANNED, RATES, of_rows), CHANNELS)
+        island = self.layout.island(scan, (tuple(SCANNED.values()), RATES, of_rows), CHANNELS)
         y = island(self.scan_inputs(y), self.rates(), ctx.segments)
         return self.project_output(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba1Config.cache_leaves`."""
-        axes = {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
+        axes = row_axes(self.cfg)
 
-        def convolve(x: Array, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
-            y = silu_conv(x, weights, None, before["x"])
-            return y, {"x": last_inputs(x, before["x"], counts)}
+        def convolve(inputs: Any, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
+            x = inputs["input"]
+            return silu_conv(x, weights, None, before["x"]), {"x": last_inputs(x, before["x"], counts)}
 
         def scan(inputs: Any, rates: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
-            y, state = self.recurrence(inputs, rates, None, before["state"], counts)
+            y, state = self.recurrence(tuple(inputs[name] for name in SCANNED), rates, None, before["state"], counts)
             return y, {"state": state}
 
         def advance(f: Advance, inputs: Any, weights: Any, name: str) -> tuple[Array, Cache]:
-            leaf = {name: cache[name]}, {name: axes[name]}
-            return advance_rows(self.layout, f, inputs, weights, leaf, CHANNELS, ctx)
+            latest = (LATEST + name for name in inputs[0])
+            leaves = {name: cache[name] for name in (name, *latest, POSITION) if name in cache}
+            return advance_rows(self.layout, f, inputs, weights, (leaves, axes), CHANNELS, ctx)
 
         x, z = self.project(x)
         weights = self.conv_x.weights()
         filters = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
-        y, inputs = advance(convolve, (x, CHANNELS), (weights, filters), "x")
-        y, state = advance(scan, (self.scan_inputs(y), SCANNED), (self.rates(), RATES), "state")
+        y, inputs = advance(convolve, ({"input": x}, {"input": CHANNELS}), (weights, filters), "x")
+        scanned = dict(zip(SCANNED, self.scan_inputs(y), strict=True))
+        y, state = advance(scan, (scanned, SCANNED), (self.rates(), RATES), "state")
         return self.project_output(y, z), {**inputs, **state}
 
     def project(self, x: Array) -> tuple[Array, Array]:

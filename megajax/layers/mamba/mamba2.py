@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssm.ssd import Scan, causal_conv, gated_norm, ssd, ssd_transition
+from megajax.layers.cache_spec import row_axes
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
@@ -138,8 +139,8 @@ class Mamba2(nnx.Module):
             return y, {**last, "state": state}
 
         inputs, z = self.project(x)
-        weights, axes = (self.weights(), self.axes()), {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
-        y, cache = advance_rows(self.layout, advance, (inputs, INPUT_AXES), weights, (cache, axes), HEADS, ctx)
+        weights, leaves = (self.weights(), self.axes()), (cache, row_axes(self.cfg))
+        y, cache = advance_rows(self.layout, advance, (inputs, INPUT_AXES), weights, leaves, HEADS, ctx)
         return self.project_output(y, z), cache
 
     def project(self, x: Array) -> tuple[Inputs, Array]:

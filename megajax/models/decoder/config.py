@@ -280,11 +280,11 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         """Whether rows may be cut over devices: if no position sees later ones, and all mixers allow it."""
         return self.ignores_later_positions() and not self.mixers_of_whole_rows()
 
-    def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
+    def cache_leaves(self, tensor: int, drafts: int = 0) -> tuple[CacheLeaf, ...]:
         """Cache leaves of all layers. Raises UserError unless all blocks are causal."""
         if not all(getattr(mixer, "causal", True) for mixer in self.own_mixers("stack").values()):
             raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
-        return stack_leaves(self.stack, self.hidden, tensor, self.memory_length())
+        return stack_leaves(self.stack, self.hidden, tensor, self.memory_length(), drafts)
 
     def paged_requests(self, request: PagedRequest) -> tuple[PagedRequest, ...]:
         """Paged-attention requests of the attention layers."""
