@@ -94,7 +94,7 @@ def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0, drafts: 
 def latest_leaves(mixer: Any, hidden: int, tensor: int, drafts: int) -> list[CacheLeaf]:
     """Leaves with what the recurrence of a mixer read for the latest tokens of a decoding row, up to 1 + `drafts`, and
     their positions: its state is that before these tokens until the next step, whose first position tells how many of
-    them are part of the row. None without drafts, and for a mixer without a state per row.
+    them are part of the row. None without drafts, and for a mixer whose steps change no state per row.
 
     Raises UserError for a mixer with a state whose config has no method `step_inputs`.
     """
@@ -107,10 +107,8 @@ def latest_leaves(mixer: Any, hidden: int, tensor: int, drafts: int) -> list[Cac
         )
     position = CacheLeaf(POSITION, (1 + drafts,), (None,), per="row", dtype="int32")
     inputs = [(leaf, (1 + drafts, *leaf.shape), (None, *leaf.axes)) for leaf in mixer.step_inputs(hidden, tensor)]
-    return [
-        position,
-        *(CacheLeaf(LATEST + leaf.name, shape, axes, per="row", dtype="float32") for leaf, shape, axes in inputs),
-    ]
+    latest = [CacheLeaf(LATEST + leaf.name, shape, axes, per="row", dtype="float32") for leaf, shape, axes in inputs]
+    return [position, *latest] if latest else []
 
 
 def row_axes(mixer: Any) -> dict[str, tuple[str | None, ...]]:

@@ -375,6 +375,11 @@ class CrossAttentionConfig(AttentionConfig):
         length = CacheLeaf("length", (), (), per="row", dtype="int32")
         return (*(replace(leaf, per="memory") for leaf in keyed), length)
 
+    def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """None: steps change nothing in these leaves, see `megajax.layers.cache_spec.latest_leaves`."""
+        del hidden, tensor
+        return ()
+
     def request(self, request: Request) -> Request:
         """The request to an attention backend."""
         return replace(AttentionConfig.request(self, request), key_length=request.key_length, cross=True)
