@@ -192,16 +192,16 @@ def _of_drafts(
     stay. Then from these over the tokens of the step, which become the latest. A step reads and writes the state once,
     where the states after each token would be 1 + drafts times as large.
     """
-    held = before[POSITION].shape[1]
-    kept = jnp.sum(before[POSITION] < positions[:, :1], axis=1, dtype=jnp.int32)
+    longest = before[POSITION].shape[1]
+    count = jnp.sum(before[POSITION] < positions[:, :1], axis=1, dtype=jnp.int32)
     latest = {name: before[LATEST + name].astype(x.dtype) for name, x in inputs.items()}
     states = {name: leaf for name, leaf in before.items() if not name.startswith(LATEST)}
-    _, states = advance(latest, weights, states, kept)
+    _, states = advance(latest, weights, states, count)
     y, _ = advance(inputs, weights, states, counts)
     present = jnp.arange(positions.shape[1])[None] < counts[:, None]
 
     def padded(x: Array, value: int = 0) -> Array:
-        return jnp.pad(x, ((0, 0), (0, held - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
+        return jnp.pad(x, ((0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
 
     following = {LATEST + name: padded(x) for name, x in inputs.items()}
     return y, {**states, **following, POSITION: padded(jnp.where(present, positions, NEVER), NEVER)}
