@@ -99,7 +99,7 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
     engine = start_engine(loaded, queue=config.server.queue, draft=drafting and load_draft(loaded, drafting))
     if serving is None:
         return processes.follow(engine.device)
-    processes.lead(engine.device)
+    processes.lead(engine.device, config.server.stall_seconds)
     reader = resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
     weights = resolve("megajax.interop.loading:weight_reader")(loaded, origin) if config.server.control else None
     # The engine may release its weights, also those of a draft model.

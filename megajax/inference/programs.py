@@ -11,6 +11,7 @@ The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mix
 
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ from megajax.inference.model_step import (
     step_rows,
     with_chosen,
 )
-from megajax.inference.request import ImageInput, Sequence, Step
+from megajax.inference.request import Announced, ImageInput, Sequence, Step
 from megajax.inference.step_arrays import (
     COPIES,
     Bucket,
@@ -150,8 +151,7 @@ class Programs:
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         """Steps by bucket; choosers with a bucket without prompts; scorers with their tokens; encoders by length."""
-        self.announce: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
-        """Called with each operation and its arguments before it runs here, so that other processes run it as well."""
+        self.announced: Announced = lambda name, arguments: nullcontext()
         self._output: StepOutput
         """Output of the last step, on the devices."""
 
@@ -336,8 +336,8 @@ class Programs:
 
     def _everywhere(self, name: str, *arguments: Any) -> Any:
         """Run an operation on the devices of all processes -> its result."""
-        self.announce(name, arguments)
-        return self.operate(name, *arguments)
+        with self.announced(name, arguments):
+            return self.operate(name, *arguments)
 
     def operate(self, name: str, *arguments: Any) -> Any:
         """Run this process's part of an operation. All processes run the same ones in the same order, with equal

@@ -6,6 +6,7 @@ Plain Python: a server or a script can build requests, and a scheduler can run, 
 from array import array
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,6 +21,10 @@ type Running = Literal["finish", "abort", "recompute", "keep"]
 """What becomes of unfinished requests when an engine pauses, sleeps or gets other weights. finish: they end first;
 abort: they end at once, with what they have; recompute: they go on later, after all their tokens were computed again;
 keep: they go on later with the keys that they have."""
+
+type Announced = Callable[[str, tuple[Any, ...]], AbstractContextManager[None]]
+"""Called with the name and the arguments of an operation of a device: a context in which this process runs its part,
+after the others were told to run theirs."""
 
 type Pooling = Literal["first", "last", "mean"]
 """The states of an embedding: that of the prompt's first or last token, or the mean over its tokens."""

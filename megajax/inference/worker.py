@@ -70,16 +70,17 @@ class Worker:
             self._cancelled.append(identifier)
             self._changed.notify()
 
-    def call[T](self, work: Callable[[Engine], T], *, idle: bool = False) -> Future[T]:
+    def call[T](self, work: Callable[[Engine], T], *, idle: bool = False, first: bool = False) -> Future[T]:
         """Run `work` on the engine's thread between two steps -> its result. Raises Refused if the engine has ended.
 
         idle: when all requests before it have ended, unless the engine is paused or asleep; those after it wait.
+        first: before the calls that wait.
         """
         future: Future[T] = Future()
         with self._changed:
             if self._closing or self.failure is not None:
                 raise Refused("draining", "the engine has ended")
-            self._calls.append((work, future, idle))
+            (self._calls.appendleft if first else self._calls.append)((work, future, idle))
             self._changed.notify()
         return future
 
@@ -192,13 +193,13 @@ class Worker:
             try:
                 self.engine.submit(request)
             except Refused as refusal:
-                LOG.error("request %s was accepted, then rejected: %s", request.identifier, refusal)
-                _end(request, "error")
+                # The engine has changed since `submit`: for example, an adapter was dropped.
+                _end(request, "error", refusal.message if refusal.reason == "invalid" else "")
             self._inbox.popleft()
 
 
-def _end(request: Request, finish: Finish) -> None:
-    """End each answer of a request that never ran."""
+def _end(request: Request, finish: Finish, problem: str = "") -> None:
+    """End each answer of a request that never ran. problem: as in `Output`."""
     with suppress(Exception):
         for number in range(request.sampling.n):
-            request.deliver(Output(number, finish=finish))
+            request.deliver(Output(number, finish=finish, problem=problem))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
@@ -160,6 +161,26 @@ def test_rows_of_weights_as_separate_arguments_give_the_same_bits(name: str) -> 
     row_bytes = rows[0].addressable_shards[0].data.nbytes
     pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (stack, rows[1])]
     assert pointers[1] - pointers[0] == row_bytes, "rows share the memory of their stack"
+
+
+@pytest.mark.parametrize("end", ["donated", "deleted"])
+def test_rows_of_weights_outlive_the_stack_whose_memory_they_share(end: str) -> None:
+    """A step of training takes its state, and deletes the arrays: jax then leaves the memory to the rows."""
+    model = loaded(decoder(replace(HEADS, rope=ROPE), repeats=2), {})
+    rows, stack = (each.weights["stack.blocks.0.mixer.query"] for each in (layers_apart(model), model))
+    before, place, shape = [np.array(row) for row in rows], stack.unsafe_buffer_pointer(), stack.shape
+    assert rows[0].unsafe_buffer_pointer() == place
+    model.weights.clear()
+    if end == "donated":
+        overwritten = jax.jit(lambda stack: stack.at[1].add(5.0), donate_argnums=0)(stack)
+        assert overwritten.unsafe_buffer_pointer() != place
+    else:
+        stack.delete()
+    del stack
+    new = [jnp.full(shape, number) for number in range(9)]
+    assert all(array.unsafe_buffer_pointer() != place for array in new)
+    for row, value in zip(rows, before, strict=True):
+        np.testing.assert_array_equal(row, value)
 
 
 def test_no_step_copies_a_weight_that_is_an_argument() -> None:

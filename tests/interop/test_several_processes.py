@@ -125,10 +125,10 @@ def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Sta
     assert "Traceback" not in two.first.text + two.processes[1].text
 
 
-def serving(folder: Path, start: Callable[..., Started]) -> tuple[Gang, str]:
+def serving(folder: Path, start: Callable[..., Started], *more: str) -> tuple[Gang, str]:
     """A server of two processes that has answered a request."""
     model = (f"--hf={folder / 'base'}", "--port=0", "--inference.warm_up=false", "--server.drain_seconds=5")
-    gang = Gang(start, "serve", *TWO, *model, *ENGINE)
+    gang = Gang(start, "serve", *TWO, *model, *ENGINE, *more)
     url = gang.url()
     assert ask(url, "completions", prompt=[1, 2, 3], max_tokens=3)["choices"]
     return gang, url
@@ -141,6 +141,20 @@ def test_the_server_ends_with_a_lost_process(folder: Path, start: Callable[..., 
     pid = gang.processes[1].process.pid
     lines = [line for line in gang.first.text.splitlines() if "has ended" in line]
     assert len(lines) == 1 and lines[0].startswith("megajax: process 1 (") and f"pid {pid}) has ended" in lines[0]
+
+
+def test_the_server_ends_with_a_process_that_hangs(folder: Path, start: Callable[..., Started]) -> None:
+    """Its connection lives on: it is missed by the first request."""
+    gang, url = serving(folder, start, "--server.stall_seconds=15")
+    hanging = gang.processes[1].process
+    hanging.send_signal(signal.SIGSTOP)
+    with pytest.raises(httpx2.HTTPError):
+        ask(url, "completions", prompt=[1, 2, 3], max_tokens=3)
+    assert gang.first.wait() == 124
+    (line,) = [line for line in gang.first.text.splitlines() if "did not run" in line]
+    assert f"pid {hanging.pid}) did not run the operations of process 0 for 15 s" in line
+    hanging.send_signal(signal.SIGCONT)
+    assert gang.processes[1].wait() == 1
 
 
 def test_others_end_with_the_server(folder: Path, start: Callable[..., Started]) -> None:

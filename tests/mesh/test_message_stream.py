@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -76,6 +76,27 @@ def test_another_process_asks_to_stop() -> None:
     stream.receivers[0].ask_to_stop()
     stream.stops.get(timeout=10)
     assert stream.lost.empty()
+
+
+def test_a_process_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not run what process 0 has run: neither one that waits for messages, nor one that still compiles."""
+    monkeypatch.setattr(message_stream, "CHECK_SECONDS", 0.01)
+    stream, hung = Stream(3), SimpleQueue[tuple[Any, ...]]()
+    stream.sender.watch(0.2, lambda *late: hung.put(late))
+    follower, hanging = map(iter, stream.receivers)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(list, follower)
+        for number, starting in enumerate((True, False)):
+            stream.sender.send(b"%d" % number, starting=starting)
+            assert next(hanging) == b"%d" % number
+            with pytest.raises(Empty):
+                hung.get(timeout=0.5)
+            stream.sender.ran()
+        assert hung.get(timeout=10) == (name_of(stream, 2), 0.2)
+        for receiver in stream.receivers:
+            receiver.close()
+        stream.sender.close()
+        assert received.result() == [b"0", b"1"]
 
 
 def test_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The compiled programs of an encoder: embeddings of texts, padded to a few lengths and numbers of texts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.request import Announced
 from megajax.inference.step_arrays import lengths_up_to, smaller_counts
 from megajax.mesh.named_shardings import replicated
 
@@ -28,8 +30,7 @@ class EncoderPrograms:
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
         self.counts, self.lengths = smaller_counts(rows, least=1), lengths_up_to(length)
-        self.announce: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
-        """As in `Programs`."""
+        self.announced: Announced = lambda name, arguments: nullcontext()
         self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     @property
@@ -40,8 +41,7 @@ class EncoderPrograms:
     def compile(self) -> Iterator[str]:
         """Compile all programs; yields the name of each after its compilation."""
         for count, length in product(self.counts, self.lengths):
-            self.announce("compile", (count, length))
-            self.operate("compile", count, length)
+            self._everywhere("compile", count, length)
             yield f"{count} texts of {length} tokens"
 
     def embed(self, tokens: np.ndarray, counts: np.ndarray, poolings: np.ndarray) -> Array:
@@ -49,8 +49,12 @@ class EncoderPrograms:
 
         tokens: int32 [texts, L], padded; counts: int32 [texts], tokens of each; poolings: int32 [texts], as `POOLINGS`.
         """
-        self.announce("embed", (tokens, counts, poolings))
-        return self.operate("embed", tokens, counts, poolings)
+        return self._everywhere("embed", tokens, counts, poolings)
+
+    def _everywhere(self, name: str, *arguments: Any) -> Any:
+        """Run an operation on the devices of all processes -> its result."""
+        with self.announced(name, arguments):
+            return self.operate(name, *arguments)
 
     def operate(self, name: str, *arguments: Any) -> Any:
         """Run this process's part of an operation, as in `Programs`."""

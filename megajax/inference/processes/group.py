@@ -10,11 +10,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 from megajax.config.errors import UserError, first_line
+from megajax.faults.exit_codes import HANG
 from megajax.faults.unfailing_output import to_stderr
 from megajax.inference.device import ModelDevice
+from megajax.inference.encoder.encoder_device import EncoderDevice
 from megajax.inference.processes.encoding import decode, encode
 from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.message_stream import Receiver, Sender
@@ -22,6 +26,10 @@ from megajax.mesh.processes.peers import Peers
 
 REPORT_SECONDS = 3.0
 """How long process 0 waits after another one has reported a failure: it may be about to report the same one itself."""
+PATIENCE = 600.0
+"""Seconds after which a process hangs that has not run its part of an operation."""
+STARTING = ("compile", "allocate")
+"""Operations before the first request."""
 DUPLICATE_SECONDS = 0.25
 """A launcher and the terminal may forward the same signal."""
 
@@ -29,7 +37,7 @@ DUPLICATE_SECONDS = 0.25
 class Processes:
     """All processes of an engine, within a `with` block; also a single one.
 
-    If one ends, all end: process 0 with a line that names it. A signal to one of them asks process 0 to stop.
+    If one ends or hangs, all end: process 0 with a line that names it. A signal to one of them asks process 0 to stop.
     """
 
     def __init__(self):
@@ -63,13 +71,25 @@ class Processes:
         if self._link is not None:
             self._link.close()
 
-    def lead(self, device: ModelDevice) -> None:
-        """In process 0: send the following operations of an engine's device to the others."""
-        link = self._link
-        if isinstance(link, Sender):
-            device.programs.announce = lambda name, arguments: link.send(encode((name, arguments)))
+    def lead(self, device: ModelDevice | EncoderDevice, patience: float = PATIENCE) -> None:
+        """In process 0: send the following operations of an engine's device to the others.
 
-    def follow(self, device: ModelDevice) -> int:
+        patience: seconds that they have for an operation after process 0 has run its part of it.
+        """
+        link = self._link
+        if not isinstance(link, Sender):
+            return
+        link.watch(patience, _hung)
+
+        @contextmanager
+        def announced(name: str, arguments: tuple[Any, ...]) -> Generator[None]:
+            link.send(encode((name, arguments)), starting=name in STARTING)
+            yield
+            link.ran()
+
+        device.programs.announced = announced
+
+    def follow(self, device: ModelDevice | EncoderDevice) -> int:
         """In other processes: run the operations of process 0 until it ends -> exit code 0."""
         for message in self._link if isinstance(self._link, Receiver) else ():
             name, arguments = decode(message)
@@ -86,18 +106,27 @@ class Processes:
 
     def _left(self, process: str, reason: str | None, code: int) -> NoReturn:
         """Process 0 was killed, or has failed."""
-        _end(process, reason, code if self._signal is None else 128 + self._signal[0])
+        _end(process, _what(reason), code if self._signal is None else 128 + self._signal[0])
 
 
 def _lost(process: str, reason: str | None, code: int) -> NoReturn:
     """Another process has ended. The devices of this one may wait for it for ever, so nothing can be finished."""
     if reason is not None:
         time.sleep(REPORT_SECONDS)
-    _end(process, reason, code)
+    _end(process, _what(reason), code)
 
 
-def _end(process: str, reason: str | None, code: int) -> NoReturn:
-    what = "has ended" if reason is None else f"failed: {reason}"
+def _hung(names: str, seconds: float) -> NoReturn:
+    """Other processes hang. The devices of this one may wait for them for ever."""
+    _end(names, f"did not run the operations of process 0 for {seconds:g} s", HANG)
+
+
+def _what(reason: str | None) -> str:
+    """What has become of a process that ended."""
+    return "has ended" if reason is None else f"failed: {reason}"
+
+
+def _end(process: str, what: str, code: int) -> NoReturn:
     to_stderr(f"megajax: {process} {what}; this process ends as well\n")
     sys.stdout.flush()
     os._exit(code)

@@ -230,7 +230,7 @@ class Routes:
             )
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
-                call.submit(prompts, job.sampling, job.pooling, job.images)
+                call.submit(prompts, job.sampling, job.pooling, job.images, job.fields)
             else:  # Compiles the schema, which takes time.
                 await asyncio.to_thread(call.submit, prompts, job.sampling, None, job.images)
             if job.stream is not None:

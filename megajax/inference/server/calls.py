@@ -53,10 +53,11 @@ class Call:
         sampling: Sampling,
         pooling: Pooling | None = None,
         images: tuple[PromptImage, ...] = (),
+        fields: Sequence[str] = (),
     ) -> None:
         """Submit all prompts. Raises RequestError if the engine rejects one of them; then none runs.
 
-        pooling: which embedding to deliver in place of an answer. images: of a single prompt.
+        pooling: which embedding to deliver in place of an answer. images: of a single prompt. fields: as in `Job`.
         """
         # A part of a text is an answer; a part of an embedding, or of scores, is none.
         scores = sampling.prompt_logprobs is not None or sampling.logprob_tokens
@@ -80,7 +81,8 @@ class Call:
                 self._worker.submit(request)
             except Refused as refusal:
                 self.cancel()
-                raise refused(refusal, self._names) from None
+                field = dict.fromkeys(("prompt", "memory"), fields[number]) if fields else {}
+                raise refused(refusal, self._names | field) from None
             self._running.add(identifier)
             self._unfinished += sampling.n
 

@@ -68,7 +68,8 @@ class ServerConfig:
     write_seconds: float = 60.0
     """Time limit for a client to read sent data, after which its request is cancelled."""
     stall_seconds: float = 60.0
-    """Time without a step, while requests run, after which /health answers 503."""
+    """Time without a step, while requests run, after which /health answers 503; and time that other processes of the
+    server have to run their part of a step, once process 0 has run its own, before the server ends."""
     hosts: tuple[str, ...] = ()
     """Host names by which clients reach the server, beside localhost, IP addresses and --host. Other names in the Host
     header get status 403, so that no web page can reach the server by DNS rebinding. A server with keys allows all

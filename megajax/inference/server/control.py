@@ -14,7 +14,7 @@ from megajax.inference.engine import Engine
 from megajax.inference.request import Refused, Running
 from megajax.inference.server.body import RequestError, invalid, read_object, refused
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, STRING
+from megajax.inference.server.fields import FLAG, TEXT
 from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.openapi import Endpoint
 from megajax.inference.server.values import Fields, UnknownFields, Unsupported, Values, choice
@@ -27,7 +27,7 @@ SGLANG_MODES: dict[str, Running] = {"abort": "abort", "retract": "recompute", "i
 BOOLEANS = {"true": True, "false": False}
 
 UPDATE_WEIGHTS: Fields = {
-    "model_path": STRING._replace(required=True),
+    "model_path": TEXT._replace(required=True),
     "load_format": choice("auto"),
     "abort_all_requests": FLAG,
     "flush_cache": FLAG,
@@ -132,7 +132,7 @@ class Control:
         values = await self._values(request, ABORT)
         if not values.get("abort_all", False):
             raise invalid("abort_all", "abort_all must be true: a single request is aborted by closing its connection")
-        await self._call(Engine.abort_all)
+        await self._call(Engine.abort_all, first=True)
         return JSONResponse({"status": "aborted"})
 
     async def update_weights(self, request: Request) -> Response:
@@ -172,9 +172,9 @@ class Control:
         _demand_no_page(request)
         return Values(await read_object(request, self._config), fields, self._unknown)
 
-    async def _call[T](self, work: Callable[[Engine], T], *, idle: bool = False) -> T:
+    async def _call[T](self, work: Callable[[Engine], T], *, idle: bool = False, first: bool = False) -> T:
         try:
-            return await asyncio.wrap_future(self._worker.call(work, idle=idle))
+            return await asyncio.wrap_future(self._worker.call(work, idle=idle, first=first))
         except Refused as refusal:
             raise refused(refusal, {}) from None
 

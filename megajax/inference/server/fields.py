@@ -125,6 +125,7 @@ def nonempty(value: Any) -> list[Any]:
 
 FLAG = Field("true or false", {"type": "boolean"}, instance(bool))
 STRING = Field("a string", {"type": "string"}, instance(str))
+TEXT = Field("a string that is not empty", {"type": "string", "minLength": 1}, nonempty_text)
 OBJECT = Field("an object", {"type": "object"}, instance(dict))
 IMAGE_URL = Field("a URL data:image/png;base64,… or data:image/jpeg;base64,…", {"type": "string"}, data_url)
 TOKENS = Field("a list of token ids", items("integer"), _tokens)
@@ -203,7 +204,7 @@ NO_EFFECT: Fields = {
 
 SCHEDULING: Fields = {
     "priority": Field("an integer", {"type": "integer"}, integer),
-    "cache_salt": Field("a string that is not empty", {"type": "string", "minLength": 1}, nonempty_text),
+    "cache_salt": TEXT,
 }
 """When a request runs, and with which others it shares the cache."""
 

@@ -9,7 +9,7 @@ from megajax.config.errors import UserError
 from megajax.inference.request import Refused
 from megajax.inference.sampling_settings import abbreviated
 from megajax.inference.server.body import RequestError, invalid, refused
-from megajax.inference.server.fields import STRING
+from megajax.inference.server.fields import STRING, TEXT
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.values import Field, Fields, Unsupported, instance
 
@@ -20,7 +20,7 @@ UNLOAD_ADAPTER: Fields = {
 """Fields of /v1/unload_lora_adapter, by vLLM's names; numbers of adapters have no effect."""
 LOAD_ADAPTER: Fields = {
     **UNLOAD_ADAPTER,
-    "lora_path": STRING._replace(required=True),
+    "lora_path": TEXT._replace(required=True),
     "base_model_name": STRING,
     "load_inplace": Unsupported("unload the adapter first", (False,)),
 }

@@ -98,15 +98,16 @@ class ServedModel:
         entry |= {} if self.parent is None else {"parent": self.parent}
         return entry | {"max_model_len": self.length, "chat_template": self.conversation is not None}
 
-    async def encode(self, text: str, *, special_tokens: bool, prefix: bool) -> list[int]:
+    async def encode(self, text: str, *, special_tokens: bool, prefix: bool, param: str = "prompt") -> list[int]:
         """Tokens of a text.
 
         special_tokens: whether names of special tokens become special tokens. prefix: start with `Tokenizer.prefix`.
+        param: the field of the text.
 
         Raises RequestError for text that the tokenizer rejects.
         """
         tokenizer = self.tokenizer if special_tokens else self.plain
-        tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist())
+        tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist(), param)
         return [*self.prefix, *tokens] if prefix else tokens
 
     async def converse(self, values: Values, param: str = "messages") -> tuple[list[int], tuple[PromptImage, ...]]:
@@ -178,7 +179,7 @@ class ServedModel:
             )
 
 
-async def _tokens(text: str, encode: Callable[[], list[int]], param: str = "prompt") -> list[int]:
+async def _tokens(text: str, encode: Callable[[], list[int]], param: str) -> list[int]:
     try:
         return encode() if len(text) < LONG else await asyncio.to_thread(encode)
     except UserError as error:
@@ -243,7 +244,8 @@ async def _encode(
     suffix: Sequence[int],
 ) -> list[int]:
     if isinstance(prompt, str):
-        return [*await model.encode(prompt, special_tokens=special_tokens, prefix=prefix), *suffix]
+        tokens = await model.encode(prompt, special_tokens=special_tokens, prefix=prefix, param=name)
+        return [*tokens, *suffix]
     model.demand_tokens(prompt, name)
     return list(prompt)
 

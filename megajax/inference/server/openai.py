@@ -137,6 +137,8 @@ class Job:
     """Which embeddings of the prompts are requested, in place of answers."""
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, if there is one."""
+    fields: Sequence[str] = ()
+    """The field of each prompt, for messages; empty: `names` has that of all."""
 
 
 class EventForm(Protocol):

@@ -4,12 +4,14 @@ They go over a TCP connection to each process, which also tells within milliseco
 coordination service of jax would need a call of each process for each message, and misses a process only after its
 heartbeats have failed for minutes; a broadcast between devices has one shape, and waits for ever for a lost process.
 
-A frame is its kind (one byte), its length (eight bytes) and its bytes. The other way, a process sends lines of JSON.
+A frame is its kind (one byte), its length (eight bytes) and its bytes. The other way, a process sends lines of JSON,
+one of them after each message that it has run: one that hangs would keep the others waiting for ever.
 """
 
 import contextlib
 import hmac
 import json
+import math
 import os
 import secrets
 import selectors
@@ -18,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,6 +35,10 @@ LEAVE_SECONDS = 30.0
 """How long the others may take to end after process 0 said so."""
 LOST_SECONDS = 30
 """After this time without an answer of its machine, a process is lost."""
+STARTING_SECONDS = 3600.0
+"""How long a message of the start may take, such as a compilation, after process 0 has run it."""
+CHECK_SECONDS = 0.5
+"""Time between two looks for a process that hangs."""
 LINE_BYTES = 4096
 """Maximum length of a line of JSON."""
 HEAD = struct.Struct("<BQ")
@@ -39,6 +46,8 @@ MESSAGE, END = 0, 1
 
 type Lost = Callable[[str, str | None, int], None]
 """Called in a thread when a process has ended: which one, why if it said so, and the exit code for this process."""
+type Hung = Callable[[str, float], None]
+"""Called in a thread when processes hang: which ones, and for how many seconds."""
 
 
 class Sender:
@@ -47,16 +56,30 @@ class Sender:
     def __init__(self, peers: Peers, lost: Lost, stop: Callable[[], None]):
         """Waits until all have connected. stop: called if another process was asked to stop. Raises TimeoutError."""
         self._lost, self._stop, self._closing = lost, stop, False
+        self._hung: Hung = lambda names, seconds: None
+        self._patience = math.inf
+        self._sent = self._due = self._starting = 0
         secret = secrets.token_hex(16)
         with _listener(peers) as listener:
             peers.broadcast([listener.getsockname()[1], secret])
             self._connections = _accepted(listener, secret, peers.count - 1)
+        self._ran, self._since = (dict.fromkeys(self._connections, number) for number in (0, time.monotonic()))
         self._thread = threading.Thread(target=self._watch, name="watch of processes", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes) -> None:
-        """Send a message to all others."""
+    def watch(self, patience: float, hung: Hung) -> None:
+        """From now on, the others have so many seconds to run a message after process 0 has run it."""
+        self._patience, self._hung = patience, hung
+
+    def send(self, message: bytes, *, starting: bool = False) -> None:
+        """Send a message to all others. starting: it may take long, such as a compilation."""
+        self._sent += 1
+        self._starting = self._sent if starting else self._starting
         self._send(HEAD.pack(MESSAGE, len(message)) + message)
+
+    def ran(self) -> None:
+        """Process 0 has run all messages, and may wait for the others from now on."""
+        self._due = self._sent
 
     def close(self) -> None:
         """Tell all others to end, and wait until they have left."""
@@ -77,12 +100,12 @@ class Sender:
             self._lost(f"process {index} ({name})", reason, code)
 
     def _watch(self) -> None:
-        """Read the lines of the others, until all have left."""
+        """Read the lines of the others, until all have left, and find those that hang."""
         with selectors.DefaultSelector() as selector:
             for index, (connection, name) in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, (index, connection, name, bytearray()))
             while selector.get_map():
-                for key, _ in selector.select():
+                for key, _ in selector.select(CHECK_SECONDS):
                     index, connection, name, received = key.data
                     data = b""
                     with contextlib.suppress(OSError):
@@ -95,9 +118,25 @@ class Sender:
                     if not data:
                         selector.unregister(connection)
                         self._end(index, name)
+                self._find_hanging()
+
+    def _find_hanging(self) -> None:
+        """Those that have run too few of the messages for too long."""
+        now, late = time.monotonic(), dict[float, list[str]]()
+        for index, (_, name) in self._connections.items():
+            if self._ran[index] >= self._due:
+                self._since[index] = now
+            seconds = STARTING_SECONDS if self._ran[index] < self._starting else self._patience
+            if now - self._since[index] > seconds:
+                self._since[index] = now
+                late.setdefault(seconds, []).append(f"process {index} ({name})")
+        for seconds, names in late.items() if not self._closing else ():
+            self._hung(" and ".join(names), seconds)
 
     def _obey(self, index: int, name: str, line: dict[str, Any]) -> None:
-        if "failed" in line:
+        if "ran" in line:
+            self._ran[index], self._since[index] = line["ran"], time.monotonic()
+        elif "failed" in line:
             self._end(index, name, line["failed"], line["code"])
         else:
             self._stop()
@@ -121,9 +160,12 @@ class Receiver:
         threading.Thread(target=self._read, name="messages of process 0", daemon=True).start()
 
     def __iter__(self) -> Iterator[bytearray]:
-        """The messages of process 0, until it ends."""
-        while (message := self._messages.get()) is not None:
+        """The messages of process 0, until it ends. One has been run when the next one is asked for."""
+        for number in count(1):
+            if (message := self._messages.get()) is None:
+                return
             yield message
+            self._say({"ran": number})
 
     def ask_to_stop(self) -> None:
         """Tell process 0 that this process was asked to stop."""

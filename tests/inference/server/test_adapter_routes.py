@@ -1,13 +1,16 @@
 """Adapters of a server: names of models in requests, and the routes that load and drop them."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from served import Running, start, stop
 from waiting import wait_until
 
 from megajax.config.errors import ConfigError, UserError
+from megajax.inference.engine import Engine
 from megajax.inference.server.adapter_flags import named_folders, with_slots
 from megajax.inference.server.config import ServerConfig, ServingConfig
 
@@ -86,6 +89,32 @@ def test_an_unfinished_request_keeps_its_adapter(running: Running, tmp_path: Pat
         assert running.ask("/v1/unload_lora_adapter", {"lora_name": name}).status_code == 200
 
 
+@pytest.mark.parametrize("guide", [{}, {"guided_regex": "a"}])
+def test_a_request_that_arrives_while_its_adapter_is_dropped(
+    running: Running, tmp_path: Path, guide: dict[str, str]
+) -> None:
+    """It was checked before the drop, and starts after it."""
+    (tmp_path / "late").mkdir()
+    assert load(running, "late", tmp_path / "late")[0] == 200
+    dropping, dropped = Event(), Event()
+
+    def drop(engine: Engine) -> None:
+        dropping.set()
+        assert dropped.wait(20)
+        engine.drop_adapter("late")
+
+    running.worker.call(drop)
+    assert dropping.wait(20)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(running.complete, prompt="a", model="late", max_tokens=2, **guide)
+        assert wait_until(lambda: running.worker._inbox)
+        dropped.set()
+        error = answer.result(30).json()["error"]
+    assert (error["code"], error["param"]) == (400, "model") and "'late' is not loaded" in error["message"]
+    running.worker.call(lambda engine: engine.load_adapter("late", "late")).result(20)
+    assert running.ask("/v1/unload_lora_adapter", {"lora_name": "late"}).status_code == 200
+
+
 def test_refusals(running: Running, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     for name, folder, text in (
@@ -96,7 +125,9 @@ def test_refusals(running: Running, tmp_path: Path) -> None:
     ):
         status, message = load(running, name, tmp_path / folder)
         assert status == 400 and text in message
-    assert running.ask("/v1/load_lora_adapter", {"lora_name": "x"}).status_code == 400
+    for body in ({"lora_name": "x"}, {"lora_name": "x", "lora_path": ""}):
+        answer = running.ask("/v1/load_lora_adapter", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
     assert running.ask("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 404
     body = {"lora_name": "x", "lora_path": str(tmp_path), "load_inplace": True}
     assert "unload the adapter first" in running.ask("/v1/load_lora_adapter", body).text

@@ -121,6 +121,8 @@ def test_weights_with_all_requests_aborted(running: Running, pool: ThreadPoolExe
 
 def test_weights_that_do_not_fit(running: Running, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
+    (answer,) = [running.ask("/update_weights_from_disk", {"model_path": ""})]
+    assert answer.status_code == 400 and "must be a string that is not empty" in answer.json()["error"]["message"]
     for name, message in (("other", "of another model"), ("nowhere", "is not a folder")):
         answer = running.ask("/update_weights_from_disk", {"model_path": str(tmp_path / name)})
         body = answer.json()
@@ -176,6 +178,18 @@ def test_all_requests_are_aborted_in_every_form(running: Running, pool: ThreadPo
     answer = running.ask("/abort_request", {"rid": "cmpl-1"})
     assert answer.status_code == 400 and "closing its connection" in answer.json()["error"]["message"]
     assert running.ask("/abort_request", {}).json()["error"]["param"] == "abort_all"
+
+
+def test_requests_are_aborted_while_a_pause_waits_for_them(running: Running, pool: ThreadPoolExecutor) -> None:
+    with running.device.hanging():
+        first = pool.submit(running.complete, prompt="aaaa", max_tokens=4000)
+        assert wait_until(lambda: running.worker.engine.requests == 1)
+        paused = pool.submit(ask, running, "/pause?mode=wait")
+        assert wait_until(lambda: running.worker._calls)
+        aborted = pool.submit(ask, running, "/abort_request", {"abort_all": True})
+        assert wait_until(lambda: len(running.worker._calls) == 2)
+    assert aborted.result(30) == {"status": "aborted"} and paused.result(30) == {"status": "paused"}
+    assert choice_of(first)["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize(

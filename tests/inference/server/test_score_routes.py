@@ -12,8 +12,10 @@ from served import Running, start, stop
 from megajax.config.errors import UserError
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.pooling.reranker import reranker_of
+from megajax.tokenizers.byte import ByteTokenizer
 from megajax.tokenizers.config import ByteTokenizerConfig
 
+LONG = "a" * (EchoDevice().length + 1)
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}?{% endif %}"
 
 
@@ -105,7 +107,10 @@ def test_scores_by_the_next_token(reranking: Running) -> None:
         ("/score", {"text_1": ["a", "b"], "text_2": "a"}, "text_1"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1"),
         ("/score", {"text_1": "a", "text_2": ["a"] * 8}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": "a" * (EchoDevice().length + 1)}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": LONG}, "text_2"),
+        ("/score", {"text_1": [LONG, "a"], "text_2": ["a", "b"]}, "text_1"),
+        ("/rerank", {"query": LONG, "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["a", LONG]}, "documents"),
         ("/score", {"text_1": "a", "text_2": "a", "instruction": "b"}, "instruction"),
         ("/score", {"text_1": "a", "text_2": "a", "text_3": "a"}, "text_3"),
         ("/rerank", {"documents": ["a"]}, "query"),
@@ -130,6 +135,39 @@ def test_texts_that_are_cut(running: Running, reranking: Running) -> None:
     assert answer_of(running, "/score", **body)["data"][0]["score"] == pytest.approx(cosine("ab", "xy"), abs=1e-6)
     answer = reranking.ask("/score", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+def test_fields_of_texts_that_a_reranker_cannot_read(reranking: Running) -> None:
+    for query, document, param in ((LONG, "a", "query"), ("a", LONG, "documents")):
+        answer = reranking.ask("/rerank", {"query": query, "documents": ["b", document]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"text_1": "!", "text_2": "a"}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": ["a", "!"]}, "text_2"),
+        ("/rerank", {"query": "!", "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["!"]}, "documents"),
+        ("/v1/embeddings", {"input": ["a", "!"]}, "input"),
+        ("/v1/completions", {"prompt": "!"}, "prompt"),
+    ],
+)
+def test_the_field_of_a_text_that_the_tokenizer_rejects(
+    running: Running, reranking: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
+) -> None:
+    encode = ByteTokenizer.encode
+
+    def rejecting(self: ByteTokenizer, text: str) -> Any:
+        if "!" in text:
+            raise UserError("no !")
+        return encode(self, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", rejecting)
+    for server in (running, *((reranking,) if path in ("/score", "/rerank") else ())):
+        answer = server.ask(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_a_text_that_fails(running: Running) -> None:

@@ -59,6 +59,16 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
             '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}</tool_call>',
             [Part("call", '{"b": "<tool_call>"}', "a")],
         ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}\n<tool_call>{"name": "c"}</tool_call>',
+            [Part("call", '{"b": "<tool_call>"}', "a"), Part("call", "{}", "c")],
+        ),
+        (
+            "llama3",
+            '<|python_tag|>{"name": "a", "parameters": {"b": "<|python_tag|>"}}; <|python_tag|>{"name": "c"}',
+            [Part("call", '{"b": "<|python_tag|>"}', "a"), Part("call", "{}", "c")],
+        ),
         ("llama3", '{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
         ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
         (
@@ -84,6 +94,11 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
             [Part("call", '{"b": "[ARGS]"}', "a")],
         ),
         ("mistral", '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}', [Part("call", '{"b": "[TOOL_CALLS]"}', "a")]),
+        (
+            "mistral",
+            '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}[TOOL_CALLS]c[ARGS]{}',
+            [Part("call", '{"b": "[TOOL_CALLS]"}', "a"), Part("call", "{}", "c")],
+        ),
         ("mistral", "[TOOL_CALLS]a[ARGS]{", [Part("content", "[TOOL_CALLS]a[ARGS]{")]),
         ("mistral", "[TOOL_CALLS]?[ARGS]{}", [Part("content", "[TOOL_CALLS]?[ARGS]{}")]),
         ("mistral", "a [TOOL_CALLS]nope", [Part("content", "a [TOOL_CALLS]nope")]),

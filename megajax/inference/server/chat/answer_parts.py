@@ -7,6 +7,7 @@ later stage sees the content of earlier ones.
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from megajax.inference.detokenizer import overlap
@@ -107,11 +108,11 @@ class Calls:
     ):
         """closing: "" for the end of the answer. bare: whether an answer that begins with { is a call without opening.
 
-        most: maximum number of calls; further ones are left out. read: the calls in a text between both, as `calls_of`,
-        which is the default.
+        most: maximum number of calls; further ones are left out. read: the calls in a text between both, as `calls_of`
+        with the opening, which is the default.
         """
         self._opening, self._closing, self._bare, self._most = opening, closing, bare, most
-        self._read = read or calls_of
+        self._read = read or partial(calls_of, opening=opening)
         self._text, self._inside, self._trims, self._calls = "", False, False, 0
         self._before = ""
         """Whitespace and the opening before the text inside; they belong to the content if it is no call."""
@@ -159,8 +160,7 @@ class Calls:
 
     def _calls_of(self, text: str) -> list[Part] | None:
         """The calls in a text, up to the maximum; None if it is no call."""
-        # An opening may stand between two calls, or within the arguments of one.
-        calls = self._read(text) or self._read(text.replace(self._opening, ""))
+        calls = self._read(text)
         left = len(calls) if self._most is None else max(0, self._most - self._calls)
         self._calls += len(calls)
         return calls[:left] if calls else None
@@ -183,14 +183,14 @@ class WholeCalls:
         return calls_of(self._text) or [Part("content", self._text)]
 
 
-def calls_of(text: str) -> list[Part]:
+def calls_of(text: str, opening: str = "") -> list[Part]:
     """The calls in a text of JSON objects, or a list of them, each with `name` and `arguments` or `parameters`.
 
-    Empty if anything in it is no call.
+    Empty if anything in it is no call. opening: a text that may stand before each of them.
     """
     values: list[Any] = []
     decoder, at = json.JSONDecoder(), 0
-    while (at := _blanks(text, at)) < len(text):
+    while (at := _blanks(text, at, opening)) < len(text):
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
@@ -200,9 +200,9 @@ def calls_of(text: str) -> list[Part]:
     return [call for call in calls if call is not None] if all(calls) else []
 
 
-def _blanks(text: str, at: int) -> int:
+def _blanks(text: str, at: int, opening: str) -> int:
     """The place after whitespace and what models write between two calls."""
-    match = re.compile(r"[\s;,]*").match(text, at)
+    match = re.compile(rf"(?:[\s;,]|{re.escape(opening)})*").match(text, at)
     return match.end() if match else at
 
 

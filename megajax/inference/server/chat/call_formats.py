@@ -18,11 +18,11 @@ SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 
 def mistral_calls(text: str) -> list[Part]:
     """A list of objects, or, of later models, NAME[ARGS]{JSON} one after the other, perhaps with [CALL_ID]ID."""
-    if listed := calls_of(text):
+    if listed := calls_of(text, TOOL_CALLS):
         return listed
     calls, decoder, at = list[Part | None](), json.JSONDecoder(), 0
     while at < len(text.rstrip()):
-        head = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*").match(text, at)
+        head = re.compile(r"(?:\s|\[TOOL_CALLS\])*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*").match(text, at)
         if head is None:
             return []
         try:
@@ -46,7 +46,8 @@ def deepseek_calls(text: str) -> list[Part]:
             calls.append(call_of(name.strip(), json.loads(arguments)) if closed and separated else None)
         except (ValueError, RecursionError):
             return []
-    return [call for call in calls if call is not None] if all(calls) and not pieces[0].strip() else []
+    before = pieces[0].replace(CALLS_BEGIN, "").strip()
+    return [call for call in calls if call is not None] if all(calls) and not before else []
 
 
 CALL_FORMATS: Mapping[str, Callable[[int | None], Stage]] = {

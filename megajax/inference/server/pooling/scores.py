@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from megajax.config.read_limits import OverBudget
+from megajax.config.errors import UserError
 from megajax.inference.request import Output, Pooling
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
@@ -73,6 +73,8 @@ class Scoring(NamedTuple):
     pooling: Pooling | None
     scores: Callable[[Sequence[Output]], list[float]]
     """The answers to the prompts -> a score of each pair."""
+    fields: list[str]
+    """The field of each prompt: of a pair, that of its longer text."""
 
 
 async def score_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
@@ -89,7 +91,7 @@ async def score_job(values: Values, model: ServedModel, config: ServerConfig) ->
         head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": model.name}
         return {**head, "data": data, "usage": _usage(scoring.prompts) | {"completion_tokens": 0}}
 
-    return _job(scoring, response, "text_2")
+    return _job(scoring, response)
 
 
 async def rerank_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
@@ -110,7 +112,7 @@ async def rerank_job(values: Values, model: ServedModel, config: ServerConfig) -
         usage = _usage(scoring.prompts)
         return {"id": f"rerank-{uuid4().hex}", "model": model.name, "results": results, "usage": usage}
 
-    return _job(scoring, response, "documents")
+    return _job(scoring, response)
 
 
 async def _scoring(
@@ -134,15 +136,19 @@ async def _scoring(
             raise values.invalid("truncate_prompt_tokens", message)
         try:
             prompts = [reranker.prompt(query, text, values.get("instruction")) for query, text in pairs]
-        except (TemplateMisfit, OverBudget) as error:
+        except (TemplateMisfit, UserError) as error:
+            # Raises for the first texts, if the tokenizer rejects one of them.
+            await read_prompts({params[0]: first}, model, config.prompts, params[0])
             raise invalid(params[1], str(error)) from None
-        return Scoring(prompts, reranker.sampling, None, lambda answers: list(map(reranker.score, answers)))
+        fields = [params[len(text) >= len(query)] for query, text in pairs]
+        return Scoring(prompts, reranker.sampling, None, lambda answers: list(map(reranker.score, answers)), fields)
     if "instruction" in values:
         raise values.invalid("instruction", "has a place only in server.score_template: write it into the texts")
-    suffix = model.suffix
-    texts = {"input": [*first, *second]}
-    prompts = await read_prompts(texts, model, config.prompts, "input", suffix)
-    prompts = [first_tokens_of(prompt, values, model) for prompt in prompts]
+    prompts, fields = list[list[int]](), list[str]()
+    for param, texts in zip(params, (first, second), strict=True):
+        read = await read_prompts({param: texts}, model, config.prompts, param, model.suffix)
+        prompts += [first_tokens_of(prompt, values, model) for prompt in read]
+        fields += [param] * len(texts)
 
     def cosines(answers: Sequence[Output]) -> list[float]:
         vectors = [answer.embedding for answer in answers]
@@ -150,7 +156,7 @@ async def _scoring(
         products = [math.sumprod(queries[place % len(queries)], other) for place, other in enumerate(others)]
         return [max(-1.0, min(1.0, product)) for product in products]
 
-    return Scoring(prompts, Sampling(max_tokens=0), model.pooling, cosines)
+    return Scoring(prompts, Sampling(max_tokens=0), model.pooling, cosines, fields)
 
 
 def _usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -158,8 +164,12 @@ def _usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def _job(scoring: Scoring, response: Callable[[Sequence[Output]], dict[str, Any]], param: str) -> Job:
-    names = {"prompt": param}
+def _job(scoring: Scoring, response: Callable[[Sequence[Output]], dict[str, Any]]) -> Job:
     return Job(
-        prompts=scoring.prompts, sampling=scoring.sampling, response=response, names=names, pooling=scoring.pooling
+        prompts=scoring.prompts,
+        sampling=scoring.sampling,
+        response=response,
+        names={},
+        pooling=scoring.pooling,
+        fields=scoring.fields,
     )
