@@ -1,5 +1,6 @@
 """Plans as tables for a terminal."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -205,9 +206,10 @@ def serving_report(plans: Sequence[Serving], chosen: Serving) -> Report:
     layout = f"tensor {chosen.tensor}" + f", expert {chosen.expert}" * (chosen.expert > 1)
     title = f"bounds of a step: {layout}, weights {chosen.weights}, cache {chosen.cache}"
     blocks: list[Section | Table] = [("rows", facts), room, Table(title, headings, bounds, ())]
+    lines = [("settings of serve", shlex.join(chosen.flags))]
     if chosen.memory_share < CACHE_SHARE:
-        share = f"{chosen.memory_share:g}: temporaries of a step need {chosen.buffer_bytes / GIB:.1f} GiB"
-        blocks.append(("of this layout", [("inference.memory_share", share)]))
+        lines.append(("memory_share", f"temporaries of a step need {chosen.buffer_bytes / GIB:.1f} GiB"))
+    blocks.append(("of this layout", lines))
     return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
 
 

@@ -8,10 +8,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from megajax.command_line.parser import parse
 from megajax.compiled.gpus import GIB, GPUS
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.config.files import Source
 from megajax.inference.programs import CacheSize, like_cache
+from megajax.inference.server.config import ServingConfig
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import Adapter, ParamSpec, specs
 from megajax.mesh.layout import Layout
@@ -166,3 +169,16 @@ def test_the_command_prints_capacity_and_bounds(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "2,000 tokens" in text and "426,932" in text and "bounds of a step" in text
     assert '"tokens": 426932' in (tmp_path / "plan.json").read_text()
+    assert "settings of serve  --parallel.tensor=2 --inference.compute=bfloat16 --inference.length=2000\n" in text
+
+
+def test_flags_of_a_layout_are_settings_of_serve() -> None:
+    layout = plan("mixtral.py:debug", 2, weights="int8", cache="int8", expert=2, context=32, adapters=3, adapter_rank=4)
+    base = Source("a run", ServingConfig(model=load("mixtral.py:debug").model))
+    config = parse(
+        layout.flags, verb="serve", flags=(), description="", root=ServingConfig, base=lambda flags: base
+    ).config
+    assert (config.parallel.tensor, config.parallel.expert) == (2, 2)
+    assert (config.inference.compute, config.inference.cache_dtype) == (layout.run.dtype, "int8")
+    assert (config.inference.adapters, config.inference.adapter_rank) == (3, 4)
+    assert config.model.quantization.weights == "int8" and config.length() == layout.context

@@ -218,6 +218,19 @@ class Serving:
         compute = self.context * self.token_flops(self.context / 2) / self.run.device.peak_of(self.run.dtype)
         return max(compute, self.step_bytes(1) / self.run.device.bandwidth)
 
+    @property
+    def flags(self) -> list[str]:
+        """The settings of `serve` with which it has this layout, these dtypes and this length."""
+        settings: dict[str, Any] = {"parallel.tensor": self.tensor, "inference.compute": self.run.dtype}
+        settings |= {"parallel.expert": self.expert} if self.expert > 1 else {}
+        settings |= {"inference.cache_dtype": self.cache} if self.cache != self.run.dtype else {}
+        settings |= {"model.quantization": f"{{weights: {self.weights}}}"} if self.weights in WEIGHT_WIDTHS else {}
+        settings |= {"inference.length": self.context} if self.context != self.run.sections[-1].length else {}
+        if self.adapters:
+            settings |= {"inference.adapters": self.adapters, "inference.adapter_rank": self.adapter_rank}
+        settings |= {"inference.memory_share": f"{self.memory_share:g}"} if self.memory_share < CACHE_SHARE else {}
+        return [f"--{name}={value}" for name, value in settings.items()]
+
     def to_dict(self) -> dict[str, Any]:
         """The estimate as printed by --json."""
         names = (
@@ -226,7 +239,7 @@ class Serving:
         )
         speeds = {rows: self.tokens_per_second(rows) for rows in row_counts(self.rows)}
         figures = {name: getattr(self, name) for name in (*names, "first_token_seconds")}
-        return figures | {"replicas": self.run.replicas, "tokens_per_second": speeds}
+        return figures | {"replicas": self.run.replicas, "tokens_per_second": speeds, "flags": self.flags}
 
 
 def dtypes_of(run: Description) -> list[tuple[str, str]]:
