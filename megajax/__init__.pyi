@@ -63,6 +63,7 @@ from megajax.layers.attention.config import AttentionConfig as AttentionConfig
 from megajax.layers.attention.config import CrossAttentionConfig as CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig as LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig as BlockConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig as GatedDeltaNetConfig
 from megajax.layers.lora.config import LoRAConfig as LoRAConfig
 from megajax.layers.mamba.config import Mamba1Config as Mamba1Config
 from megajax.layers.mamba.config import Mamba2Config as Mamba2Config

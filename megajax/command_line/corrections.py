@@ -158,12 +158,13 @@ def _values(row: Row, value: str, settings: Mapping[str, Any]) -> dict[str, str]
 
 
 def _places(setting: str, settings: Mapping[str, Any]) -> list[str]:
-    """The settings in the blocks of the model, or the setting itself. A Mamba layer's heads are not attention's."""
+    """The settings in the blocks of the model, or the setting itself. Heads of states are not attention's."""
     if not setting.startswith("model.stack."):
         return [setting]
+    states = ("Mamba", "GatedDelta")
     mixers = {name.removesuffix(".type"): str(kind) for name, kind in settings.items() if name.endswith(".mixer.type")}
     return [
         name
         for name in settings
-        if matches(setting, name) and not mixers.get(name.rpartition(".")[0], "").startswith("Mamba")
+        if matches(setting, name) and not mixers.get(name.rpartition(".")[0], "").startswith(states)
     ]

@@ -105,6 +105,7 @@ def test_rollouts_have_the_log_probabilities_of_the_trainer() -> None:
         pytest.param("mamba 2", {}, id="mamba 2"),
         pytest.param("mamba 1", {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
         pytest.param("nemotron-h", {}, id="hybrid"),
+        pytest.param("delta net", {}, id="delta net", marks=pytest.mark.slow),
     ],
 )
 def test_prompts_that_begin_from_a_state(name: str, sizes: dict[str, int]) -> None:

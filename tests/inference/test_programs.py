@@ -15,6 +15,7 @@ from megajax.inference.step_arrays import Bucket, buckets_up_to
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.norm.config import RMSNormConfig
@@ -52,6 +53,7 @@ def nemotron() -> DecoderConfig:
     return replace(decoder(HEADS), stack=SegmentsConfig.of((mixer, mlp, mixer, mlp, mixer, attention, mlp, mixer)))
 
 
+DELTA = GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16)
 LATENT = LatentAttentionConfig(
     heads=4, query_rank=24, key_value_rank=32, content_dim=16, position_dim=8, value_dim=16, kernel="reference"
 )
@@ -68,6 +70,7 @@ MODELS = {
     "mamba 2": decoder(MAMBA, repeats=2),
     "mamba 1": decoder(Mamba1Config(inner=48, rank=3, state=4, chunk=5, bias=True), repeats=2),
     "nemotron-h": nemotron(),
+    "delta net": decoder(DELTA, replace(HEADS, gate=True)),
 }
 
 
@@ -134,8 +137,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "mamba 1": {"data": 2, "tensor": 2},
     "nemotron-h": {"data": 2, "tensor": 2},
     "mamba 2": {"tensor": 4},
+    "delta net": {"data": 2, "tensor": 4},
 }
-QUICK = ("window, sinks, gate", "mamba 2")
+QUICK = ("window, sinks, gate", "mamba 2", "delta net")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.lora.add_adapters import drop_inputs
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
@@ -50,12 +51,13 @@ MIXERS = (
     LatentAttentionConfig(heads=2, query_rank=6, key_value_rank=5, content_dim=6, position_dim=4, value_dim=7),
     Mamba2Config(heads=4, head_dim=6, state=5, chunk=4),
     Mamba1Config(inner=20, rank=3, state=4, chunk=4),
+    GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5),
 )
 
 
 def model(lora: LoRAConfig | None = LORA) -> DecoderConfig:
     """One layer of each kind of mixer, one of experts among their MLPs."""
-    mlps = (EXPERTS, MLP, MLP, MLP)
+    mlps = (EXPERTS, MLP, MLP, MLP, MLP)
     blocks = [BlockConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(MIXERS, mlps, strict=True)]
     return DecoderConfig(
         hidden=16,

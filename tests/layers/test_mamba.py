@@ -1,4 +1,4 @@
-"""State-space layers: steps equal whole rows, documents are isolated, initial values, decay, refusals."""
+"""State-space layers and gated delta nets: steps, isolated documents, initial values, decay, refusals."""
 
 from functools import cache
 
@@ -10,6 +10,7 @@ from flax import nnx
 
 from megajax.layers.context import Context
 from megajax.layers.decoding import StepRows
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
@@ -22,6 +23,7 @@ HIDDEN, LENGTH = 16, 12
 LAYERS = {
     "mamba 2": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
     "mamba 1": Mamba1Config(inner=24, rank=3, state=4, chunk=5, bias=True),
+    "delta net": GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16),
 }
 
 
@@ -113,8 +115,10 @@ def test_initial_values_are_those_of_the_paper():
 def test_rates_do_not_decay_and_filters_are_no_matrices(name):
     declared = specs(layer(name))
     frozen = {path for path, spec in declared.items() if not has_decay(spec)}
-    assert {"a_log", "dt_bias", "skip", "in_z_bias", "output_bias", "conv_x.bias"} <= frozen
-    assert {"in_z", "in_x", "output", "conv_x.kernel"} <= declared.keys() - frozen
+    delta = {"a_log", "dt_bias", "norm_gain"}
+    assert (delta if name == "delta net" else {"a_log", "dt_bias", "skip", "in_z_bias", "conv_x.bias"}) <= frozen
+    inner = {"in_v", "conv_v.kernel"} if name == "delta net" else {"in_x", "conv_x.kernel"}
+    assert {"in_z", "output", *inner} <= declared.keys() - frozen
     assert all(matrices(spec) is None for path, spec in declared.items() if path.startswith("conv_"))
 
 
@@ -128,6 +132,10 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
         (Mamba2Config(heads=6, dt_limit=(1.0, 0.5)), {}, "dt_limit", "must be two numbers, the first lower"),
         (Mamba2Config(heads=6), {"tensor": 4}, "heads", "heads=6 is not divisible by parallel.tensor=4"),
         (Mamba2Config(heads=12, groups=2), {"tensor": 3}, "groups", "groups=2 and parallel.tensor=3: one must be"),
+        (GatedDeltaNetConfig(heads=6, key_heads=4), {}, "key_heads", "heads=6 is not a multiple of key_heads=4"),
+        (GatedDeltaNetConfig(heads=6, key_dim=0), {}, "key_dim", "must be a number above 0, got 0"),
+        (GatedDeltaNetConfig(heads=6, decay_min=20.0), {}, "decay_min", "20.0 is above decay_max=16.0"),
+        (GatedDeltaNetConfig(heads=12, key_heads=2), {"tensor": 3}, "key_heads", "key_heads=2 and parallel.tensor=3"),
         (Mamba1Config(inner=9, rank=1), {"tensor": 2}, "inner", "inner=9 is not divisible by parallel.tensor=2"),
         (Mamba1Config(inner=9, rank=0), {}, "rank", "must be a number above 0, got 0"),
     ],

@@ -1,6 +1,7 @@
 """Bytes that layers save for the backward pass: by formula and in the traced program; and refusals."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import Share
 from megajax.layers.mamba.config import Mamba2Config
@@ -107,14 +109,17 @@ def reading(**changes: Any) -> T5Config:
     )
 
 
-def mamba2(**changes: Any) -> DecoderConfig:
+def recurrent(mixer: Any, **changes: Any) -> DecoderConfig:
     model = llama(repeats=2)
     (block,) = model.stack.pattern
-    block = replace(block, mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2))
-    return replace(model, stack=replace(model.stack, pattern=(block,)), **changes)
+    return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
 
 
-@pytest.mark.parametrize("build", [small, latent, reading, mamba2])
+MAMBA2 = Mamba2Config(heads=4, head_dim=6, state=5, groups=2)
+DELTA = GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5)
+
+
+@pytest.mark.parametrize("build", [small, latent, reading, partial(recurrent, MAMBA2), partial(recurrent, DELTA)])
 def test_every_part_saves_exactly_its_tensors(build: Any):
     pairs = (("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"))
     for recompute in (SELECTIVE, *pairs, "full"):

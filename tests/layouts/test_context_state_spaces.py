@@ -1,4 +1,4 @@
-"""State-space layers with rows sharded over `context`: outputs and gradients of whole rows, isolated documents."""
+"""State-space layers and delta nets on rows sharded over `context`: outputs, gradients, isolated documents."""
 
 import math
 import re
@@ -17,6 +17,7 @@ from tiny_runs import ONE, QUICK, differentiate, llama
 
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
@@ -33,14 +34,16 @@ LAYERS = {
     "mamba 2": Mamba2Config(heads=3, head_dim=6, state=5, groups=3, chunk=8, bias=True),
     "mamba 2, one group": Mamba2Config(heads=4, head_dim=5, state=3, groups=1, chunk=8),
     "mamba 1": Mamba1Config(inner=22, rank=3, state=5, chunk=3, bias=True),
+    "delta net": GatedDeltaNetConfig(heads=6, key_heads=3, head_dim=4, key_dim=5, chunk=16),
 }
 SHORT = 16, ParallelConfig(data=1, context=4)
 """Chunks shorter than the reach of a convolution."""
 ROUNDS = 48, ParallelConfig(data=1, context=2, context_rounds=2)
-DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT}
+DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT, "delta net": ROUNDS}
 CASES = [
     ("mamba 2", *ROUNDS, True),
     ("mamba 1", *SHORT, True),
+    ("delta net", *ROUNDS, True),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -48,6 +51,8 @@ CASES = [
             ("mamba 1", *ROUNDS, False),
             ("mamba 2, one group", *SHORT, True),
             ("mamba 2, one group", *ROUNDS, False),
+            ("delta net", *SHORT, True),
+            ("delta net", *ROUNDS, False),
         )
     ),
 ]
@@ -151,7 +156,7 @@ def test_layers_on_sharded_rows_equal_those_on_whole_rows(name, length, parallel
         alike(gradients[path], gradient, path)
 
 
-@pytest.mark.parametrize("name", ["mamba 2", "mamba 1"])
+@pytest.mark.parametrize("name", DEFAULT)
 def test_a_document_is_bitwise_independent_of_its_neighbours(name) -> None:
     length, parallel = DEFAULT[name]
     ids, x = segments(length), random_values(length)
@@ -172,16 +177,31 @@ def test_plain_jit_shards_rows_into_chunks_in_order() -> None:
     alike(y, unsplit, "output")
 
 
-@pytest.mark.parametrize("name", DEFAULT)
-def test_devices_send_states_and_no_rows(name) -> None:
-    """What a device receives: two or three exchanges of a state a chunk, last inputs, factors, ids of documents."""
-    (length, parallel), cfg = ROUNDS, LAYERS[name]
+def traffic_of(name: str, length: int, parallel: ParallelConfig) -> dict[str, int]:
+    """Elements that a device receives, by the kind of exchange."""
     sharding, (graph, weights) = SequenceSharding.of(parallel, causal=True), nnx.split(layer(name, parallel))
     run = on_devices(partial(applied, graph=graph, sharding=sharding), parallel)
     text = jax.jit(run).lower(weights, random_values(length), segments(length)).as_text(dialect="hlo")
     traffic = {"all-to-all": 0, "all-gather": 0}
     for shape, operation in re.findall(r"= \w+\[([\d,]+)\]\S* (all-to-all|all-gather)\(", text):
         traffic[operation] += math.prod(map(int, shape.split(",")))
+    return traffic
+
+
+def test_devices_send_matrices_of_delta_nets_and_no_rows() -> None:
+    """Two exchanges of a state a chunk, one of its transition; last inputs and ids of documents."""
+    (length, parallel), cfg = ROUNDS, LAYERS["delta net"]
+    chunks, states = parallel.context * 2 * parallel.context_rounds, cfg.heads * cfg.key_dim
+    traffic = traffic_of("delta net", length, parallel)
+    assert traffic["all-to-all"] == ROWS * chunks // parallel.context * states * (cfg.key_dim + 2 * cfg.head_dim)
+    assert traffic["all-gather"] == ROWS * (chunks * (cfg.conv_kernel - 1) * (2 * cfg.keys + cfg.inner) + length)
+
+
+@pytest.mark.parametrize("name", ["mamba 2", "mamba 1"])
+def test_devices_send_states_and_no_rows(name) -> None:
+    """What a device receives: two or three exchanges of a state a chunk, last inputs, factors, ids of documents."""
+    (length, parallel), cfg = ROUNDS, LAYERS[name]
+    sharding, traffic = SequenceSharding.of(parallel, causal=True), traffic_of(name, length, parallel)
     mamba1, chunks = name == "mamba 1", sharding.devices * sharding.chunks
     channels = cfg.inner if mamba1 else cfg.heads * cfg.head_dim
     # The elements of a head's or channel's state are sharded over two devices: 5 are padded to 6, 6 x 5 are not.
@@ -198,6 +218,8 @@ SPACES = {
     "groups": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
     "one group": Mamba2Config(heads=4, head_dim=6, state=5, groups=1, chunk=8),
     "mamba 1": Mamba1Config(inner=24, rank=4, state=5, chunk=4, bias=True),
+    "delta net": GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16),
+    "one key head": GatedDeltaNetConfig(heads=4, key_heads=1, head_dim=6, key_dim=5, chunk=16),
 }
 MODELS = {
     name: replace(llama(), stack=StackConfig(pattern=(BlockConfig(mixer=space), MLP), repeats=2))
@@ -211,6 +233,11 @@ LAYOUTS = {
     "tensor of one group": (MODELS["one group"], ParallelConfig(data=1, context=2, tensor=2)),
     "fsdp": (hybrid("ME*EM-"), ParallelConfig(data=2, context=2, data_sharding="fsdp")),
     "pipeline": (MODELS["groups"], ParallelConfig(data=1, context=2, pipeline=2)),
+    "delta, two rounds": (MODELS["delta net"], ParallelConfig(data=1, context=2, context_rounds=2)),
+    "delta, tensor, sequence": (MODELS["delta net"], ParallelConfig(data=1, context=2, tensor=2, sequence=True)),
+    "delta, tensor of one key head": (MODELS["one key head"], ParallelConfig(data=1, context=2, tensor=2)),
+    "delta, fsdp": (MODELS["delta net"], ParallelConfig(data=2, context=2, data_sharding="fsdp")),
+    "delta, pipeline": (MODELS["delta net"], ParallelConfig(data=1, context=2, pipeline=2, tensor=2)),
     "pipeline of channels": (MODELS["mamba 1"], ParallelConfig(data=1, context=2, pipeline=2, tensor=2)),
 }
 

@@ -13,6 +13,7 @@ a state of Z elements each, G groups, bf16 inputs and float32 states:
 | | elements | bytes at 131072 positions, C 8, I 8192, Z 128, G 8 |
 |---|---|---|
 | states before chunks (here) | 2 M I Z (C-1)/C, float32, and M K I (C-1) inputs of the convolution | 14 MiB + 1 MiB |
+| the same for states [K, V] of a delta net | M N K (K + 2 V) (C-1)/C, float32 | 10.5 MiB for 32 heads of 128 x 128 |
 | channels for positions, as Megatron-LM does | S (2 I + 2 max(G, C) Z) (C-1)/C, bf16 | 504 MiB |
 
 The states are fewer bytes if a chunk is longer than 2 Z positions, 256 here. No device needs whole rows, and any
@@ -117,6 +118,30 @@ class RowChunks:
         before = to_positions(everyone, jnp.where(opens, 0, before))
         before = jnp.moveaxis(before, 2, 3)[..., :size]
         return before.reshape(-1, *before.shape[2:])
+
+    def first_matrices(self, transition: Array, added: Array) -> Array:
+        """The state before each chunk of a device, float32 [B M, N, K, V], for h -> transition h + added.
+
+        transition: float32 [B M, N, K, K], 0 if a document starts after the first position; added: float32
+        [B M, N, K, V]. Devices exchange chunks for heads, and combine the transitions of a head in turn.
+        """
+        everyone, heads = replace(self.sharding, exchanging=self.sharding.devices), added.shape[1]
+
+        def exchanged(x: Array) -> Array:
+            """[B M, N, ...] -> all chunks of the row in order, with a part of the heads, [C M, B, N / C, ...]."""
+            x = jnp.pad(x, ((0, 0), (0, -heads % self.sharding.devices), (0, 0), (0, 0)))
+            return jnp.moveaxis(to_heads(everyone, x.reshape(-1, self.sharding.chunks, *x.shape[1:])), 1, 0)
+
+        def advance(state: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            opens, transition, added = at
+            state = jnp.where(opens[:, None, None, None], 0, state)
+            return jnp.einsum("bnkl,bnlv->bnkv", transition, state, precision=lax.Precision.HIGHEST) + added, state
+
+        transition, added = exchanged(transition), exchanged(added)
+        opens = self._opens((added.shape[1], added.shape[0])).T
+        _, before = lax.scan(advance, jnp.zeros_like(added[0]), (opens, transition, added))
+        before = to_positions(everyone, jnp.moveaxis(before, 0, 1))
+        return before.reshape(-1, *before.shape[2:])[:, :heads]
 
     def _local_chunks(self) -> Array:
         """int32 [M]: numbers of a device's chunks in the row."""

@@ -168,7 +168,7 @@ def _pair_weights(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array
 def gated_norm(y: Array, z: Array, gain: Array, *, groups: int, epsilon: float, before_gate: bool) -> Array:
     """Root-mean-square normalisation of y silu(z) within each group of heads, [B, S, N, P] -> the same in y's dtype.
 
-    gain [N, P]. before_gate: y is normalised, and then multiplied by silu(z).
+    gain [N, P], or [1, P] for all heads. before_gate: y is normalised, and then multiplied by silu(z).
     """
     full, gate = y.astype(jnp.float32), jax.nn.silu(z.astype(jnp.float32))
     if not before_gate:

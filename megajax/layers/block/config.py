@@ -10,6 +10,7 @@ from megajax.kernels.attention.capability import FUSED, Request
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.checks import below_one, missing_members
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,
@@ -36,7 +37,7 @@ from megajax.layers.norm.config import FixedScaleConfig, LayerScaleConfig, NormC
 from megajax.layers.position.config import RelativeBiasConfig
 from megajax.layers.recompute import Part
 
-type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config
+type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config | GatedDeltaNetConfig
 """Layers that mix tokens of a row."""
 type NormPlacement = Literal["pre", "post", "output", "sandwich", "parallel"]
 

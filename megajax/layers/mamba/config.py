@@ -15,14 +15,13 @@ from megajax.layers.recompute import Part
 
 
 class StateSpaceConfig(LayerFacts):
-    """Base of the configs of Mamba 1 and 2: a short convolution, input-dependent steps, decaying states."""
+    """Base of the configs of Mamba 1 and 2 and gated delta nets: a short convolution, steps, decaying states."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     """Fields of the subclass, which is always a dataclass."""
     kernel: ClassVar[Literal["chunks"]] = "chunks"
     dropout: ClassVar[float] = 0.0
-    state: int
     conv_kernel: int
     chunk: int
     dt_min: float
@@ -30,8 +29,8 @@ class StateSpaceConfig(LayerFacts):
     dt_floor: float
 
     def shared_problems(self) -> list[Problem]:
-        """Problems of the settings that both share."""
-        names = ("state", "conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
+        """Problems of the settings that all share."""
+        names = ("conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
         problems = above_zero(**{name: getattr(self, name) for name in names})
         if not problems and self.dt_min > self.dt_max:
             problems.append(Problem("dt_min", f"{self.dt_min} is above dt_max={self.dt_max}"))
@@ -101,7 +100,7 @@ class Mamba2Config(StateSpaceConfig):
     """Positions per chunk of the matmul form; results are equal up to rounding."""
 
     def problems(self) -> list[Problem]:
-        names = ("heads", "head_dim", "groups", "norm_epsilon", "decay_min", "decay_max")
+        names = ("heads", "head_dim", "state", "groups", "norm_epsilon", "decay_min", "decay_max")
         problems = self.shared_problems() + above_zero(**{name: getattr(self, name) for name in names})
         if problems:
             return problems
@@ -242,7 +241,7 @@ class Mamba1Config(StateSpaceConfig):
     """Positions whose states exist at once; results are equal up to rounding."""
 
     def problems(self) -> list[Problem]:
-        return self.shared_problems() + above_zero(inner=self.inner, rank=self.rank)
+        return self.shared_problems() + above_zero(inner=self.inner, rank=self.rank, state=self.state)
 
     @property
     def heads(self) -> int:

@@ -16,7 +16,7 @@ from megajax.layers.cache_spec import LATEST, POSITION, row_axes
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
 from megajax.layers.mamba.config import Mamba1Config
-from megajax.layers.mamba.mamba2 import Filter, StepBias, masked_steps, silu_conv
+from megajax.layers.mamba.recurrent import Filter, StepBias, masked_steps, silu_conv
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
 from megajax.layers.remat import save_only_inputs
 from megajax.mesh.layout import AxesTree
@@ -57,7 +57,7 @@ class Mamba1(nnx.Module):
             self.in_z_bias = param((inner,), ("heads",), init=ZEROS, role="bias")
             self.in_x_bias = param((inner,), ("heads",), init=ZEROS, role="bias")
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
-        self.conv_x = Filter(cfg, settings, (inner,), ("heads",))
+        self.conv_x = Filter(cfg.conv_kernel, settings, (inner,), ("heads",), bias=cfg.conv_bias)
         self.dt_bias = param((inner,), ("heads",), init=StepBias(cfg.dt_min, cfg.dt_max, cfg.dt_floor), role="rate")
         self.a_log = param((inner, cfg.state), ("heads", "state"), init=LogOfRange(), role="rate")
         self.skip = param((inner,), ("heads",), init=ONES, role="rate")

@@ -1,0 +1,166 @@
+"""Config of gated delta nets; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megajax.config.errors import Problem
+from megajax.config.hints import divisors_of
+from megajax.layers.cache_spec import CacheLeaf, cached_heads
+from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.mamba.config import StateSpaceConfig, last_inputs, state_leaf
+from megajax.layers.recompute import Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaNetConfig(StateSpaceConfig):
+    """A gated delta net: a state per head that decays and corrects what it returns for a key (Yang et al. 2024).
+
+    Example: `mj.GatedDeltaNetConfig(heads=32, key_heads=16)`
+    """
+
+    target: ClassVar[str] = "megajax.layers.delta.module:GatedDeltaNet"
+    heads: int
+    """Value heads, each with a state of key_dim x head_dim."""
+    key_heads: int | None = None
+    """Query and key heads, each shared by heads / key_heads consecutive value heads; none: as many as heads."""
+    head_dim: int = 128
+    """Size of one value head."""
+    key_dim: int = 128
+    """Size of one query or key head."""
+    conv_kernel: int = 4
+    """Width of the causal convolution, in positions."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square of the output of a head."""
+    dt_min: float = 0.001
+    """Lower bound of initial steps, which are log-uniform."""
+    dt_max: float = 0.1
+    """Upper bound of initial steps."""
+    dt_floor: float = 1e-4
+    """Initial steps are at least this."""
+    decay_min: float = 0.01
+    """Lower bound of initial decay rates, which are uniform."""
+    decay_max: float = 16.0
+    """Upper bound of initial decay rates."""
+    chunk: int = 64
+    """Positions per chunk of the matmul form; results are equal up to rounding."""
+
+    def problems(self) -> list[Problem]:
+        names = ("heads", "key_heads", "head_dim", "key_dim", "norm_epsilon", "decay_min", "decay_max")
+        problems = self.shared_problems() + above_zero(**{name: getattr(self, name) for name in names})
+        if problems:
+            return problems
+        if self.heads % self.groups:
+            legal = ", ".join(map(str, divisors_of(self.heads)))
+            message = f"heads={self.heads} is not a multiple of key_heads={self.key_heads}"
+            problems.append(Problem("key_heads", message, f"key_heads can be {legal}"))
+        if self.decay_min > self.decay_max:
+            problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
+        return problems
+
+    @property
+    def groups(self) -> int:
+        """Query and key heads."""
+        return self.key_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """Channels of all value heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Channels of all key heads."""
+        return self.groups * self.key_dim
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        head, group = ("heads", "head_dim"), ("kv_heads", "state")
+        value, key = (self.heads, self.head_dim), (self.groups, self.key_dim)
+        wide = {"q": (key, group), "k": (key, group), "v": (value, head)}
+        steps = dict.fromkeys(("a", "b"), ((self.heads,), ("heads",)))
+        parts = {**wide, "z": (value, head), **steps}
+        convolved = [
+            Weight(f"conv_{name}.kernel", (self.conv_kernel, *shape), (None, *axes))
+            for name, (shape, axes) in wide.items()
+        ]
+        return (
+            *(Weight(f"in_{name}", (hidden, *shape), ("embed", *axes)) for name, (shape, axes) in parts.items()),
+            *convolved,
+            *(Weight(name, (self.heads,), ("heads",)) for name in ("dt_bias", "a_log")),
+            Weight("norm_gain", (self.head_dim,), ("head_dim",)),
+            Weight("output", (*value, hidden), (*head, "embed")),
+        )
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The last inputs of the convolutions, and the state."""
+        del hidden
+        group = (cached_heads(self.groups, tensor), self.key_dim)
+        return (
+            *(last_inputs(self, name, group, ("kv_heads", None)) for name in ("q", "k")),
+            last_inputs(self, "v", (self.heads, self.head_dim), ("heads", None)),
+            state_leaf((self.heads, self.key_dim, self.head_dim)),
+        )
+
+    def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """What the recurrence reads of a token, see `megajax.layers.cache_spec.latest_leaves`."""
+        del hidden
+        group = (cached_heads(self.groups, tensor), self.key_dim)
+        return (
+            *(CacheLeaf(name, group, ("kv_heads", None)) for name in ("q", "k")),
+            CacheLeaf("v", (self.heads, self.head_dim), ("heads", None)),
+            *(CacheLeaf(name, (self.heads,), ("heads",)) for name in ("a", "b")),
+        )
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """One matmul for queries, keys, values, gates, steps and corrections, and one for the output."""
+        hidden_side = Elements(replicated=hidden)
+        outputs = Elements(sharded=2 * self.inner + 2 * self.heads, grouped=2 * self.keys, groups=self.groups)
+        return (
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=6, joined=True),
+            Matmul(inputs=Elements(sharded=self.inner), outputs=hidden_side, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """The matmuls, the convolutions, and 4 per element of the state, as Megatron-LM counts."""
+        convolved = self.conv_kernel * (2 * self.keys + self.inner)
+        states = 4 * self.inner * self.key_dim
+        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + convolved + states)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Within a chunk, products of keys and queries, their inverse and its products; between chunks, the states."""
+        del hidden
+        chunk = min(self.chunk, keys)
+        pairs = chunk * (2 * self.keys + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
+        states = 3 * self.inner * self.key_dim
+        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel, and the gate."""
+        del hidden
+        return {
+            "query_key_value": Elements(sharded=self.inner + 2 * self.heads, grouped=2 * self.keys, groups=self.groups),
+            "core_attention": Elements(sharded=self.inner),
+            "gate": Elements(sharded=self.inner),
+        }
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that heads can be divided over."""
+        return head_devices(self.heads, self.groups)
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide heads, and must divide key heads or be a multiple of them."""
+        return head_problems(self.heads, self.groups, sizes["tensor"], "key_heads")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The heads of a device. Steps and corrections are never in 8 bits."""
+        del hidden
+        return head_sides((self.heads, self.head_dim), (self.groups, self.key_dim), tensor, "key_heads")
+
+    def summary(self, hidden: int) -> str:
+        """Sizes of heads and states."""
+        del hidden
+        return (
+            f"gated delta net {self.heads} heads, {self.groups} key heads, states of {self.key_dim} x {self.head_dim}"
+        )

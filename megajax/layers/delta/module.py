@@ -1,0 +1,105 @@
+"""Gated delta nets (Yang et al. 2024). B rows, S positions, D hidden, N heads of V, G key heads of K."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.kernels.context.recurrence import RowChunks
+from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, gated_delta_transition, unit_length
+from megajax.kernels.ssm.ssd import gated_norm
+from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.mamba.recurrent import (
+    GROUPS,
+    HEADS,
+    Filter,
+    Inputs,
+    LogOfUniform,
+    RecurrentMixer,
+    StepBias,
+    masked_steps,
+)
+from megajax.layers.param import ONES, LayerSettings, Normal, matrix, param
+from megajax.layers.remat import save_only_inputs
+
+PER_HEAD = ("batch", "seq", "heads")
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """A layer with a state per head, [B, S, D] -> [B, S, D].
+
+    Inputs: q and k [B, S, G, K], v [B, S, N, V] before convolutions; a and b [B, S, N], from which decays and
+    corrections are made.
+    """
+
+    convolved = ("q", "k", "v")
+    rates = ("dt_bias", "a_log")
+    input_axes: ClassVar = {
+        "q": GROUPS,
+        "k": GROUPS,
+        "v": HEADS,
+        "a": PER_HEAD,
+        "b": PER_HEAD,
+    }
+
+    def __init__(self, cfg: GatedDeltaNetConfig, settings: LayerSettings):
+        hidden, head, group = settings.hidden, (cfg.heads, cfg.head_dim), (cfg.groups, cfg.key_dim)
+        self.cfg, self.layout = cfg, settings.layout
+        per_head, per_group = ("heads", "head_dim"), (settings.layout.plan.kv_heads(cfg.groups), "state")
+        self.in_q = matrix(settings, (hidden, *group), ("embed", *per_group))
+        self.in_k = matrix(settings, (hidden, *group), ("embed", *per_group))
+        self.in_v = matrix(settings, (hidden, *head), ("embed", *per_head))
+        self.in_z = matrix(settings, (hidden, *head), ("embed", *per_head))
+        self.in_a = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
+        self.in_b = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
+        outer = Normal(settings.output_std)
+        self.output = matrix(settings, (*head, hidden), (*per_head, "embed"), init=outer, inputs=2)
+        self.conv_q = Filter(cfg.conv_kernel, settings, group, per_group, bias=False)
+        self.conv_k = Filter(cfg.conv_kernel, settings, group, per_group, bias=False)
+        self.conv_v = Filter(cfg.conv_kernel, settings, head, per_head, bias=False)
+        steps, rates = StepBias(cfg.dt_min, cfg.dt_max, cfg.dt_floor), LogOfUniform(cfg.decay_min, cfg.decay_max)
+        self.dt_bias = param((cfg.heads,), ("heads",), init=steps, role="rate")
+        self.a_log = param((cfg.heads,), ("heads",), init=rates, role="rate")
+        self.norm_gain = param((cfg.head_dim,), ("head_dim",), init=ONES, role="gain")
+
+    def project(self, x: Array) -> tuple[Inputs, Array]:
+        """[B, S, D] -> the inputs of the convolutions and the recurrence, and the gate [B, S, N, V]."""
+        dot, plain = self.layout.dot, self.layout.plain().dot
+        q, k = dot("bsd,dgk->bsgk", x, self.in_q, *GROUPS), dot("bsd,dgk->bsgk", x, self.in_k, *GROUPS)
+        v, z = dot("bsd,dnv->bsnv", x, self.in_v, *HEADS), dot("bsd,dnv->bsnv", x, self.in_z, *HEADS)
+        # Not in 8 bits: those matmuls need dimensions that are multiples of 16.
+        a, b = (plain("bsd,dn->bsn", x, w[...], *PER_HEAD) for w in (self.in_a, self.in_b))
+        names = {"q": "query", "k": "key", "v": "value", "a": "value", "b": "value"}
+        inputs = {"q": q, "k": k, "v": v, "a": a, "b": b}
+        return {name: checkpoint_name(y, names[name]) for name, y in inputs.items()}, checkpoint_name(z, "gate")
+
+    def recurrence(
+        self,
+        inputs: Inputs,
+        rates: Mapping[str, Array],
+        runs: Array | None,
+        state: Array | None,
+        counts: Array | None,
+        row_chunks: RowChunks | None,
+    ) -> tuple[Array, Array]:
+        """See `RecurrentMixer.recurrence`; y [B, S, N, V], and the last state [B, N, K, V]."""
+        full = {name: w.astype(jnp.float32) for name, w in rates.items()}
+        steps = jax.nn.softplus(inputs["a"].astype(jnp.float32) + full["dt_bias"][None, None])
+        g = masked_steps(-jnp.exp(full["a_log"])[None, None] * steps, counts)
+        beta = masked_steps(jax.nn.sigmoid(inputs["b"].astype(jnp.float32)), counts)
+        q, k = (save_only_inputs(unit_length)(inputs[name]) for name in ("q", "k"))
+        rule = DeltaRule(q, k, inputs["v"], g, beta, runs, state)
+        if row_chunks is not None and not row_chunks.unsharded:
+            rule = rule._replace(state=row_chunks.first_matrices(*gated_delta_transition(rule, self.cfg.chunk)))
+        return gated_delta(rule, self.cfg.chunk)
+
+    def project_output(self, y: Array, z: Array) -> Array:
+        """The recurrence's output and the gate [B, S, N, V] -> the layer's output [B, S, D]."""
+        cfg = self.cfg
+        norm = partial(gated_norm, groups=cfg.heads, epsilon=cfg.norm_epsilon, before_gate=True)
+        y = self.layout.act(save_only_inputs(norm)(y, z, self.norm_gain[...][None]), *HEADS)
+        return self.layout.dot("bsnv,nvd->bsd", y, self.output, "batch", "seq_residual", "embed")
