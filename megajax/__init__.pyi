@@ -135,7 +135,10 @@ from megajax.models.presets.olmo import olmo3 as olmo3
 from megajax.models.presets.phi import phi3 as phi3
 from megajax.models.presets.qwen import qwen2 as qwen2
 from megajax.models.presets.qwen import qwen3 as qwen3
+from megajax.models.presets.qwen import qwen3_5 as qwen3_5
+from megajax.models.presets.qwen import qwen3_5_moe as qwen3_5_moe
 from megajax.models.presets.qwen import qwen3_moe as qwen3_moe
+from megajax.models.presets.qwen import qwen3_next as qwen3_next
 from megajax.models.presets.smollm import smollm3 as smollm3
 from megajax.models.presets.t5 import t5 as t5
 from megajax.models.presets.t5 import t5_v1_1 as t5_v1_1

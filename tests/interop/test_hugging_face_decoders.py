@@ -93,6 +93,18 @@ LATENT_SIZES = {
     **{"n_routed_experts": E, "moe_intermediate_size": 6, "num_experts_per_tok": 2, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
+DELTA_SIZES = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5},
+    **{"shared_expert_intermediate_size": 10, "partial_rotary_factor": 0.5},
+}
+DENSE_DELTA = {name: value for name, value in DELTA_SIZES.items() if "expert" not in name}
+DELTA: Shapes = {
+    f"{LAYER}.linear_attn.conv1d.weight": (2 * 6 + 20, 1, 4),
+    f"{LAYER}.linear_attn.dt_bias": (4,),
+    f"{LAYER}.linear_attn.A_log": (4,),
+    f"{LAYER}.linear_attn.norm.weight": (5,),
+    f"{LAYER}.linear_attn.out_proj.weight": (D, 20),
+}
 FEW = {"num_experts": E, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
 
 CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
@@ -115,6 +127,22 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
         f"{LAYER}.mlp.shared_expert_gate.weight": (1, D),
     }),
     "qwen3_moe": ({**FEW, "decoder_sparse_step": 2, "norm_topk_prob": True}, {**ATTENTION, **QK_NORMS, **experts()}),
+    "qwen3_next": ({**FEW, **DELTA_SIZES, "layer_types": ["full_attention", "linear_attention"]}, {
+        **NORMS, **experts(), **matrices(f"{LAYER}.mlp.shared_expert", 10), **DELTA,
+        f"{LAYER}.mlp.shared_expert_gate.weight": (1, D),
+        f"{LAYER}.linear_attn.in_proj_qkvz.weight": (2 * (3 + 3 + 10 + 10), D),
+        f"{LAYER}.linear_attn.in_proj_ba.weight": (8, D),
+    }),
+    "qwen3_5_text": ({**DENSE_DELTA, "layer_types": ["full_attention", "linear_attention"]}, {
+        **NORMS, **MLP, **DELTA,
+        f"{LAYER}.linear_attn.in_proj_qkv.weight": (2 * 6 + 20, D), f"{LAYER}.linear_attn.in_proj_z.weight": (20, D),
+        f"{LAYER}.linear_attn.in_proj_b.weight": (4, D), f"{LAYER}.linear_attn.in_proj_a.weight": (4, D),
+    }),
+    "qwen3_5_moe_text": ({**FEW, **DELTA_SIZES, "full_attention_interval": 2, "attention_bias": True}, {
+        **ATTENTION, **QK_NORMS, **QKV_BIASES, **biases(f"{LAYER}.self_attn", q_proj=32, o_proj=D),
+        f"{LAYER}.self_attn.q_proj.weight": (32, D), **experts(), **matrices(f"{LAYER}.mlp.shared_expert", 10),
+        f"{LAYER}.mlp.shared_expert_gate.weight": (1, D),
+    }),
     "deepseek_v2": (
         {**LATENT_SIZES, "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7, "mscale_all_dim": 0.7}},
         {**LATENT, **experts(), **matrices(f"{LAYER}.mlp.shared_experts", 12)},
@@ -212,6 +240,9 @@ PRESETS = {
     "qwen3": (qwen.qwen3, qwen.QWEN3),
     "mixtral": (mixtral.mixtral, mixtral.MIXTRAL),
     "qwen3_moe": (qwen.qwen3_moe, qwen.QWEN3_MOE),
+    "qwen3_next": (qwen.qwen3_next, qwen.QWEN3_NEXT),
+    "qwen3_5_text": (qwen.qwen3_5, qwen.QWEN3_5),
+    "qwen3_5_moe_text": (qwen.qwen3_5_moe, qwen.QWEN3_5_MOE),
     "deepseek_v3": (deepseek.deepseek, ("debug", "v3")),
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),

@@ -18,6 +18,7 @@ CASES = {
     "deepseek": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "nemotron_h": (2, 12, 1.0, PIPELINE),
     "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
+    "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "olmo3": (None, 12, 1.0, SEQUENCE),
     "exaone4": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring")),
     "smollm3": (None, 12, 1.0, SEQUENCE),

@@ -24,6 +24,7 @@ from megajax.config.files import functions_of
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.facts import BlockFacts, Elements, Matmul, Share, Weight, unsharded
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import MoEConfig
@@ -58,10 +59,13 @@ EXTRA_COUNTS: dict[type, Callable[[Any, int], float]] = {
     LatentAttentionConfig: lambda mixer, hidden: mixer.key_value_rank + (mixer.query_rank or 0),
     Mamba1Config: lambda mixer, hidden: 3.5 * mixer.inner * mixer.state,
     Mamba2Config: lambda mixer, hidden: 3.5 * mixer.inner * mixer.state,
+    GatedDeltaNetConfig: lambda mixer, hidden: (
+        4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner)
+    ),
     MoEConfig: lambda moe, hidden: -hidden * (moe.experts + (moe.shared is not None and moe.shared.gate)),
 }
 """Megatron-LM's conventions: multiply-adds per token that it counts beyond the matmuls, or that it leaves out."""
-COUNTED_WITHOUT_PAIRS = (Mamba1Config, Mamba2Config)
+COUNTED_WITHOUT_PAIRS = (Mamba1Config, Mamba2Config, GatedDeltaNetConfig)
 """Mixers whose products of activations Megatron-LM counts per token."""
 
 
@@ -380,7 +384,7 @@ def test_local_sizes_of_matrices_are_shards_of_the_weights() -> None:
 def test_results_of_matmuls() -> None:
     """Multiply-adds per token to each part, which the backward pass repeats unless the part is saved.
 
-    The gate of a Mamba-2 layer belongs to the matmul of its other inputs.
+    The gates of Mamba-2 and gated delta nets belong to the matmul of their other inputs.
     """
 
     def results(matmuls: Iterable[Matmul]) -> dict[Part | None, float]:

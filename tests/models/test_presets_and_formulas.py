@@ -33,7 +33,20 @@ from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
 from megajax.models.presets.olmo import OLMO3, olmo3
 from megajax.models.presets.phi import PHI3, phi3
-from megajax.models.presets.qwen import QWEN2, QWEN3, QWEN3_MOE, qwen2, qwen3, qwen3_moe
+from megajax.models.presets.qwen import (
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from megajax.models.presets.smollm import SMOLLM3, smollm3
 
 EVERYTHING = DecoderConfig(
@@ -149,6 +162,13 @@ PUBLISHED = {
     "deepseek v3": (replace(deepseek("v3"), prediction=None), 671_026_419_200 - 58 * 256),
     "qwen3 30b-a3b": (qwen3_moe("30b-a3b"), 30_532_122_624),
     "qwen3 235b-a22b": (qwen3_moe("235b-a22b"), 235_093_634_560),
+    # Without blocks for multi-token prediction and, in Qwen3.5, the vision tower: the text classes of transformers.
+    "qwen3-next 80b-a3b": (qwen3_next("80b-a3b"), 79_674_391_296),
+    "qwen3.5 4b": (qwen3_5("4b"), 4_205_751_296),
+    "qwen3.5 9b": (qwen3_5("9b"), 8_953_803_264),
+    "qwen3.5 27b": (qwen3_5("27b"), 26_895_998_464),
+    "qwen3.5 35b-a3b": (qwen3_5_moe("35b-a3b"), 34_660_610_688),
+    "qwen3.5 397b-a17b": (qwen3_5_moe("397b-a17b"), 396_346_350_336),
     "mamba2 130m": (mamba2("130m"), 128_989_632),
     "mamba2 2.7b": (mamba2("2.7b"), 2_702_599_680),
     "granite 2b": (granite("2b"), 2_533_531_648),
@@ -306,6 +326,8 @@ def test_gpt3_175b_has_the_cost_of_the_paper():
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
+            "qwen3_next": (qwen3_next, QWEN3_NEXT), "qwen3_5": (qwen3_5, QWEN3_5),
+            "qwen3_5_moe": (qwen3_5_moe, QWEN3_5_MOE),
             "gpt_oss": (gpt_oss, GPT_OSS), "gemma3": (gemma3, GEMMA3), "granite": (granite, GRANITE),
             "gemma2": (gemma2, GEMMA2), "phi3": (phi3, PHI3), "cohere2": (cohere2, COHERE2),
             "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),

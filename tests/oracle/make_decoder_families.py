@@ -32,6 +32,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_ma
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 5.0]}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+DELTA = {"num_hidden_layers": 4, "head_dim": 8, "full_attention_interval": 2, "linear_key_head_dim": 8}
+DELTA |= {"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+INTERVAL = {"layer_types": None, "full_attention_interval": 2}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         "Gemma3ForCausalLM",
@@ -70,6 +75,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"layer_types": None},
     ),
     "exaone4": ("Exaone4ForCausalLM", WINDOWS | {"sliding_window_pattern": 4}, {"layer_types": None}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", DELTA, INTERVAL),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", DELTA | FEW, INTERVAL),
     "smollm3": ("SmolLM3ForCausalLM", {}, {"layer_types": None, "no_rope_layers": None}),
 }
 """Name -> class, settings, and further settings of older config.json, None for those that it lacks."""

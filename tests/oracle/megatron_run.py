@@ -52,6 +52,16 @@ def lm_batch(microbatches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) 
     return {"tokens": tokens, "labels": labels, "loss_mask": mask, "positions": positions, "sample": sample}
 
 
+def in_documents(ctx: Context, segments: np.ndarray | None) -> Context:
+    """The context of rows of several documents."""
+    if segments is None:
+        return ctx
+    starts = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+    index = np.arange(segments.shape[1])[None]
+    first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    return ctx._replace(positions=jnp.asarray(index - first), segments=jnp.asarray(segments, jnp.int32))
+
+
 class OneDevice:
     """A decoder on one device in float32."""
 
@@ -108,13 +118,17 @@ class OneDevice:
         tokens: np.ndarray,
         labels: np.ndarray,
         kept: Mapping[str, np.ndarray] | None = None,
+        segments: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Logits [B, S, V] and per-token losses [B, S], as evaluation has them. kept: see `kept`, where not zeros."""
+        """Logits [B, S, V] and per-token losses [B, S], as evaluation has them. kept: see `kept`, where not zeros.
+
+        segments: int32 [B, S], documents, whose positions begin at 0; None: a row is one.
+        """
         read = self.read(kept or {})
 
         def compute(params: Any, tokens: Any, labels: Any) -> dict[str, Any]:
             model = bind(self.abstract, {**params, **read})
-            hidden = model.hidden_states(tokens, self.context(tokens))
+            hidden = model.hidden_states(tokens, in_documents(self.context(tokens), segments))
             return {"logits": model.logits(hidden), "per_token_loss": model.token_losses(hidden, labels)}
 
         return self(compute, self.checked(params), tokens, labels)

@@ -49,7 +49,7 @@ def router(settings: Settings, **changes: Any) -> RouterConfig:
 
 def decoder(
     settings: Settings,
-    mixer: MixerConfig,
+    mixer: MixerConfig | Sequence[MixerConfig],
     mlp: Callable[[int], FeedForwardConfig],
     *,
     slides: Callable[[int], bool] | None = None,
@@ -62,14 +62,14 @@ def decoder(
 ) -> DecoderConfig:
     """A decoder of these layers.
 
-    mlp: number of a layer -> its feed-forward config. slides: number of a layer -> whether it has a sliding window,
-    used if there is no layer_types; None if the family has no windows. rope_of: number of a layer, and whether it has a
-    sliding window -> its rotary positions; None: those of `mixer`. zero_centred: setting of the norms; norm_placement,
-    layer_scale: of the blocks; norm: None: an RMSNorm.
+    mixer: of all layers, or one for each. mlp: number of a layer -> its feed-forward config. slides: number of a layer
+    -> whether it has a sliding window, used if there is no layer_types; None if the family has no windows. rope_of:
+    number of a layer, and whether it has a sliding window -> its rotary positions; None: those of `mixer`.
+    zero_centred: setting of the norms; norm_placement, layer_scale: of the blocks; norm: None: an RMSNorm.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
     norm = norm or RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
-    mixers: list[Any] = [mixer] * layers
+    mixers: list[Any] = list(mixer) if isinstance(mixer, Sequence) else [mixer] * layers
     if slides is not None:
         window, sliding = windows(settings, layers, length, slides)
         mixers = [replace(mixers[0], window=window if slides else None) for slides in sliding]
@@ -130,7 +130,10 @@ def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
 def write(cfg: Any, *windows: str, moe: MoEConfig | None = None) -> dict[str, Any]:
     """The settings of Llama's blocks, with experts or without. windows: names of the family's window settings."""
     blocks = layers_of(cfg)
-    sliding, first = window_settings([block.mixer for block in blocks]), blocks[0].mixer
+    mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionConfig)]
+    if not mixers:
+        raise ValueError("no layer has attention")
+    sliding, first = window_settings(mixers), mixers[0]
     return {
         **model_settings(cfg, blocks[0].mlp if moe is None else moe.expert),
         "num_attention_heads": first.heads,
@@ -204,13 +207,19 @@ def windows(
     slides: number of a layer -> whether it has the window, used if there is no layer_types.
     """
     size, on = settings.take("sliding_window", kind=int), settings.take("use_sliding_window", True)
-    kinds = settings.take("layer_types", kind=list) or [SLIDING if slides(layer) else FULL for layer in range(layers)]
+    kinds = layer_types(settings, layers, SLIDING, slides)
+    return size - 1 if size and on and size <= length else None, [kind == SLIDING for kind in kinds]
+
+
+def layer_types(settings: Settings, layers: int, other: str, is_other: Callable[[int], bool]) -> list[str]:
+    """`other` or FULL for each layer. is_other: number of a layer -> its type if there is no layer_types."""
+    kinds = settings.take("layer_types", kind=list) or [other if is_other(layer) else FULL for layer in range(layers)]
     if len(kinds) != layers:
         settings.refuse("layer_types", f"({len(kinds)} layers)", f"num_hidden_layers={layers}")
         kinds = [FULL] * layers
-    for kind in sorted({*map(str, kinds)} - {SLIDING, FULL}):
-        settings.refuse("layer_types", kind, f"only {FULL} and {SLIDING} are supported")
-    return size - 1 if size and on and size <= length else None, [kind == SLIDING for kind in kinds]
+    for kind in sorted({*map(str, kinds)} - {other, FULL}):
+        settings.refuse("layer_types", kind, f"only {FULL} and {other} are supported")
+    return kinds
 
 
 def window_settings(mixers: Sequence[Any]) -> Mapping[str, Any]:

@@ -1,11 +1,13 @@
-"""Qwen 2.5 (Qwen team 2024, table 1) and Qwen 3 (Qwen team 2025, tables 1 and 2), as in the released configs."""
+"""Qwen 2.5 (Qwen team 2024, table 1), Qwen 3 (Qwen team 2025, tables 1 and 2), Qwen3-Next and Qwen3.5, as released."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.moe.config import MoEConfig, RouterConfig
+from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.position.config import RopeConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -42,6 +44,36 @@ QWEN3_MOE = {
 }
 
 NORM = RMSNormConfig(epsilon=1e-6)
+
+
+class DeltaSize(NamedTuple):
+    """A size with gated delta nets in three of four layers."""
+
+    size: Size
+    heads: int
+    """Value heads of a gated delta net."""
+    key_heads: int = 16
+    head_dim: int = 128
+    """Size of its heads."""
+
+
+QWEN3_NEXT = {
+    "debug": DeltaSize(Size(4, 64, 4, 2, 32, head_dim=16, experts=16, top_k=4), 4, 2, 16),
+    "80b-a3b": DeltaSize(Size(48, 2048, 16, 2, 512, head_dim=256, experts=512, top_k=10), 32),
+}
+
+QWEN3_5 = {
+    "debug": DeltaSize(Size(4, 64, 4, 2, 192, True, head_dim=16), 4, 2, 16),
+    "4b": DeltaSize(Size(32, 2560, 16, 4, 9216, True, head_dim=256), 32),
+    "9b": DeltaSize(Size(32, 4096, 16, 4, 12288, head_dim=256), 32),
+    "27b": DeltaSize(Size(64, 5120, 24, 4, 17408, head_dim=256), 48),
+}
+
+QWEN3_5_MOE = {
+    "debug": DeltaSize(Size(4, 64, 4, 2, 32, head_dim=16, experts=16, top_k=4), 4, 2, 16),
+    "35b-a3b": DeltaSize(Size(40, 2048, 16, 2, 512, head_dim=256, experts=256, top_k=8), 32),
+    "397b-a17b": DeltaSize(Size(60, 4096, 32, 2, 1024, head_dim=256, experts=512, top_k=10), 64),
+}
 
 
 def qwen2(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
@@ -89,3 +121,51 @@ def _qwen(size: Size, sequence_length: int, vocabulary_size: int | None, **atten
     block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=size.ffn), norm=NORM)
     vocabulary_size = vocabulary_size or size.vocabulary
     return decoder(size, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=size.tied)
+
+
+def qwen3_next(size: str, *, sequence_length: int = 262144, vocabulary_size: int = RELEASED) -> DecoderConfig:
+    """Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts with a gated shared one.
+
+    Without the released block for multi-token prediction. Raises UserError for an unknown size.
+
+    Example: `mj.qwen3_next("80b-a3b")`
+    """
+    return _delta("qwen3_next", QWEN3_NEXT, size, sequence_length, vocabulary_size)
+
+
+def qwen3_5(size: str, *, sequence_length: int = 262144, vocabulary_size: int = 248320) -> DecoderConfig:
+    """Qwen3.5 without experts: the text model, with Qwen3-Next's mixers. Raises UserError for an unknown size.
+
+    Example: `mj.qwen3_5("27b")`
+    """
+    return _delta("qwen3_5", QWEN3_5, size, sequence_length, vocabulary_size)
+
+
+def qwen3_5_moe(size: str, *, sequence_length: int = 262144, vocabulary_size: int = 248320) -> DecoderConfig:
+    """Qwen3.5 with experts: the text model, in Qwen3-Next's blocks. Raises UserError for an unknown size.
+
+    Example: `mj.qwen3_5_moe("35b-a3b")`
+    """
+    return _delta("qwen3_5_moe", QWEN3_5_MOE, size, sequence_length, vocabulary_size)
+
+
+def _delta(
+    family: str, sizes: Mapping[str, DeltaSize], size: str, sequence_length: int, vocabulary_size: int
+) -> DecoderConfig:
+    row, heads, key_heads, head_dim = pick(family, sizes, size)
+    mlp, norm = GatedMLPConfig(ffn=row.ffn), RMSNormConfig(epsilon=1e-6, zero_centred=True)
+    feed_forward: FeedForwardConfig = mlp
+    if row.experts:
+        router, shared = RouterConfig(global_loss=0.001), SharedExpertConfig(mlp=mlp, gate=True)
+        feed_forward = MoEConfig(experts=row.experts, top_k=row.top_k, expert=mlp, router=router, shared=shared)
+    delta = GatedDeltaNetConfig(heads=heads, key_heads=key_heads, head_dim=head_dim, key_dim=head_dim)
+    attention = AttentionConfig(
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        rope=RopeConfig(base=10000000.0, fraction=0.25),
+        qk_norm=norm,
+        gate=True,
+    )
+    blocks = [BlockConfig(mixer=mixer, mlp=feed_forward, norm=norm) for mixer in (delta, delta, delta, attention)]
+    return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied)
