@@ -13,7 +13,6 @@ from megajax.batch import Batch, batch_schema
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
-from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, RMSNormConfig
@@ -85,8 +84,6 @@ MODELS = {
         Mamba2Config(**SPACE, groups=2),  # Groups are cut.
         Mamba2Config(**SPACE, groups=1, bias=True, conv_bias=False, norm_before_gate=True),  # The group is copied.
         Mamba1Config(inner=24, rank=3, state=4, bias=True, chunk=5),
-        GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16),
-        GatedDeltaNetConfig(heads=4, key_heads=1, head_dim=6, key_dim=5, chunk=16),  # The key head is copied.
         replace(PLAIN, qk_norm=CENTRED),
         prediction=PredictionConfig(depth=2, weight=0.5),
         learned_positions=True,
