@@ -230,7 +230,10 @@ LLAMA = decoder(replace(HEADS, rope=ROPE))
     ("name", "sizes"),
     [
         ("window, sinks, gate", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("gpt", "llama", "latent", "mamba 1", "mamba 2")),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.slow)
+            for name in ("gpt", "llama", "latent", "mamba 1", "mamba 2", "delta net")
+        ),
         pytest.param("nemotron-h", {"tensor": 4}, marks=pytest.mark.slow),
     ],
 )
