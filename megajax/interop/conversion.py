@@ -19,6 +19,7 @@ from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, 
 from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.formats import FORMATS, Reading, format_of, open_stored, split_name
+from megajax.interop.origin import without_adapters
 from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import mean_of, open_step
 from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredModel
@@ -49,10 +50,9 @@ def open_source(
     stored.demand_fit()
     if not merge:
         return stored
-    if (lora := getattr(stored.model, "lora", None)) is None:
+    if getattr(stored.model, "lora", None) is None:
         raise UserError("--merge: the model has no adapters (model.lora)")
-    merged = MergedWeights(stored.weights, stored.declared, lora.scale())
-    return stored.derived(replace(stored.model, lora=None), merged)
+    return stored.derived(without_adapters(stored.model), MergedWeights(stored.weights, stored.model))
 
 
 def _mean_of_newest(name: str, last: int, trusted: bool) -> StoredModel:
@@ -80,7 +80,7 @@ def write(stored: StoredModel, target: str, options: Options, advance: Advance) 
         apart = next(prefix for prefix, other in FORMATS.items() if other.adapters == "only")
         remedy = f"--merge adds them to the weights, --to={apart}:DIR writes only them"
         raise UserError(f"--to={target}: the model has adapters, which this format can't hold; {remedy}")
-    if stored.quantized_dtype() is not None and not form.quantized:
+    if stored.quantized_dtype() is not None and not form.quantized and form.adapters != "only":
         problem = f"the weights are quantized ({stored.quantized_dtype()}), which is written to runs only"
         raise UserError(f"--to={target}: {problem}\nConvert from the unquantized weights.")
     lines = form.write(_described_for(stored, prefix), folder, options, advance)

@@ -9,12 +9,13 @@ from megajax.config.errors import Problem, UserError
 from megajax.data.progress_line import ProgressLine
 from megajax.display.text import duration
 from megajax.interop.formats import FORMATS, Reading, format_of
+from megajax.layers.quantization.config import GROUPS
 
 LARGEST_SHARD = 1e6
 """GB."""
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED = ("int8", "fp8", "int4")
-ONLY_QUANTIZED = ("group", "exclude", "activations", "calibration", "compare")
+QUANTIZED = ("int8", "fp8", "int4", "nf4")
+ONLY_QUANTIZED = ("double", "group", "exclude", "activations", "calibration", "compare")
 """Flags that go with --quantize."""
 
 
@@ -77,8 +78,8 @@ def _quantization_problems(flags: Mapping[str, Any]) -> Iterator[Problem]:
     if not format_of(flags["to"]).quantized:
         message = f"writes a run, and --to={flags['to']} is not one"
         yield Problem("--quantize", message, "give a new run's folder, such as --to=runs/quantized")
-    if flags["group"] is not None and flags["quantize"] != "int4":
-        yield Problem("--group", f"applies to int4, not to {flags['quantize']}", "leave it out")
+    if flags["group"] is not None and flags["quantize"] not in GROUPS:
+        yield Problem("--group", f"applies to {' and '.join(GROUPS)}, not to {flags['quantize']}", "leave it out")
     if flags["activations"] not in (None, "none", "fp8"):
         yield Problem("--activations", f"must be none or fp8, got {flags['activations']}")
     for name in ("calibration", "compare"):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
+from megajax.checkpoint.weights.quantize_on_load import Quantizing
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
 from megajax.inference.adapters.values import AdapterWeights, slot_values
@@ -109,12 +109,12 @@ def start_of_answers(model: ModelConfig, origin: Origin, tokenizer: Tokenizer) -
 
 def quantized_weights(origin: Origin, model: Any) -> WeightSource:
     """`weights_of`, quantized while they are read if the model's config is quantized and the stored weights are not."""
-    quantization = getattr(model, "quantization", None)
+    quantizing = Quantizing.if_any(model)
     stored = None if origin.run is None else open_step(origin.run, trusted=origin.trusted).config.model
-    if quantization is None or getattr(stored, "quantization", None) is not None:
+    # Adapters beside quantized weights are merged into dequantized ones.
+    if quantizing is None or getattr(without_adapters(stored), "quantization", None) is not None:
         return weights_of(origin, model)
-    weights = weights_of(origin, replace(model, quantization=None))
-    return QuantizedWeights(weights, declared_by(model), quantized_matrices(model), {})
+    return quantizing.weights(weights_of(origin, replace(model, quantization=None)))
 
 
 def weights_of(origin: Origin, model: Any) -> WeightSource:
@@ -231,7 +231,7 @@ def run_weights(step: RunModel, model: Any) -> WeightSource:
 
 def merged(weights: WeightSource, model: Any) -> WeightSource:
     """Weights with their adapters merged. model: a config with `lora`."""
-    return MergedWeights(weights, declared_by(model), model.lora.scale())
+    return MergedWeights(weights, model)
 
 
 def start_engine(loaded: Loaded, *, queue: int, draft: Draft | None = None) -> Engine:

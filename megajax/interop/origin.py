@@ -187,8 +187,8 @@ def folder_config[C: GenerationConfig](folder: Path, root: type[C], ignore: Sequ
 
 
 def without_adapters(model: Any) -> Any:
-    """A model config without `lora`: adapters are merged into the weights."""
-    return model if getattr(model, "lora", None) is None else replace(model, lora=None)
+    """The config of a model whose adapters are merged into its weights, which are dequantized for that."""
+    return model if getattr(model, "lora", None) is None else replace(model, lora=None, quantization=None)
 
 
 def tokenizer_folder(tokenizer: Any) -> Path | None:

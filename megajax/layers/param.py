@@ -19,7 +19,7 @@ from jax import Array
 from megajax.batch import Params
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped
 from megajax.kernels.grouped.matmul import grouped_matmul
-from megajax.layers.quantized import AMAX, FACTOR, SCALE, Product, Quantized
+from megajax.layers.quantized import BESIDE, Product, Quantized
 from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.layout import Layout, Matmul, exact
 from megajax.mesh.replicated_heads import copy_heads
@@ -257,8 +257,7 @@ class Matrix(nnx.Module):
 
     def _own_leaves(self) -> dict[str, nnx.Param]:
         """The leaves without those of the adapter."""
-        scales = (SCALE, FACTOR, AMAX)
-        return {"": self.array} | {end: getattr(self, end[1:]) for end in scales if hasattr(self, end[1:])}
+        return {"": self.array} | {end: getattr(self, end[1:]) for end in BESIDE if hasattr(self, end[1:])}
 
     def leaves(self) -> dict[str, nnx.Param]:
         """The array, its scales and its adapter, by path suffix after the path of the matrix."""

@@ -2,19 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.mesh.layout import exact
 from megajax.mesh.rules import LogicalAxes
 from megajax.precision import fp8
-from megajax.precision.quantization import Channels, Form, Groups, largest, rounded
+from megajax.precision.codebooks import DoubleScales, NormalFloat
+from megajax.precision.quantization import Channels, Form, FourBits, Groups, Integers, largest, rounded
 
 ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
 """Path suffixes of a quantized matrix's leaves: quantized values, scales, factors on inputs, and the expected largest
 magnitude of inputs."""
+DIFFERENCE, MEAN = ".scale_difference", ".scale_mean"
+"""Of scales that are quantized themselves: see `DoubleScales`."""
+BESIDE = (SCALE, DIFFERENCE, MEAN, FACTOR, AMAX)
+"""The suffixes of leaves beside the values."""
 E4M3 = "float8_e4m3fn"
 
 type Leaves = Mapping[str, Array]
@@ -43,6 +50,8 @@ class Quantized:
     """Inputs are rounded to 8 bits; the form is Channels in e4m3."""
     static: bool = False
     """Inputs have one scale, from their expected largest magnitude."""
+    double: bool = False
+    """Scales are quantized too; the form is Groups."""
 
     def declared(
         self, shape: tuple[int, ...], axes: LogicalAxes
@@ -50,7 +59,13 @@ class Quantized:
         """Leaf name -> shape, logical axes and dtype, for a matrix of this shape."""
         form, end = self.form, len(shape) - self.form.outputs
         numbers, dtype = form.stored(shape)
-        leaves = {ARRAY: (numbers, axes, dtype), SCALE: (*form.scales(shape, axes), "float32")}
+        leaves = {
+            ARRAY: (numbers, axes, dtype),
+            SCALE: (*form.scales(shape, axes), "uint8" if self.double else "float32"),
+        }
+        if self.double:
+            of_outputs = Channels("int8", form.inputs, form.outputs).scales(shape, axes)
+            leaves |= {DIFFERENCE: (*of_outputs, "float32"), MEAN: (*of_outputs, "float32")}
         if self.balanced:
             leaves[FACTOR] = (shape[:end], tuple(None if name == "embed" else name for name in axes[:end]), "float32")
         if self.static:
@@ -67,15 +82,21 @@ class Quantized:
         if amax is not None:
             leaves[AMAX] = amax
         values, scale = self.form.quantized(w)
-        return {ARRAY: values, SCALE: scale, **leaves}
+        if not self.double:
+            return {ARRAY: values, SCALE: scale, **leaves}
+        scales = DoubleScales().quantized(scale, self._inputs(w.ndim))
+        return {ARRAY: values, **dict(zip((SCALE, DIFFERENCE, MEAN), scales, strict=True)), **leaves}
 
     def whole(self, leaves: Leaves) -> Array:
         """The matrix that inputs are multiplied by, float32, before they are rounded."""
-        w = self.form.dequantized(leaves[ARRAY], leaves[SCALE])
+        w = self._dequantized(leaves)
         return w * self._along_inputs(leaves[FACTOR]) if self.balanced else w
 
     def product(self, equation: str, x: Array, leaves: Leaves) -> Array:
-        """einsum of x and the matrix, in x's dtype."""
+        """einsum of x and the matrix, in x's dtype. Its gradient dequantizes the matrix again, so none is kept."""
+        return jax.checkpoint(partial(self._product, equation))(x, leaves)
+
+    def _product(self, equation: str, x: Array, leaves: Leaves) -> Array:
         first, second, result = equation.replace("->", ",").split(",")
         inputs, outputs = second[: self.form.inputs], second[self.form.inputs :]
         if not (first.endswith(inputs) and result.endswith(outputs)) or {*inputs} & {*result}:
@@ -85,7 +106,7 @@ class Quantized:
         if self.activations:
             return self._rounded_product((first, second, result), x, leaves)
         if not isinstance(self.form, Channels):
-            return exact(equation, x, self.form.dequantized(leaves[ARRAY], leaves[SCALE]).astype(x.dtype))
+            return exact(equation, x, self._dequantized(leaves).astype(x.dtype))
         # Sums of integers may exceed 65504, the maximum of float16.
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         y = jnp.einsum(equation, x, leaves[ARRAY].astype(x.dtype), preferred_element_type=dtype)
@@ -106,6 +127,18 @@ class Quantized:
         y = fp8.product(letters, small, matrix, dtype=dtype, precision=lax.Precision.DEFAULT)
         return (y * scale * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)
 
+    def _dequantized(self, leaves: Leaves) -> Array:
+        """The matrix without factors on inputs, float32."""
+        scale = leaves[SCALE]
+        if self.double:
+            scale = DoubleScales().dequantized(scale, leaves[DIFFERENCE], leaves[MEAN], self._inputs(scale.ndim))
+        return self.form.dequantized(leaves[ARRAY], scale)
+
+    def _inputs(self, ndim: int) -> tuple[int, ...]:
+        """The dimensions of inputs of an array like the matrix."""
+        end = ndim - self.form.outputs
+        return tuple(range(end - self.form.inputs, end))
+
     def _along_inputs(self, factor: Array) -> Array:
         return factor.reshape(*factor.shape, *[1] * self.form.outputs)
 
@@ -115,8 +148,12 @@ def _behind(ndim: int, x: Array) -> Array:
     return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
 
 
+FOUR_BITS: Mapping[str, FourBits] = {"int4": Integers(), "nf4": NormalFloat()}
+"""Formats of 4 bits by their names in configs."""
+
+
 def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
     """The storage format that the config calls `weights`."""
-    if weights == "int4":
-        return Groups(group, inputs, outputs)
+    if weights in FOUR_BITS:
+        return Groups(group, inputs, outputs, FOUR_BITS[weights])
     return Channels("int8" if weights == "int8" else E4M3, inputs, outputs)

@@ -90,7 +90,8 @@ def trainable(
     adapters: paths of low-rank adapters. With adapters, the default pattern * matches no other weight.
     """
     patterns = () if adapters and cfg.trainable == ALL else cfg.trainable
-    paths = {path for pattern in patterns for path in matching("optimizer.trainable", pattern, declared)}
+    floating = {path: spec for path, spec in declared.items() if spec.role != "quantized"}
+    paths = {path for pattern in patterns for path in matching("optimizer.trainable", pattern, floating)}
     return {path: spec for path, spec in declared.items() if path in paths or path in adapters}
 
 

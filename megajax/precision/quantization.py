@@ -5,15 +5,13 @@ product, then its output dimensions. Inputs and outputs may have several dimensi
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.mesh.rules import LogicalAxes
 
-LARGEST_INT4 = 7
-"""-8 is unused, so that positive and negative numbers have the same error."""
 BITS = 4
 
 
@@ -63,9 +61,39 @@ class Channels:
         return jnp.expand_dims(scale, self._summed(scale.ndim + self.inputs))
 
 
+class FourBits(Protocol):
+    """What the 16 values of 4 bits stand for; a frozen dataclass."""
+
+    @property
+    def largest(self) -> float:
+        """The largest number."""
+        ...
+
+    def rounded(self, x: Array) -> Array:
+        """Float32 numbers up to `largest` -> int8, of which the low 4 bits are kept."""
+        ...
+
+    def numbers(self, bits: Array) -> Array:
+        """Int8 from -8 to 7, the 4 bits with their sign extended -> float32 numbers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """-7 to 7; -8 is unused, so that positive and negative numbers have the same error."""
+
+    largest: float = 7.0
+
+    def rounded(self, x: Array) -> Array:
+        return jnp.clip(jnp.round(x), -self.largest, self.largest).astype(jnp.int8)
+
+    def numbers(self, bits: Array) -> Array:
+        return bits.astype(jnp.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Integers of 4 bits, -7 to 7, two per byte; one scale per output and group of inputs.
+    """Numbers of 4 bits, two per byte; one scale per output and group of inputs.
 
     Groups and pairs are along the last dimension of the inputs. The first of a pair is in the low bits.
     """
@@ -74,11 +102,12 @@ class Groups:
     """Inputs per group; all inputs if there are fewer."""
     inputs: int
     outputs: int
+    values: FourBits = Integers()
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         size = shape[self._axis(len(shape))]
         if size % 2:
-            return f"{size} inputs are odd, and int4 packs two per byte"
+            return f"{size} inputs are odd, and two are packed into a byte"
         if size % min(self.size, size):
             return f"{size} inputs are not a multiple of the group, {self.size}"
         return ""
@@ -90,17 +119,17 @@ class Groups:
         return self._divided(shape, min(self.size, shape[self._axis(len(shape))])), _whole_at_rest(axes)
 
     def quantized(self, w: Array) -> tuple[Array, Array]:
-        """The scale maps the largest magnitude of a group to 7; it is 1 for a group of zeros."""
+        """The scale maps the largest magnitude of a group to the largest number; it is 1 for a group of zeros."""
         axis = self._axis(w.ndim)
         groups = self._grouped(w.astype(jnp.float32), w.shape[axis] // min(self.size, w.shape[axis]))
-        scale = _scale(jnp.max(jnp.abs(groups), axis=axis + 1), LARGEST_INT4)
-        values = jnp.clip(jnp.round(groups / jnp.expand_dims(scale, axis + 1)), -LARGEST_INT4, LARGEST_INT4)
-        return pack(values.astype(jnp.int8).reshape(w.shape), axis), scale
+        scale = _scale(jnp.max(jnp.abs(groups), axis=axis + 1), self.values.largest)
+        bits = self.values.rounded(groups / jnp.expand_dims(scale, axis + 1))
+        return pack(bits.reshape(w.shape), axis), scale
 
     def dequantized(self, values: Array, scale: Array) -> Array:
         axis = self._axis(values.ndim)
         unpacked = unpack(values, axis)
-        groups = self._grouped(unpacked.astype(jnp.float32), scale.shape[axis])
+        groups = self._grouped(self.values.numbers(unpacked), scale.shape[axis])
         return (groups * jnp.expand_dims(scale, axis + 1)).reshape(unpacked.shape)
 
     def _axis(self, ndim: int) -> int:
@@ -120,14 +149,14 @@ type Form = Channels | Groups
 
 
 def pack(values: Array, axis: int) -> Array:
-    """Integers -8 to 7, int8 [..., n, ...] -> uint8 [..., n / 2, ...] along `axis`; see `Groups`."""
+    """The low 4 bits of int8 [..., n, ...] -> uint8 [..., n / 2, ...] along `axis`; see `Groups`."""
     pairs = values.reshape(*values.shape[:axis], -1, 2, *values.shape[axis + 1 :]).astype(jnp.uint8)
     low, high = (lax.index_in_dim(pairs, place, axis + 1, keepdims=False) for place in (0, 1))
     return (low & 15) | (high << BITS)
 
 
 def unpack(packed: Array, axis: int) -> Array:
-    """The inverse of `pack`; int8."""
+    """The inverse of `pack`, with signs extended: int8 from -8 to 7."""
     signed = lax.bitcast_convert_type(packed, jnp.int8)
     pairs = jnp.stack([(signed << BITS) >> BITS, signed >> BITS], axis + 1)
     return pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])

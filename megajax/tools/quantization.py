@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.weights.calibration import Calibration, Difference, LayerByLayer, calibrate, compare, text_rows
-from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.quantize_on_load import Calibrated, QuantizedWeights, quantized_matrices
+from megajax.checkpoint.weights.foreign import WeightSource
+from megajax.checkpoint.weights.quantize_on_load import Calibrated, Quantizing
 from megajax.config.errors import ConfigError, UserError
 from megajax.interop.conversion import open_source
 from megajax.interop.formats import Reading
@@ -45,13 +45,12 @@ def quantize(stored: StoredModel, flags: Mapping[str, Any]) -> tuple[StoredModel
         problem = f"the weights are quantized already ({model.quantization.weights})"
         raise UserError(f"--quantize={cfg.weights}: {problem}; convert from the unquantized weights")
     quantized = replace(model, quantization=cfg)
-    matrices, calibration = quantized_matrices(quantized), None
+    quantizing, calibration = Quantizing.of(quantized), None
     if flags["calibration"] is not None:
         tokens = read_rows(stored, flags["calibration"])
-        calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
+        calibration = calibrate(model, stored.weights, quantizing.matrices, tokens, rows=ROWS)
     calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
-    weights = QuantizedWeights(stored.weights, declared_by(quantized), matrices, calibrated)
-    return stored.derived(quantized, weights), calibration
+    return stored.derived(quantized, quantizing.weights(stored.weights, calibrated)), calibration
 
 
 def read_rows(stored: StoredModel, text: Path) -> np.ndarray:
@@ -102,14 +101,14 @@ def _table(difference: Difference) -> list[str]:
 
 def _config(flags: Mapping[str, Any]) -> QuantizationConfig:
     calibrated, activations = flags["calibration"] is not None, flags["activations"] or "none"
-    group = {} if flags["group"] is None else {"group": flags["group"]}
     cfg = QuantizationConfig(
         weights=flags["quantize"],
         exclude=flags["exclude"],
         activations=activations,
         static=calibrated and activations != "none",
         balanced=calibrated,
-        **group,
+        group=flags["group"],
+        double=flags["double"],
     )
     if problems := [replace(problem, setting=f"--{problem.setting}") for problem in cfg.problems()]:
         raise ConfigError(problems, "command line")

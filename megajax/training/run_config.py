@@ -356,14 +356,23 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Quantized weights can't be trained."""
+    """Quantized weights can't be trained, but adapters beside them."""
     del devices
     quantization = getattr(cfg.model, "quantization", None)
-    if quantization is not None:
+    if quantization is None:
+        return
+    if getattr(cfg.model, "lora", None) is None:
         message = (
             f"the weights are quantized ({quantization.weights}, model.quantization), which no optimizer can train"
         )
-        yield Problem("optimizer", message, "train from the weights they were made of, and quantize the result")
+        hint = "train adapters beside them (model.lora), or the weights they were made of, and quantize the result"
+        yield Problem("optimizer", message, hint)
+    if quantization.activations != "none":
+        message = f"{quantization.activations} rounds inputs, through which no gradient flows"
+        yield Problem("model.quantization.activations", message, "set it to none to train")
+    if cfg.checkpoint.load is None and not cfg.checkpoint.weights:
+        message = "quantized weights start from stored ones, and there are none"
+        yield Problem("checkpoint.load", message, "set it to a run or to hf:DIR")
 
 
 _CHECKS: tuple[Check, ...] = (

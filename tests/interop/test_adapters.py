@@ -188,7 +188,7 @@ def test_ranks_and_scales_and_layers_may_differ(tmp_path: Path) -> None:
     zeros = ArraySource(
         {path: np.zeros(spec.shape, np.float32) for path, spec in declared_by(base("llama").model).items()}
     )
-    merged = MergedWeights(JoinedWeights(zeros, adapter), adapter.declared, adapter.model.lora.scale())
+    merged = MergedWeights(JoinedWeights(zeros, adapter), adapter.model)
     actual = theirs("llama", merged, {"stack.blocks.0.mixer.query", "stack.blocks.0.mlp.down"})
     for module, scale in zip(shapes, (4 / 3, 5 / 2, 4 / 2), strict=True):
         delta = scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
@@ -198,8 +198,8 @@ def test_ranks_and_scales_and_layers_may_differ(tmp_path: Path) -> None:
 
 def test_a_box_of_merged_weights_equals_that_part_of_the_whole() -> None:
     model = replace(base("mixtral").model, lora=LORA)
-    weights, declared = random_weights(model), declared_by(model)
-    merged = MergedWeights(weights, declared, LORA.scale())
+    weights = random_weights(model)
+    merged = MergedWeights(weights, model)
     assert set(merged.shapes()) == set(declared_by(base("mixtral").model))
     for path, shape in merged.shapes().items():
         box = tuple(slice(size // 3, max(1, size - size // 4)) for size in shape)

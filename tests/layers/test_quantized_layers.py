@@ -29,6 +29,7 @@ HOW = {
     "int8": QuantizationConfig(weights="int8", balanced=True),
     "fp8": QuantizationConfig(weights="fp8"),
     "int4": QuantizationConfig(weights="int4", group=2, exclude=ODD),
+    "nf4": QuantizationConfig(weights="nf4", group=2, double=True, exclude=ODD),
 }
 EVERY_LAYER = model(None)
 
@@ -99,7 +100,7 @@ def test_every_kind_of_matrix_multiplies_like_its_dequantized_one(name: str) -> 
     float_weights = {path for path in params if declared[path].dtype == "float32"} - {"tokens", "head", "norm.gain"}
     unquantized = ("norm", "bias", "router", "a_log", "skip", "filter", "gain", "conv", "dt")
     unexpected = [path for path in float_weights if not any(word in path for word in unquantized)]
-    assert name == "int4" or not unexpected
+    assert "4" in name or not unexpected
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         ({"weights": "int4", "group": 7}, "group"),
         ({"weights": "int4", "group": 0}, "group"),
         ({"weights": "int8", "activations": "fp8"}, "activations"),
+        ({"weights": "fp8", "double": True}, "double"),
         ({"weights": "fp8", "static": True}, "static"),
     ],
 )

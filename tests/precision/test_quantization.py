@@ -57,7 +57,7 @@ def test_a_group_is_off_by_at_most_half_a_step() -> None:
     assert (error <= np.asarray(scale)[:, :, :, None] / 2 * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4", "nf4"])
 def test_zeros_stay_zeros_and_nonfinite_values_stay_visible(weights: str) -> None:
     w, form = at(draw(8, 3), (slice(None), 1), 0), form_of(weights, 4, 1, 1)
     values, scale = form.quantized(jnp.asarray(w))
@@ -127,6 +127,9 @@ def test_bytes_of_a_matrix() -> None:
     for weights, expected in (("int8", 32 * (4096 + 4) * 14336), ("int4", 32 * (2048 + 4096 // 128 * 4) * 14336)):
         leaves = Quantized(form_of(weights, 128, 1, 1)).declared(shape, ("layer", "embed", "mlp"))
         assert sum(prod(size) * jnp.dtype(dtype).itemsize for size, _, dtype in leaves.values()) == expected
+    doubled = Quantized(form_of("nf4", 64, 1, 1), double=True).declared(shape, ("layer", "embed", "mlp"))
+    sizes = sum(prod(size) * jnp.dtype(dtype).itemsize for size, _, dtype in doubled.values())
+    assert sizes == 32 * (2048 + 4096 // 64 + 8) * 14336
     assert form_of("int4", 128, 1, 1).misfit((100, 3)) == ""
     assert form_of("int4", 128, 1, 1).misfit((200, 3)) == "200 inputs are not a multiple of the group, 128"
-    assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and int4 packs two per byte"
+    assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and two are packed into a byte"

@@ -1,8 +1,10 @@
-"""Weights that are quantized on reading, one matrix of one layer at a time."""
+"""Weights that are quantized or dequantized on reading, one matrix of one layer at a time."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +12,10 @@ import numpy as np
 from flax import nnx
 
 from megajax.checkpoint.boxes import Box
-from megajax.checkpoint.weights.foreign import WeightSource, one_device
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by, one_device
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec, matrices_of
-from megajax.layers.quantized import AMAX, ARRAY, FACTOR, SCALE, Quantized
+from megajax.layers.quantized import ARRAY, BESIDE, SCALE, Quantized
 
 
 class Calibrated(NamedTuple):
@@ -46,15 +48,17 @@ class QuantizedWeights:
                 "Convert with --quantize and --calibration, and --exclude the matrices that its text does not reach."
             )
         self.where, self._source, self._matrices, self._calibrated = source.where, source, matrices, calibrated
-        self._shapes = {path: spec.shape for path, spec in declared.items() if spec.role == "quantized"}
-        self._shapes |= {path: shape for path, shape in source.shapes().items() if path not in matrices}
+        stored = source.shapes()
+        leaves = (base + suffix for base in matrices if base in stored for suffix in (ARRAY, *BESIDE))
+        self._shapes = {path: declared[path].shape for path in leaves if path in declared}
+        self._shapes |= {path: shape for path, shape in stored.items() if path not in matrices}
         self._last: tuple[Any, dict[str, np.ndarray]] = (None, {})
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        suffixes = (suffix for suffix in (ARRAY, SCALE, FACTOR, AMAX) if path.endswith(suffix))
+        suffixes = (suffix for suffix in (ARRAY, *BESIDE) if path.endswith(suffix))
         suffix = next((suffix for suffix in suffixes if path.removesuffix(suffix) in self._matrices), None)
         if suffix is None:
             return self._source.read(path, box)
@@ -80,7 +84,73 @@ class QuantizedWeights:
         return self._last[1]
 
 
+class DequantizedWeights:
+    """A `WeightSource` of the unquantized model in float32, from one of a model with quantized matrices."""
+
+    def __init__(self, source: WeightSource, plain: Mapping[str, ParamSpec], matrices: Mapping[str, Quantized]):
+        """plain: the weights of the unquantized model, by path; matrices: of the quantized one."""
+        self.where, self._source, self._matrices = source.where, source, matrices
+        self._shapes = {path: shape for path, shape in source.shapes().items() if path in plain}
+        self._shapes |= {path: plain[path].shape for path in matrices if path in self._shapes}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        if path not in self._matrices:
+            return self._source.read(path, box)
+        quantized, shapes = self._matrices[path], self._source.shapes()
+        leading = len(self._shapes[path]) - quantized.form.inputs - quantized.form.outputs
+        parts, ranges = [], [range(side.start, side.stop) for side in box[:leading]]
+        for index in product(*ranges):
+            place, leaves = tuple(slice(n, n + 1) for n in index), {}
+            for suffix in (ARRAY, *BESIDE):
+                if (shape := shapes.get(path + suffix)) is not None:
+                    whole = (*place, *(slice(0, size) for size in shape[leading:]))
+                    leaves[suffix] = self._source.read(path + suffix, whole).reshape(shape[leading:])
+            parts.append(np.asarray(_dequantize(quantized, leaves))[box[leading:]])
+        return np.stack(parts).reshape([*map(len, ranges), *parts[0].shape])
+
+
+class Quantizing(NamedTuple):
+    """Turns float weights into those of a model with quantized matrices."""
+
+    format: str
+    """Name of the format."""
+    declared: Mapping[str, ParamSpec]
+    """The weights of the model, by path."""
+    plain: Mapping[str, ParamSpec]
+    """The same, not quantized."""
+    matrices: Mapping[str, Quantized]
+
+    @classmethod
+    def of(cls, model: Any) -> "Quantizing":
+        """For the config of a quantized model."""
+        plain = declared_by(replace(model, quantization=None))
+        return cls(model.quantization.weights, declared_by(model), plain, quantized_matrices(model))
+
+    @classmethod
+    def if_any(cls, model: Any) -> "Quantizing | None":
+        """For a model config; None if it is not quantized."""
+        return None if getattr(model, "quantization", None) is None else cls.of(model)
+
+    def scales(self) -> set[str]:
+        """Paths of scales."""
+        return {path + SCALE for path in self.matrices}
+
+    def weights(
+        self, source: WeightSource, calibrated: Mapping[str, Calibrated] = MappingProxyType({})
+    ) -> QuantizedWeights:
+        """The weights of the model. source: of plain ones; calibrated: calibration of matrices, by path."""
+        return QuantizedWeights(source, self.declared, self.matrices, calibrated)
+
+    def inverse(self, source: WeightSource) -> DequantizedWeights:
+        """The plain weights. source: of the model."""
+        return DequantizedWeights(source, self.plain, self.matrices)
+
+
 _quantize = partial(jax.jit, static_argnums=0)(Quantized.quantized)
+_dequantize = partial(jax.jit, static_argnums=0)(Quantized.whole)
 
 
 def quantized_matrices(model: Any) -> dict[str, Quantized]:

@@ -16,6 +16,7 @@ import numpy as np
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.name_mapping import Mapped, Piece, Row, tensors_of
+from megajax.checkpoint.weights.quantize_on_load import Quantizing
 from megajax.config.errors import UserError
 from megajax.config.hints import nearest_names
 from megajax.interop.huggingface.family import Family
@@ -342,19 +343,14 @@ def merge(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: in
 
 
 class MergedWeights:
-    """A `WeightSource` of a model with its adapters merged into the weights."""
+    """A `WeightSource` of a model with its adapters merged into the weights, which are dequantized before."""
 
-    def __init__(self, weights: WeightSource, declared: Mapping[str, ParamSpec], scale: float):
-        """weights: of the model with adapters; declared: their specs on one device, by path; scale: of the adapters.
-
-        Raises UserError for quantized weights.
-        """
-        if any(spec.role == "quantized" for spec in declared.values()):
-            raise UserError(
-                f"the weights of {weights.where} are quantized, and adapters can't be added to them: "
-                "convert with --merge before --quantize"
-            )
-        self.where, self._weights, self._declared, self._scale = weights.where, weights, declared, scale
+    def __init__(self, weights: WeightSource, model: Any):
+        """weights: of the model with adapters; model: its config, with `lora`."""
+        quantizing = Quantizing.if_any(model)
+        self.where, self._scale = weights.where, model.lora.scale()
+        self._weights = weights if quantizing is None else quantizing.inverse(weights)
+        self._declared = declared_by(model) if quantizing is None else quantizing.plain
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {path: shape for path, shape in self._weights.shapes().items() if not path.endswith((LORA_A, LORA_B))}

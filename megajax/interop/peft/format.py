@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import Entry, converted
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, converted
+from megajax.checkpoint.weights.quantize_on_load import Quantizing
 from megajax.config.errors import UserError
 from megajax.config.hints import listed
 from megajax.interop.formats import Reading, open_stored, split_name
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.huggingface.safetensors import SafetensorsFolder, TensorFile
+from megajax.interop.origin import without_adapters
 from megajax.interop.peft.folder import LORA_A, LORA_B, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
 from megajax.interop.stored.model import Advance, Options, StoredModel
@@ -101,7 +103,8 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
         return folder, [f"base model: {folder}, which is not a folder here, so its weights were not compared"]
     base = open_stored(f"hf:{folder}", Reading(ignore=["*"]))
     base.demand_fit()
-    if differing := _differing(stored, base):
+    quantizing = Quantizing.if_any(stored.model)
+    if differing := _differing(stored, base.weights if quantizing is None else quantizing.weights(base.weights)):
         problem = f"the weights below the adapters are not those of {folder}: {listed(differing)} differ"
         if named_folder:
             raise UserError(f"--base={options.base}: {problem}")
@@ -109,9 +112,9 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
     return str(Path(folder).absolute()), [f"base model: {Path(folder).absolute()}"]
 
 
-def _differing(stored: StoredModel, base: StoredModel) -> list[str]:
+def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
     """Paths of weights that differ in shape, or in the first or last elements."""
-    shapes, own_shapes = base.weights.shapes(), stored.weights.shapes()
+    shapes, own_shapes = base.shapes(), stored.weights.shapes()
     paths = [
         path for path in own_shapes if not path.endswith((LORA_A, LORA_B)) and stored.declared[path].updater is None
     ]
@@ -123,18 +126,20 @@ def _differing(stored: StoredModel, base: StoredModel) -> list[str]:
                 slice(part.start, min(part.stop, size)) for part, size in zip(box, own_shapes[path], strict=True)
             )
             values = stored.weights.read(path, box)
-            if not np.array_equal(converted(base.weights.read(path, box), values.dtype, path), values):
+            read = base.read(path, box)
+            if not np.array_equal(read if read.dtype == values.dtype else converted(read, values.dtype, path), values):
                 differing.append(path)
                 break
     return differing
 
 
 def _files(stored: StoredModel, options: Options, base: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    config, tensors = adapter_files(stored.model, _family(stored, options.family), stored.weights, base)
+    plain = replace(stored.model, quantization=None)
+    config, tensors = adapter_files(plain, _family(stored, options.family), stored.weights, base)
     dtype = options.dtype or np.dtype(np.float32)
     return config, {name: converted(tensor, dtype, name) for name, tensor in tensors.items()}
 
 
 def _family(stored: StoredModel, name: str = "") -> Family:
     """The family of the model without adapters."""
-    return family_for(replace(stored.model, lora=None), name, stored.origin.family)
+    return family_for(without_adapters(stored.model), name, stored.origin.family)

@@ -11,12 +11,21 @@ import numpy as np
 from jax import Array
 
 from megajax.checkpoint.reader import DamagedStep, open_checkpoints
-from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit, placed
+from megajax.checkpoint.weights.foreign import (
+    ForeignModel,
+    ForeignWeights,
+    WeightSource,
+    declared_by,
+    demand_fit,
+    placed,
+)
 from megajax.checkpoint.weights.name_mapping import tensors_of
+from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, Quantizing
 from megajax.checkpoint.zarr_reader import OBSERVED, WEIGHTS
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.interop.formats import Reading, open_stored, split_name
+from megajax.interop.runs.format import StepWeights
 from megajax.interop.stored.provenance import Ancestor
 from megajax.job.start.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks
 from megajax.layers.param import ParamSpec, RowOrder
@@ -80,7 +89,12 @@ class StoredWeights(Protocol):
 
 
 def open_weights(
-    name: Path, declared: Mapping[str, ParamSpec], paths: set[str], replicated: Any, ignore: Sequence[str]
+    name: Path,
+    declared: Mapping[str, ParamSpec],
+    paths: set[str],
+    replicated: Any,
+    ignore: Sequence[str],
+    quantizing: Quantizing | None = None,
 ) -> StoredWeights:
     """The weights of a run, or of FORMAT:DIR.
 
@@ -90,12 +104,17 @@ def open_weights(
         paths: the weights and observations to load.
         replicated: the sharding of an array that every device holds whole.
         ignore: patterns of unknown settings of another library's model that are accepted.
+        quantizing: turns stored weights, unless they are quantized, into those of this run's model; None: it has
+            none.
 
     Raises UserError for a folder without checkpoints, and if another library's tensors do not fit.
     """
-    if not split_name(name)[0]:
-        return RunWeights(name, replicated)
-    return ForeignFolder(name, declared, paths, ignore)
+    if split_name(name)[0]:
+        return ForeignFolder(name, declared, paths, ignore, quantizing)
+    run = RunWeights(name, replicated)
+    if quantizing is None or quantizing.scales() & run.shapes().keys():
+        return run
+    return QuantizedRun(name, replicated, quantizing)
 
 
 def all_weights(name: Path, program: Program, ignore: Sequence[str] = ()) -> tuple[dict[str, Array], str]:
@@ -107,7 +126,8 @@ def all_weights(name: Path, program: Program, ignore: Sequence[str] = ()) -> tup
     state = program.state_like()
     likes: dict[str, Any] = {**state.params, **state.observed}
     replicated = getattr(state.step, "sharding", None)
-    stored = open_weights(name, declared_by(program.cfg.model), set(likes), replicated, ignore)
+    model = program.cfg.model
+    stored = open_weights(name, declared_by(model), set(likes), replicated, ignore, Quantizing.if_any(model))
     return read_intact(stored, lambda: _fitting_weights(stored, likes, program)), stored.where + stored.note()
 
 
@@ -224,21 +244,56 @@ class RunWeights:
         return Ancestor.of(self.reader.meta(self.step), self.reader.folder, self.vocabulary())
 
 
+class QuantizedRun(RunWeights):
+    """The weights of a MegaJAX checkpoint, quantized a layer at a time: each process reads its devices' parts."""
+
+    def __init__(self, path: Path, replicated: Any, quantizing: Quantizing):
+        super().__init__(path, replicated)
+        self._quantizing = quantizing
+
+    def _weights(self) -> QuantizedWeights:
+        chunks = [range(*bounds) for bounds in self.reader.meta(self.step).get("rows", [])]
+        stored, plain = super().shapes(), self._quantizing.plain
+        source = StepWeights(
+            self.reader.demand(self.step), {path: plain[path] for path in plain if path in stored}, chunks
+        )
+        return self._quantizing.weights(source)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._weights().shapes())
+
+    def read(self, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
+        return _placed(self._weights(), targets, order)
+
+    def note(self) -> str:
+        return f", quantized to {self._quantizing.format}"
+
+
 class ForeignFolder:
     """The weights of another library's checkpoint: each process reads its devices' parts, one layer at a time."""
 
-    def __init__(self, name: Path, declared: Mapping[str, ParamSpec], paths: set[str], ignore: Sequence[str]):
-        self.where, self._stored = str(name), open_stored(name, Reading(ignore=ignore))
+    def __init__(
+        self,
+        name: Path,
+        declared: Mapping[str, ParamSpec],
+        paths: set[str],
+        ignore: Sequence[str],
+        quantizing: Quantizing | None,
+    ):
+        self.where, self._stored, self._quantizing = str(name), open_stored(name, Reading(ignore=ignore)), quantizing
         if (foreign := self._stored.foreign) is None:
             raise UserError(f"{name}: a run can't start from this format; convert it to a run first")
-        self._weights = _fitting(foreign, declared, paths)
+        self._weights: WeightSource
+        if quantizing is None:
+            self._weights = _fitting(foreign, declared, paths)
+        else:
+            self._weights = quantizing.weights(_fitting(foreign, quantizing.plain, paths & quantizing.plain.keys()))
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._weights.shapes()
 
     def read(self, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
-        rows = {path: order(layers) if (layers := layers_of(target.spec)) else None for path, target in targets.items()}
-        return {path: placed(self._weights, path, target.like, rows[path]) for path, target in targets.items()}
+        return _placed(self._weights, targets, order)
 
     def host_array(self, path: str) -> np.ndarray:
         box = tuple(slice(0, size) for size in self.shapes()[path])
@@ -254,11 +309,17 @@ class ForeignFolder:
         return self._stored.model
 
     def note(self) -> str:
-        return f", {note}" if (note := self._stored.note) else ""
+        quantized = "" if self._quantizing is None else f"quantized to {self._quantizing.format}"
+        return "".join(f", {note}" for note in (self._stored.note, quantized) if note)
 
     def ancestor(self) -> Ancestor:
         stored = self._stored
         return Ancestor(stored.origin, stored.files.absolute(), self.vocabulary(), stored.extra)
+
+
+def _placed(weights: WeightSource, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
+    rows = {path: order(layers) if (layers := layers_of(target.spec)) else None for path, target in targets.items()}
+    return {path: placed(weights, path, target.like, rows[path]) for path, target in targets.items()}
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], paths: set[str]) -> ForeignWeights:

@@ -14,6 +14,7 @@ from jax import Array
 from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.quantize_on_load import Quantizing
 from megajax.config.errors import UserError
 from megajax.config.hints import listed
 from megajax.interop.huggingface.format import LENGTHS
@@ -27,7 +28,7 @@ from megajax.training.program import Program
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
-IGNORED_SETTINGS = ("sequence_length", "vocabulary_size", "prediction*", "lora*")
+IGNORED_SETTINGS = ("sequence_length", "vocabulary_size", "prediction*", "lora*", "quantization*")
 """Settings that may differ from the source's: rows may be shorter, tables may grow, and parts may be added."""
 
 
@@ -102,7 +103,13 @@ class SourceWeights:
         declared = {path.removeprefix(before): declarations[path] for path in (*inside, *observed)}
         names = {path.removeprefix(before) for path in (*paths, *observed)}
         replicated = getattr(state.step, "sharding", None)
-        stored = open_weights(source.run, declared, names, replicated, parts.cfg.checkpoint.ignore)
+        quantizing = Quantizing.if_any(parts.cfg.model)
+        if quantizing is not None and source.into:
+            raise UserError(
+                f"checkpoint.weights: into={source.into} is a part of a quantized model, which is loaded as a whole\n"
+                "Quantize the model with all its parts: python -m megajax.convert --quantize."
+            )
+        stored = open_weights(source.run, declared, names, replicated, parts.cfg.checkpoint.ignore, quantizing)
         arrays: dict[str, Any] = {**state.params, **state.observed}
         required = {path: TargetArray(arrays[path], parts.program.arrays[path]) for path in (*paths, *observed)}
         optional = {path: required.pop(path) for path in observed}

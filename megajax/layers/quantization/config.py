@@ -6,21 +6,29 @@ from typing import ClassVar, Literal
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 
+GROUPS = {"int4": 128, "nf4": 64}
+"""Format with a scale for each group of inputs -> inputs of a group by default."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationConfig(Builds):
-    """Weight matrices in 8 or 4 bits, from `python -m megajax.convert --quantize`; they are not trained.
+    """Weight matrices in 8 or 4 bits, from `python -m megajax.convert --quantize` or made while weights are loaded.
 
-    Embeddings, the head, norms, routers and biases stay as they are. `build(model)` changes the matrices of a model.
+    They are not trained; low-rank adapters beside them can be (Dettmers et al. 2023, QLoRA). Embeddings, the head,
+    norms, routers and biases stay as they are. `build(model)` changes the matrices of a model.
 
     Example: `mj.QuantizationConfig(weights="int8")`
     """
 
     target: ClassVar[str] = "megajax.layers.quantization.replace_matrices:quantize"
-    weights: Literal["int8", "fp8", "int4"] = "int8"
-    """int8 and fp8 (e4m3) have a scale for each output of a matrix, int4 one for each output and group of inputs."""
-    group: int = 128
-    """Inputs that share a scale in int4, along the last dimension of the inputs; all of a shorter one."""
+    weights: Literal["int8", "fp8", "int4", "nf4"] = "int8"
+    """int8 and fp8 (e4m3) have a scale for each output of a matrix, int4 and nf4 one for each output and group of
+    inputs. nf4 has 16 quantiles of a normal distribution."""
+    group: int | None = None
+    """Inputs that share a scale in int4 or nf4, along the last dimension of the inputs; all of a shorter one. None: 128
+    in int4, 64 in nf4."""
+    double: bool = False
+    """Scales of int4 or nf4 are stored in 8 bits (double quantization of QLoRA)."""
     exclude: tuple[str, ...] = ()
     """Patterns of the paths of matrices that are not quantized, such as *.mixer.output; * stands for any text."""
     activations: Literal["none", "fp8"] = "none"
@@ -33,8 +41,11 @@ class QuantizationConfig(Builds):
 
     def problems(self) -> list[Problem]:
         problems = []
-        if self.group < 2 or self.group % 2:
+        if self.group is not None and (self.group < 2 or self.group % 2):
             problems.append(Problem("group", f"must be even and at least 2, got {self.group}"))
+        if self.double and self.weights not in GROUPS:
+            message = f"applies to scales of groups, which {self.weights} does not have"
+            problems.append(Problem("double", message, f"set weights to one of {', '.join(GROUPS)}, or double=false"))
         if self.activations != "none" and self.weights != "fp8":
             message = f"{self.activations} needs weights=fp8, not {self.weights}"
             problems.append(Problem("activations", message, "set weights=fp8, or activations=none"))

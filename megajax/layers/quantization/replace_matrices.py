@@ -9,7 +9,7 @@ from flax import nnx
 from megajax.config.errors import UserError
 from megajax.config.hints import matching
 from megajax.layers.param import Matrix, matrices_of
-from megajax.layers.quantization.config import QuantizationConfig
+from megajax.layers.quantization.config import GROUPS, QuantizationConfig
 from megajax.layers.quantized import Quantized, form_of
 from megajax.precision.fp8 import refuse_old
 
@@ -52,8 +52,15 @@ def demand_device(model: Any, device: jax.Device) -> None:
 def _quantized(cfg: QuantizationConfig, matrix: Matrix) -> Quantized:
     axes = matrix.array.axes
     leading = sum(name in ("layer", "expert") for name in axes)
-    form = form_of(cfg.weights, cfg.group, matrix.inputs, len(axes) - leading - matrix.inputs)
+    group = cfg.group or GROUPS.get(cfg.weights, 0)
+    form = form_of(cfg.weights, group, matrix.inputs, len(axes) - leading - matrix.inputs)
     # Experts use a grouped matmul kernel, and calibration does not observe their inputs.
     plain = "expert" in axes
     eight = cfg.activations == "fp8" and not plain
-    return Quantized(form, balanced=cfg.balanced and not plain, activations=eight, static=cfg.static and eight)
+    return Quantized(
+        form,
+        balanced=cfg.balanced and not plain,
+        activations=eight,
+        static=cfg.static and eight,
+        double=cfg.double,
+    )
