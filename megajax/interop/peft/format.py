@@ -19,6 +19,7 @@ from megajax.interop.origin import without_adapters
 from megajax.interop.peft.folder import LORA_A, LORA_B, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
 from megajax.interop.stored.model import Advance, Options, StoredModel
+from megajax.models.protocol import ids_below
 from megajax.optim.groups import trainable
 from megajax.storage.atomic_folders import new_folder
 
@@ -113,18 +114,18 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
 
 
 def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
-    """Paths of weights that differ in shape, or in the first or last elements."""
+    """Paths of weights that differ in shape, or in the first or last elements; padding of tables is not compared."""
     shapes, own_shapes = base.shapes(), stored.weights.shapes()
     paths = [
         path for path in own_shapes if not path.endswith((LORA_A, LORA_B)) and stored.declared[path].updater is None
     ]
     differing = [path for path in paths if shapes.get(path) != own_shapes[path]]
+    tokens = ids_below(stored.model) or 0
     for path in (path for path in paths if path not in differing):
+        axes, shape = stored.declared[path].axes, own_shapes[path]
+        sizes = [tokens if axis == "vocab" else size for axis, size in zip(axes, shape, strict=True)]
         for number in (0, -1):
-            box = tuple(slice(max(0, number % size - SAMPLE), number % size + SAMPLE) for size in own_shapes[path])
-            box = tuple(
-                slice(part.start, min(part.stop, size)) for part, size in zip(box, own_shapes[path], strict=True)
-            )
+            box = tuple(slice(max(0, number % size - SAMPLE), min(number % size + SAMPLE, size)) for size in sizes)
             values = stored.weights.read(path, box)
             read = base.read(path, box)
             if not np.array_equal(read if read.dtype == values.dtype else converted(read, values.dtype, path), values):
