@@ -26,8 +26,9 @@ from megajax.inference.loading import model_on_mesh
 from megajax.inference.programs import CacheSize, Programs, like_cache
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
-from megajax.inference.speculation.draft_model import ByDevice, DraftModel
+from megajax.inference.speculation.draft_model import DraftModel
 from megajax.inference.speculation.earlier_text import EarlierText
+from megajax.inference.speculation.prediction_heads import PredictionHeads, heads_alone
 from megajax.inference.step_arrays import buckets_up_to
 from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
@@ -62,31 +63,30 @@ def make_engine(
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: they come from the text of a
-    request. Raises UserError if there is no memory for the cache, or if a layer cannot take back the tokens of a draft.
+    requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: `config.drafts` does. Raises
+    UserError if there is no memory for the cache, if a layer cannot take back the tokens of a draft, and for drafts by
+    heads that the model lacks.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
     tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
     tile = min(TILE, chunk) if tiled else chunk
-    invariant, models = config.batch_invariant, (model, *(() if draft is None else (draft.model,)))
+    invariant, beside, drafting = config.batch_invariant, drafting_model(model, config, draft), None
     buckets = buckets_up_to(max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=invariant)
-    size, drafting = cache_size(config, length, models, dtype), None
-    if draft is not None:
+    size = cache_size(config, length, (model, *(() if beside is None else (beside,))), dtype)
+    model = for_steps(model)
+    if beside is not None:
         # Rows have drafts in almost all steps.
         buckets = tuple(bucket for bucket in buckets if bucket.drafts)
-        drafting = DraftModel(
-            draft._replace(model=for_steps(draft.model)),
-            size,
-            buckets=buckets,
-            vocabulary=vocabulary,
-            length=length,
-            dtype=dtype,
-            kernel=choose_kernel(config.kernel, draft.model.cfg, config.compute, dtype),
-        )
+        settings: Any = {"buckets": buckets, "vocabulary": vocabulary, "length": length, "dtype": dtype}
+        settings["kernel"] = choose_kernel(config.kernel, beside.cfg, config.compute, dtype)
+        if draft is None:
+            drafting = PredictionHeads(model, size, **settings)
+        else:
+            drafting = DraftModel(draft._replace(model=for_steps(draft.model)), size, **settings)
     programs = Programs(
-        for_steps(model),
+        model,
         size,
         buckets=buckets,
         choosers=choosers(vocabulary, invariant=invariant),
@@ -109,9 +109,19 @@ def make_engine(
         adapters=adapters,
         look_ahead=config.look_ahead,
         # The other processes would keep theirs.
-        weights=None if model.mesh.is_multi_process else ModelWeights(programs, drafting),
-        drafter=EarlierText if draft is None else ByDevice,
+        weights=None if model.mesh.is_multi_process else ModelWeights(programs),
+        drafter=EarlierText if drafting is None else drafting.drafter,
     )
+
+
+def drafting_model(model: LoadedModel, config: InferenceConfig, draft: Draft | None) -> LoadedModel | None:
+    """The model whose layers draft: `draft`, or the heads of the model; None if drafts come from the text.
+
+    Raises UserError if there are no heads.
+    """
+    if draft is not None or config.drafts == "text":
+        return None if draft is None else draft.model
+    return replace(model, cfg=heads_alone(model.cfg, config.speculate))
 
 
 def encoder_engine(

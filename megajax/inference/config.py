@@ -14,6 +14,7 @@ from megajax.models.protocol import ModelConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 
 type Dtype = Literal["float32", "bfloat16", "float16"]
+type Drafts = Literal["text", "mtp"]
 type ImageFit = Literal["pad", "crop", "stretch"]
 
 
@@ -56,8 +57,11 @@ class InferenceConfig:
     prompts and where they part, so that a prompt that begins like another one is computed from there on. 0: none."""
     speculate: int = 0
     """Speculative decoding: a step verifies up to this many tokens for each request. With --draft-run or --draft-hf, a
-    smaller model drafts them; else they are those that followed the request's last tokens where they occurred before.
-    The answers are the same, in fewer steps if drafts are right. 0: none."""
+    smaller model drafts them; else `drafts` says what does. The answers are the same, in fewer steps if drafts are
+    right. 0: none."""
+    drafts: Drafts = "text"
+    """Without a draft model: text: the tokens that followed the request's last ones where they occurred before. mtp: by
+    the model's heads of multi-token prediction; further tokens than they predict by its last head again."""
     warm_up: bool = True
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
     json_whitespace: bool = False
@@ -90,6 +94,9 @@ class InferenceConfig:
         for name, least in (("adapters", 0), ("adapter_rank", 1)):
             if (value := getattr(self, name)) < least:
                 problems.append(Problem(name, f"must be at least {least}, got {value}"))
+        if self.drafts == "mtp" and not self.speculate:
+            message = "is mtp, and speculate=0, so that no step verifies drafts"
+            problems.append(Problem("drafts", message, "set speculate to the number of tokens of a draft"))
         if not 0 < self.memory_share <= 1:
             problems.append(Problem("memory_share", f"must be above 0 and at most 1, got {self.memory_share:g}"))
         if self.cache_tokens is not None and self.cache_tokens < self.block:

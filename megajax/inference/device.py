@@ -44,6 +44,7 @@ class ModelStep:
     def __init__(self, device: ModelDevice, work: abc.Sequence[Step | None], step: Dispatched):
         self._device, self._work, self._step = device, work, step
         self._chosen: tuple[Chosen, PromptScores | None, Any]
+        self._drafts: Any
 
     def choose(self) -> None:
         device, work, step = self._device, self._work, self._step
@@ -51,6 +52,7 @@ class ModelStep:
         needed = max(program_of(row) for step in work if step is not None for row, _ in step.parts())
         chooser = next(chooser for chooser in device.choosers if chooser.program >= needed)
         chosen = programs.choose(step, chooser, chooser.inputs(work, step.bucket))
+        self._drafts = programs.following if step.drafts is None else step.drafts
         prompts = [row for step in work if step is not None for row, _, _ in step.prompts]
         scores: PromptScores | None = None
         if any(row.unscored for row in prompts):
@@ -62,7 +64,7 @@ class ModelStep:
 
     def results(self) -> list[list[Sampled]]:
         step, embedder, drafting = self._step, self._device.embedder, self._device.programs.drafting
-        (chosen, scores, sums), drafts = jax.device_get((self._chosen, step.drafts))
+        (chosen, scores, sums), drafts = jax.device_get((self._chosen, self._drafts))
         results = list[list[Sampled]]()
         if drafting is not None:
             drafting.receive(self._work, step.bucket, drafts, chosen.token)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from megajax.layers.decoding import LayerLoop, rolled, unrolled
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.layout import Layout
+from megajax.models.facts import facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,12 @@ class LoadedModel:
         reads a constant row of such a stack in place."""
         stacked = {path: jnp.stack(w) if isinstance(w, tuple) else w for path, w in weights.items()}
         return bind(self.model, stacked)
+
+    def parameter_count(self) -> int:
+        """Number of weights; without padding of the vocabulary if the model has facts, as in training."""
+        facts = facts_of(self.cfg)
+        stored = sum(prod(array.shape) for array in jax.tree.leaves(self.weights))
+        return stored if facts is None else facts.parameter_count().total
 
 
 class Draft(NamedTuple):

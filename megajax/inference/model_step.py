@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from megajax.batch import Params
 from megajax.inference.images.image_states import IMAGES, with_images
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.request import Step
+from megajax.inference.request import Drafter, Step
 from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf
@@ -41,6 +42,8 @@ class StepOutput(NamedTuple):
     """int32 [rows, L]: the tokens of each row from the cache; undefined past the row's end."""
     prompts: Array
     """[chunk, 1, D]: output of the stack for the prompts' tokens; empty in steps without a prompt."""
+    states: Array | None = None
+    """[T, 1, D]: output of the stack for all tokens, if drafts are made from it."""
 
 
 def step_rows(
@@ -79,9 +82,9 @@ def copied_states(
 
 
 def step_output(
-    model: Any, layout: Layout, cache: Mapping[str, Array], arrays: StepArrays, rows: StepRows
+    model: Any, layout: Layout, cache: Mapping[str, Array], arrays: StepArrays, rows: StepRows, *, states: bool = False
 ) -> tuple[StepOutput, Cache]:
-    """The output of a step, and the cache with its tokens."""
+    """The output of a step, with `StepOutput.states` on request, and the cache with its tokens."""
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
     ctx, others = with_images(layout, ctx, cache, arrays.images), {name: cache[name] for name in OTHERS & cache.keys()}
@@ -91,7 +94,8 @@ def step_output(
         return x[last], x[rows.parts()[1]] if len(rows.groups) > 1 else x[:0]
 
     decoded, prompts = layout.island(parts, (STATES, ("batch",)), (STATES, STATES))(x, arrays.last)
-    return StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts), {**cache, **others, TOKENS.name: ids}
+    out = StepOutput(model.next_logits(decoded)[:, 0], tokens, prompts, x if states else None)
+    return out, {**cache, **others, TOKENS.name: ids}
 
 
 def known_tokens(layout: Layout, arrays: StepArrays, latest: Array, bucket: Bucket) -> Array:
@@ -157,30 +161,65 @@ class Scorer(Protocol):
 
 
 class Drafting(Protocol):
-    """Makes the drafts of all rows, at the start of a step."""
+    """Makes the drafts of all rows: before a step, or after it for the next one."""
 
-    loaded: LoadedModel
-    where: str
-    """The source of its weights."""
-    leaves: abc.Sequence[CacheLeaf]
-    """Of its cache, which has the same blocks."""
+    weights: dict[str, Any]
+    """Its own; empty while they are elsewhere."""
+
+    @property
+    def drafter(self) -> Callable[[int], Drafter]:
+        """Makes that of a sequence, from the maximum number of tokens of a draft."""
+        ...
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether it reads `StepOutput.states`."""
+        ...
+
+    @property
+    def where(self) -> str | None:
+        """The source of its weights; None for those of the model."""
+        ...
+
+    @property
+    def leaves(self) -> abc.Sequence[CacheLeaf]:
+        """Those of its cache, which has the same blocks."""
+        ...
+
+    @property
+    def cache(self) -> Cache:
+        """The arrays of its cache; created when first used."""
+        ...
+
+    def drop_cache(self) -> None:
+        """Release the memory of its cache."""
+        ...
+
+    def summary(self) -> str:
+        """Who drafts, for the banner."""
+        ...
 
     def needed(self) -> abc.Sequence[tuple[str, Callable[[], object]]]:
         """The name of each of its programs, and how to compile it."""
         ...
 
-    def allocate(self) -> None:
-        """Create its cache."""
-        ...
-
     def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket, arrays: StepArrays) -> Any:
-        """What `draft` reads beside the arrays of a step: a tree of arrays on the host."""
+        """What it reads beside the arrays of a step: a tree of arrays on the host."""
         ...
 
-    def draft(self, bucket: Bucket, arrays: StepArrays, inputs: Any) -> tuple[StepArrays, Array]:
-        """The arrays of a step with the tokens of drafts, and these as `Dispatched.drafts`."""
+    def draft(self, bucket: Bucket, arrays: StepArrays, inputs: Any) -> tuple[StepArrays, Array | None]:
+        """Before a step: its arrays with the tokens of drafts, and these int32 [R, K], replicated on the devices; None
+        if rows have them."""
+        ...
+
+    def follow(self, weights: Params, output: StepOutput, chosen: Array) -> Array | None:
+        """After a step: the drafts for the next one, int32 [R, K], replicated; None if they are made before it.
+
+        weights: the model's; chosen: int32 [R * (1 + K)], the chosen tokens.
+        """
         ...
 
     def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray, chosen: np.ndarray) -> None:
-        """Give the rows of a step their drafts. chosen [R * (1 + K)]: the tokens after each of the step's."""
+        """Give the rows of a step the drafts of `draft` or `follow`. chosen [R * (1 + K)]: the tokens after each of the
+        step's."""
         ...

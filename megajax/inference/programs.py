@@ -108,7 +108,7 @@ class Dispatched(NamedTuple):
     slots: np.ndarray
     """int32 [replicas * bucket.rows]: the slots of its rows."""
     drafts: Any = None
-    """int32 [replicas * bucket.rows, bucket.drafts], replicated on the devices; None if rows have their drafts."""
+    """As `Drafting.draft` gives them."""
 
     def row(self, replica: int, number: int) -> int:
         """The index of a row among the choices, by its index in `Step.parts`; those after its draft follow."""
@@ -130,8 +130,8 @@ class Programs:
         kernel: PagedKernel,
         drafting: Drafting | None = None,
     ):
-        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache; drafting: None if rows
-        have their drafts."""
+        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache; drafting: None if drafts
+        come from the text."""
         self.loaded, self.size, self.buckets = loaded.described(), size, tuple(buckets)
         self.length, self.kernel, self.drafting = length, kernel, drafting
         self.choosers = tuple(choosers)
@@ -154,6 +154,8 @@ class Programs:
         self.announced: Announced = lambda name, arguments: nullcontext()
         self._output: StepOutput
         """Output of the last step, on the devices."""
+        self.following: Array | None = None
+        """The drafts after the last step, as `Drafting.follow` gives them."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -251,10 +253,12 @@ class Programs:
         def step(weights: Params, cache: Cache, latest: Array, arrays: StepArrays) -> tuple[StepOutput, Cache]:
             arrays = arrays._replace(tokens=known_tokens(loaded.layout, arrays, latest, bucket))
             rows = step_rows(arrays, bucket.groups(), self.kernel, loaded)
-            return step_output(loaded.bound(weights), loaded.layout, cache, arrays, rows)
+            return step_output(loaded.bound(weights), loaded.layout, cache, arrays, rows, states=states)
 
+        states = self.drafting is not None and self.drafting.reads_states
         # The programs that read the output are compiled for these layouts.
-        out = StepOutput._make(self._sharding(*axes) for axes in (("batch", "vocab"), ("batch", None), STATES))
+        axes = ("batch", "vocab"), ("batch", None), STATES, STATES if states else None
+        out = StepOutput._make(None if leaf is None else self._sharding(*leaf) for leaf in axes)
         shardings = out, {name: leaf.sharding for name, leaf in self.cache_like.items()}
         with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights = jax.tree.map(_like, loaded.weights)
@@ -354,6 +358,8 @@ class Programs:
             case "choose", (bucket, number, inputs, slots):
                 choose, out = self._choice(bucket, self.choosers[number]), self._output
                 chosen, self.latest = choose(out.logits, out.tokens, inputs, self.latest, slots)
+                if self.drafting is not None:
+                    self.following = self.drafting.follow(self.weights, out, chosen.token)
                 return chosen
             case "score", (bucket, scorer, targets):
                 return self._scores(bucket, scorer)(self.weights, self._output.prompts, targets)
@@ -364,9 +370,8 @@ class Programs:
             case "compile", (number,):
                 self._needed()[number][1]()
             case "allocate", ():
-                jax.block_until_ready((self.cache, self.latest))
-                if self.drafting is not None:
-                    self.drafting.allocate()
+                drafting = {} if self.drafting is None else self.drafting.cache
+                jax.block_until_ready((self.cache, self.latest, drafting))
             case "write_adapter", (slot, values):
                 old = {path: self.weights[path] for path in values}
                 self.weights |= self._adapter_writer()(old, values, np.int32(slot))

@@ -82,7 +82,7 @@ def origin_of(flags: Mapping[str, Any]) -> Origin:
 def draft_origin(flags: Mapping[str, Any], inference: InferenceConfig) -> Origin | None:
     """The origin of the draft model, by --draft-run or --draft-hf; None without them.
 
-    Raises ConfigError if both are given, or if drafts have no length.
+    Raises ConfigError if both are given, if drafts have no length, and if the model's heads draft.
     """
     folders = {name: flags[name].expanduser() for name in ("draft_run", "draft_hf") if flags[name] is not None}
     if not folders:
@@ -95,6 +95,9 @@ def draft_origin(flags: Mapping[str, Any], inference: InferenceConfig) -> Origin
     if not inference.speculate:
         message = f"is 0, so that no step verifies drafts of {flag}={folder}"
         raise ConfigError([Problem("inference.speculate", message, "set inference.speculate=4")], "command line")
+    if inference.drafts == "mtp":
+        message = f"is mtp, and {flag}={folder} is given"
+        raise ConfigError([Problem("inference.drafts", message, "let one of them draft")], "command line")
     return Origin(**{name.removeprefix("draft_"): folder}, trusted=flags["trust_code"], ignore=flags["ignore"])
 
 

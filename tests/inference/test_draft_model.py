@@ -63,7 +63,8 @@ def answers(device: ModelDevice, kinds: Any = SETTINGS * 2, *, tokens: int = 40)
     draw = random.Random(4)
     heads = [[draw.randrange(VOCABULARY) for _ in range(15)] for _ in range(2)]
     clients = [Client([*heads[number % 2], number], max_tokens=tokens, **kind) for number, kind in enumerate(kinds)]
-    engine = Engine(device, drafter=ByDevice)
+    drafting = device.programs.drafting
+    engine = Engine(device, drafter=ByDevice if drafting is None else drafting.drafter)
     serve(engine, *clients)
     return clients, engine.statistics()
 
@@ -188,7 +189,7 @@ def test_blocks_behind_the_windows_of_both_models_are_freed() -> None:
 def test_a_draft_model_sleeps_with_its_model(itself: ModelDevice) -> None:
     """And drafts as before, also for a request that began before."""
     draft_model: Any = itself.programs.drafting
-    engine = Engine(itself, drafter=ByDevice, weights=ModelWeights(itself.programs, draft_model))
+    engine = Engine(itself, drafter=ByDevice, weights=ModelWeights(itself.programs))
     client = Client(range(9), max_tokens=30)
     engine.submit(client.request)
     for _ in range(3):

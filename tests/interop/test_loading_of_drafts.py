@@ -117,5 +117,7 @@ def test_flags(folder: Path) -> None:
     assert draft_origin({**flags, "draft_hf": folder}, drafting) == Origin(hf=folder, trusted=True, ignore=("a",))
     with pytest.raises(ConfigError, match=r"--draft-run: is given, and --draft-hf=.* as well"):
         draft_origin({**flags, "draft_hf": folder, "draft_run": folder}, drafting)
+    with pytest.raises(ConfigError, match=r"inference\.drafts: is mtp, and --draft-hf=.* is given"):
+        draft_origin({**flags, "draft_hf": folder}, replace(drafting, drafts="mtp"))
     with pytest.raises(ConfigError, match=r"(?s)inference\.speculate: is 0, so .*small.*set inference\.speculate=4"):
         generate([f"--hf={folder / 'base'}", f"--draft-hf={folder / 'small'}", "--prompt=1 2"])

@@ -11,10 +11,12 @@ import numpy as np
 from megajax.inference.embedder import Embedder
 from megajax.inference.sampling.choose import Drawing, Edits, RowSampling
 from megajax.inference.sampling.chooser import PromptScorer
+from megajax.inference.speculation.prediction_heads import AfterStep
 from megajax.inference.step_arrays import Bucket, StepArrays, Texts
 
 CLASSES: Mapping[str, Any] = {
-    kind.__name__: kind for kind in (Bucket, StepArrays, Texts, RowSampling, Drawing, Edits, PromptScorer, Embedder)
+    kind.__name__: kind
+    for kind in (Bucket, StepArrays, Texts, RowSampling, Drawing, Edits, AfterStep, PromptScorer, Embedder)
 }
 """Named tuples that a tree may have."""
 ALIGNMENT = 16

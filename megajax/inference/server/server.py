@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from megajax.inference.encoder.encoder_device import EncoderDevice
 from megajax.inference.encoder.encoder_programs import EncoderPrograms
 from megajax.inference.engine import Engine
 from megajax.inference.images.reader import ImageReader
-from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.programs import Programs
 from megajax.inference.request import Pooling
 from megajax.inference.sampling_settings import Sampling
@@ -37,7 +35,6 @@ from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.pooling.reranker import reranker_of
 from megajax.inference.worker import Worker
-from megajax.models.facts import facts_of
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.conversation import Conversation
 
@@ -154,7 +151,7 @@ def _banner(programs: Programs | EncoderPrograms, model: ServedModel, where: str
         shapes = f"{', '.join(map(str, programs.counts))} texts of {', '.join(map(str, programs.lengths))} tokens"
         rows = [("steps", f"{shapes}; {when}"), ("embeddings", f"{model.pooling}, of at most {model.length:,} tokens")]
     return [
-        ("model", [("name", model.name), ("parameters", f"{count(parameter_count(loaded))} in {dtypes}, of {where}")]),
+        ("model", [("name", model.name), ("parameters", f"{count(loaded.parameter_count())} in {dtypes}, of {where}")]),
         (
             "engine",
             [
@@ -182,20 +179,9 @@ def _engine_rows(programs: Programs, model: ServedModel, when: str) -> list[tupl
 
 def _drafts(programs: Programs) -> str:
     """Which drafts steps verify."""
-    drafting = programs.drafting
-    if drafting is None:
+    if programs.drafting is None:
         return f"up to {programs.drafts} tokens of earlier text in a step" if programs.drafts else "none"
-    loaded, tensor = drafting.loaded, drafting.loaded.mesh.shape["tensor"]
-    sharded = "sharded as the model is" if loaded.layout.plan.tensor == tensor else "whole on each device"
-    size = f"{count(parameter_count(loaded))} parameters, of {drafting.where}"
-    return f"{programs.drafts} tokens in a step, by a model with {size}" + (f", {sharded}" if tensor > 1 else "")
-
-
-def parameter_count(loaded: LoadedModel) -> int:
-    """Number of weights; without padding of the vocabulary if the model has facts, as in training."""
-    facts = facts_of(loaded.cfg)
-    stored = sum(prod(array.shape) for array in jax.tree.leaves(loaded.weights))
-    return stored if facts is None else facts.parameter_count().total
+    return f"{programs.drafts} tokens in a step, by {programs.drafting.summary()}"
 
 
 def _log(line: str) -> None:

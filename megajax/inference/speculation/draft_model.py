@@ -17,9 +17,7 @@ R rows of a step, K tokens of a draft, T tokens of a step.
 """
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -29,16 +27,16 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import Params
+from megajax.display.text import count
 from megajax.inference.loaded_model import Draft
-from megajax.inference.model_step import STATES, step_rows
-from megajax.inference.programs import CacheSize, like_cache
+from megajax.inference.model_step import STATES, StepOutput, step_rows
+from megajax.inference.programs import CacheSize
 from megajax.inference.request import Sequence, Step
-from megajax.inference.sampling.choose import Drawing, Program, RowSampling, choose
+from megajax.inference.sampling.choose import Drawing, Program
 from megajax.inference.sampling.chooser import Choice, row_sampling
-from megajax.inference.step_arrays import NOWHERE, Bucket, StepArrays, joined, pack
-from megajax.kernels.paged.capability import PagedKernel
-from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, StepRows
+from megajax.inference.speculation.draft_programs import DraftPrograms, step_context
+from megajax.inference.step_arrays import Bucket, StepArrays, joined, pack
+from megajax.layers.decoding import Cache
 
 COLUMN = ("batch", None)
 LATEST = 2
@@ -46,59 +44,41 @@ LATEST = 2
 before accepted a whole draft."""
 
 
-class DraftModel:
-    """The compiled programs of a draft model, one for each bucket of the steps that verify, and its cache."""
+class ByDevice:
+    """Asks the device for drafts, which has a model for them: a draft of zeros in place of its tokens."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        size: CacheSize,
-        *,
-        buckets: abc.Sequence[Bucket],
-        vocabulary: int,
-        length: int,
-        dtype: str,
-        kernel: PagedKernel,
-    ):
-        """size, buckets, length, dtype: of the programs that verify, see `Programs`; all buckets have drafts.
-        vocabulary: ids in use."""
-        self.loaded, self.where, self.vocabulary, self.kernel = draft.model.described(), draft.where, vocabulary, kernel
-        self.weights = dict(draft.model.weights)
+    def __init__(self, count: int):
+        """count: tokens of a draft."""
+        self._count = count
+
+    def draft(self, tokens: list[int]) -> list[int]:
+        """`count` zeros."""
+        del tokens
+        return [0] * self._count
+
+
+class DraftModel(DraftPrograms):
+    """The compiled programs of a draft model, and its cache."""
+
+    name, drafter, reads_states = "drafts", ByDevice, False
+
+    def __init__(self, draft: Draft, size: CacheSize, **settings: Any):
+        """size: of the cache of the programs that verify; settings: the others of `DraftPrograms`."""
+        model = draft.model
+        leaves = model.cfg.cache_leaves(model.layout.plan.tensor)
+        super().__init__(model.described(), leaves, size, **settings)
+        self.weights, self.where = dict(model.weights), draft.where
         """Empty while they are elsewhere."""
-        self.size, self.buckets, self.width = size, tuple(buckets), -(-length // size.block)
-        loaded, shape = self.loaded, self.loaded.mesh.shape
-        self.replicas = shape["data"] * shape["expert"]
-        self.leaves = loaded.cfg.cache_leaves(loaded.layout.plan.tensor)
-        self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
-        self.compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._behind: WeakSet[Sequence] = WeakSet()
         """Decoding rows whose last but one token the draft model has not computed: it was the last of a draft."""
-
-    @cached_property
-    def cache(self) -> Cache:
-        """The arrays of the cache; created when first used."""
-        like = self.cache_like
-        return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}
-
-    def drop_cache(self) -> None:
-        """Release the memory of the cache; the next use creates an empty one."""
-        self.__dict__.pop("cache", None)
-
-    def needed(self) -> list[tuple[str, Callable[[], object]]]:
-        """The name of each program, and how to compile it."""
-        return [(f"drafts, {bucket}", partial(self._program, bucket)) for bucket in self.buckets]
-
-    def allocate(self) -> None:
-        """Create the cache."""
-        jax.block_until_ready(self.cache)
 
     def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket, arrays: StepArrays) -> tuple[Any, ...]:
         """`StepArrays` of the latest tokens, room of each row for a draft int32 [R], and `Drawing` [R].
 
         arrays: of the step, with any tokens in place of those of drafts.
         """
-        block, first = self.size.block, bucket._replace(drafts=LATEST - 1)
-        latest = joined([pack(self._latest(step), first, block=block, width=self.width) for step in work])
+        first = bucket._replace(drafts=LATEST - 1)
+        latest = joined([pack(self._latest(step), first, block=self.block, width=self.width) for step in work])
         placed = [
             Choice(bucket.rows * replica + number, row, 0)
             for replica, step in enumerate(work)
@@ -109,17 +89,28 @@ class DraftModel:
 
     def draft(self, bucket: Bucket, arrays: StepArrays, inputs: tuple[Any, ...]) -> tuple[StepArrays, Array]:
         """Dispatch the drafts of a step -> its arrays with their tokens, and the drafts int32 [R, K], replicated."""
-        tokens, drafts, self.cache = self._program(bucket)(self.weights, self.cache, arrays.tokens, *inputs)
+        tokens, drafts, self.cache = self.program(bucket)(self.weights, self.cache, arrays.tokens, *inputs)
         return arrays._replace(tokens=tokens), drafts
+
+    def follow(self, weights: Params, output: StepOutput, chosen: Array) -> None:
+        """Nothing: drafts are made before a step."""
+        del weights, output, chosen
 
     def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray, chosen: np.ndarray) -> None:
         """Give the rows of a step their drafts [R, K]. chosen [R * (1 + K)]: the tokens after each of the step's."""
         for replica, step in enumerate(work):
             for number, (row, _) in enumerate(step.decode if step else []):
-                place, count = bucket.rows * replica + number, len(row.draft)
-                row.draft[:] = drafts[place, :count].tolist()
-                if count and chosen[bucket.width * place :][:count].tolist() == row.draft:
+                place, length = bucket.rows * replica + number, len(row.draft)
+                row.draft[:] = drafts[place, :length].tolist()
+                if length and chosen[bucket.width * place :][:length].tolist() == row.draft:
                     self._behind.add(row)
+
+    def summary(self) -> str:
+        """Who drafts, for the banner."""
+        loaded, tensor = self.loaded, self.loaded.mesh.shape["tensor"]
+        sharded = "sharded as the model is" if loaded.layout.plan.tensor == tensor else "whole on each device"
+        size = f"a model with {count(loaded.parameter_count())} parameters, of {self.where}"
+        return size + (f", {sharded}" if tensor > 1 else "")
 
     def _latest(self, step: Step | None) -> Step | None:
         """The tokens of a step that the draft model has not computed; the last ones as the draft of those before."""
@@ -135,11 +126,6 @@ class DraftModel:
         self._behind.difference_update([row for row, _ in step.parts()])
         return Step(decode, step.prompts)
 
-    def _program(self, bucket: Bucket) -> jax.stages.Compiled:
-        if bucket not in self.compiled:
-            self.compiled[bucket] = self.lowered(bucket).compile(compiler_options=dict(self.loaded.options))
-        return self.compiled[bucket]
-
     def lowered(self, bucket: Bucket) -> jax.stages.Lowered:
         """The lowered program of a bucket: (weights, cache, tokens of the step [T, 1], those of `inputs`) ->
         (tokens of the step, drafts [R, K], cache)."""
@@ -151,7 +137,7 @@ class DraftModel:
         ) -> tuple[Array, Array, Cache]:
             model = loaded.bound(weights)
             rows = step_rows(latest, first.groups(), self.kernel, loaded)
-            x, cache = model.step(latest.tokens, cache, _context(latest.positions, rows))
+            x, cache = model.step(latest.tokens, cache, step_context(latest.positions, rows))
             x, at = layout.island(_last, (STATES, COLUMN, ("batch",)), (STATES, ("batch",)))(
                 x, latest.positions, latest.counts[0]
             )
@@ -163,8 +149,7 @@ class DraftModel:
                 drafts, cache = carry
                 # Bound here: outside of the loop, rows of weights would be stacked in memory.
                 model, previous = loaded.bound(weights), jax.lax.dynamic_slice_in_dim(drafts, ahead - 1, 1, axis=1)
-                rows = self._one_token(latest, at + ahead, room > ahead)
-                x, cache = model.step(previous, cache, _context((at + ahead)[:, None], rows))
+                x, cache = model.step(previous, cache, self.token_step(latest.tables[0], at + ahead, room > ahead))
                 token = self._chosen(model, x, drawing, ahead)
                 return jax.lax.dynamic_update_slice_in_dim(drafts, token[:, None], ahead, axis=1), cache
 
@@ -177,69 +162,15 @@ class DraftModel:
 
             return layout.island(filled, (COLUMN, COLUMN), COLUMN)(tokens, drafts), drafts, cache
 
-        column, cache = self._sharding(*COLUMN), {name: leaf.sharding for name, leaf in self.cache_like.items()}
-        like = self._like(bucket, first)
-        with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
-            jitted = jax.jit(drafted, donate_argnums=1, out_shardings=(column, self._sharding(), cache))
-            weights = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), loaded.weights
-            )
-            return jitted.lower(weights, self.cache_like, *like)
+        inputs = self.like(bucket.tokens, 1), self.arrays_like(first), self.like(bucket.rows), self.drawing_like(bucket)
+        return self.lower(drafted, (self.sharding(*COLUMN), self.sharding()), *inputs)
 
     def _chosen(self, model: Any, x: Array, drawing: Drawing, ahead: Array | int) -> Array:
-        """The tokens after states [R, 1, D], int32 [R]; 0 without a finite logit, which the other model rejects."""
-        rows = RowSampling(drawing._replace(number=drawing.number + ahead))
-        logits = model.next_logits(x)[:, 0]
-        return jnp.maximum(choose(self.loaded.layout, self.vocabulary, Program.SAMPLED, 1, logits, rows).token, 0)
-
-    def _one_token(self, latest: StepArrays, positions: Array, present: Array) -> StepRows:
-        """A step of one token at these positions of the rows [R] that are present."""
-        count, block = positions.shape[0], self.size.block
-        blocks = jnp.take_along_axis(latest.tables[0], (positions // block)[:, None], axis=1, mode="clip")[:, 0]
-        slots = jnp.where(present, blocks * block + positions % block, NOWHERE + jnp.arange(count, dtype=jnp.int32))
-        arrays = latest._replace(
-            slots=slots,
-            tables=latest.tables[:1],
-            counts=(present.astype(jnp.int32),),
-            states=latest.states[:1],
-        )
-        return step_rows(arrays, ((count // self.replicas, 1),), self.kernel, self.loaded)
-
-    def _like(self, bucket: Bucket, first: Bucket) -> tuple[Any, StepArrays, Any, Drawing]:
-        def like(count: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-            sharding = self._sharding("batch", *[None] * len(shape))
-            return jax.ShapeDtypeStruct((self.replicas * count, *shape), dtype, sharding=sharding)
-
-        groups = [rows for rows, _ in first.groups()]
-        column, counts = like(first.tokens, 1), tuple(like(rows) for rows in groups)
-        tables = tuple(like(rows, self.width) for rows in groups)
-        latest = StepArrays(column, column, like(first.tokens), tables, counts, counts, like(first.choices))
-        real, number = like(bucket.rows, dtype=jnp.float32), like(bucket.rows)
-        seed = like(bucket.rows, 2, dtype=jnp.uint32)
-        return like(bucket.tokens, 1), latest, number, Drawing(real, number, real, real, seed, number)
-
-    def _sharding(self, *axes: str | None) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(self.loaded.mesh, self.loaded.layout.plan.compute.spec(axes))
-
-
-def _context(positions: Array, rows: StepRows) -> Context:
-    return Context(positions, jnp.zeros(1, jnp.int32), rows=rows)
+        """The tokens after states [R, 1, D], int32 [R]."""
+        return self.chosen(model.next_logits(x)[:, 0], drawing, ahead)
 
 
 def _last(x: Array, positions: Array, counts: Array) -> tuple[Array, Array]:
     """The states [R, 1, D] and positions [R] of the last tokens of decoding rows, which are the first of a step."""
     at = LATEST * jnp.arange(counts.shape[0]) + jnp.maximum(counts - 1, 0)
     return x[at], positions[at, 0]
-
-
-class ByDevice:
-    """Asks the device for drafts, which has a model for them: a draft of zeros in place of its tokens."""
-
-    def __init__(self, count: int):
-        """count: tokens of a draft."""
-        self._count = count
-
-    def draft(self, tokens: list[int]) -> list[int]:
-        """`count` zeros."""
-        del tokens
-        return [0] * self._count

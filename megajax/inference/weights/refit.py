@@ -13,7 +13,6 @@ from megajax.config.errors import UserError
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.loading import in_step, stored_specs
 from megajax.inference.programs import Programs
-from megajax.inference.speculation.draft_model import DraftModel
 from megajax.inference.weights.host_array import HostArray
 from megajax.layers.param import Adapter, Observation, ParamSpec, specs
 
@@ -72,11 +71,11 @@ class StepWeights:
 
 
 class ModelWeights:
-    """A `megajax.inference.request.Weights`: those of the compiled steps of a model. Its draft model sleeps as well."""
+    """A `megajax.inference.request.Weights`: those of the compiled steps of a model. What drafts sleeps as well."""
 
-    def __init__(self, programs: Programs, draft_model: DraftModel | None = None):
+    def __init__(self, programs: Programs):
         self._programs, self._at_rest = programs, dict[str, Any]()
-        self._draft_model, self._draft_at_rest = draft_model, dict[str, Any]()
+        self._drafting, self._draft_at_rest = programs.drafting, dict[str, Any]()
         self._slots = frozenset(specs(programs.loaded.model, Adapter))
         self._makes = StepWeights(programs.loaded)
 
@@ -103,10 +102,10 @@ class ModelWeights:
             self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
         programs.weights.clear()
         programs.drop_cache()
-        if self._draft_model is not None:
-            self._draft_at_rest |= jax.tree.map(HostArray.of, self._draft_model.weights)
-            self._draft_model.weights.clear()
-            self._draft_model.drop_cache()
+        if self._drafting is not None:
+            self._draft_at_rest |= jax.tree.map(HostArray.of, self._drafting.weights)
+            self._drafting.weights.clear()
+            self._drafting.drop_cache()
 
     def wake(self) -> None:
         programs = self._programs
@@ -114,9 +113,9 @@ class ModelWeights:
             raise UserError("the engine has no weights: call refit before it wakes up")
         _move_back(self._at_rest, programs.weights)
         jax.block_until_ready(programs.cache)
-        if self._draft_model is not None:
-            _move_back(self._draft_at_rest, self._draft_model.weights)
-            jax.block_until_ready(self._draft_model.cache)
+        if self._drafting is not None:
+            _move_back(self._draft_at_rest, self._drafting.weights)
+            jax.block_until_ready(self._drafting.cache)
 
 
 def _move_back(at_rest: dict[str, Any], weights: dict[str, Any]) -> None:

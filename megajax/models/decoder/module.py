@@ -10,8 +10,9 @@ from jax import Array
 from megajax.batch import SAMPLE, Loss, Rows
 from megajax.kernels.cross_entropy import Objective
 from megajax.kernels.soft_cap import soft_capped
+from megajax.layers.cache_spec import below
 from megajax.layers.context import Context, dropout, keys_of_rows
-from megajax.layers.decoding import Cache
+from megajax.layers.decoding import Cache, in_layer
 from megajax.layers.embedding import (
     VocabularyLoss,
     embed,
@@ -130,6 +131,19 @@ class DecoderLM(nnx.Module):
             x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
             states.append(x)
         return states
+
+    def predict(self, head: int, x: Array, tokens: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """A head, by number, in a decoding step: states [T, 1, D] and the tokens int32 [T, 1] that they predict -> the
+        states that predict the following tokens, and the cache.
+
+        x: of the previous head, for the first one from `final_norm`. cache: leaves of a block with a layer for each
+        head, "0.mixer.key"; ctx: positions int32 [T, 1] of the tokens from which the states are, and `rows`.
+        """
+        embedded = self.enter(self.embed_tokens(tokens), ctx._replace(positions=ctx.positions + head + 1))
+        x, leaves = self.predictions[head].step(x, embedded, below(cache, "0"), in_layer(ctx, head))
+        return self.layout.act(x, "batch", "seq_residual", "embed"), {
+            f"0.{name}": leaf for name, leaf in leaves.items()
+        }
 
     def table(self) -> Array:
         """The head's table [V, D]."""

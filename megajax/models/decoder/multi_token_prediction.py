@@ -16,6 +16,7 @@ from megajax.batch import Rows
 from megajax.kernels.context.collectives import gather_rows
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.decoding import Cache
 from megajax.layers.norm.config import NormConfig
 from megajax.layers.param import LayerSettings, Matrix, matrix
 from megajax.mesh.layout import Layout
@@ -46,10 +47,18 @@ class Prediction(nnx.Module):
 
     def __call__(self, x: Array, embedded: Array, ctx: Context) -> Array:
         """Previous state [B, S, D] and embeddings [B, S, D] -> normalised state [B, S, D]."""
+        return self.norm(self.block(self.merged(x, embedded), ctx.for_layer(self.number)))
+
+    def step(self, x: Array, embedded: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The tokens of a decoding step, [T, 1, D] each -> [T, 1, D], and the cache: leaves of the block."""
+        x, cache = self.block.step(self.merged(x, embedded), cache, ctx)
+        return self.norm(x), cache
+
+    def merged(self, x: Array, embedded: Array) -> Array:
+        """Previous state and embeddings [B, S, D] -> the input of the block [B, S, D]."""
         merged = self.part(self.embedding_norm(embedded), self.from_embedding)
         merged = merged + self.part(self.state_norm(x), self.from_state)
-        x = self.block(self.layout.act(merged, "batch", "seq_residual", "embed"), ctx.for_layer(self.number))
-        return self.norm(x)
+        return self.layout.act(merged, "batch", "seq_residual", "embed")
 
     def part(self, x: Array, w: Matrix) -> Array:
         """[B, S, D] times a weight -> [B, S, D], sharded by columns."""

@@ -1,0 +1,183 @@
+"""Drafts by heads of multi-token prediction: the answers of steps without drafts, in fewer steps."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_steps import loaded, programs_of
+from test_draft_model import PLAIN, answers, compare
+from test_engine import Client, serve
+from test_programs import HEADS, MAMBA, ROPE, VOCABULARY, decoder
+from test_speculation import TEXT
+
+from megajax.config.errors import UserError
+from megajax.inference.assembly import make_engine
+from megajax.inference.config import InferenceConfig
+from megajax.inference.device import ModelDevice
+from megajax.inference.engine import Engine
+from megajax.inference.loaded_model import LoadedModel, layers_apart
+from megajax.inference.programs import CacheSize
+from megajax.inference.sampling.chooser import choosers
+from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads
+from megajax.inference.weights.refit import ModelWeights
+from megajax.layers.context import Context
+from megajax.layers.param import bind
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+
+DRAFTS, LENGTH = 4, 64
+PREDICTING = replace(decoder(replace(HEADS, rope=ROPE)), sequence_length=LENGTH, prediction=PredictionConfig())
+
+
+def device_of(
+    model: LoadedModel, *, drafts: int = DRAFTS, blocks: int = 24, tile: int = 4, **sizes: Any
+) -> ModelDevice:
+    """With steps of 3 rows, and blocks of 4 tokens; drafts by the heads if there are any."""
+
+    def drafting(size: CacheSize, **settings: Any) -> PredictionHeads | None:
+        return PredictionHeads(model, size, vocabulary=VOCABULARY, **settings) if drafts else None
+
+    shapes: Any = {"chunks": (0, 8), "tile": tile, "blocks": blocks, "length": LENGTH, "rows": 3, **sizes}
+    programs = programs_of(model, choosers(VOCABULARY), drafts=drafts, drafting=drafting, **shapes)
+    return ModelDevice(programs, VOCABULARY)
+
+
+def right(cfg: DecoderConfig) -> LoadedModel:
+    """A model whose next token depends on the last one alone, and whose heads know that: blocks add nothing, and a head
+    passes the embedding of its token on."""
+    model = loaded(cfg, {})
+    weights = dict(model.weights)
+    for path, w in weights.items():
+        if path.endswith(("mixer.output", "mlp.down")):
+            weights[path] = jnp.zeros_like(w)
+        if path.startswith("predictions"):
+            name = path.split(".", 2)[2]
+            fixed = {"from_embedding": jnp.eye(cfg.hidden), "embedding_norm.gain": jnp.ones(cfg.hidden)}
+            fixed |= {"from_state": jnp.zeros_like(w), "norm.gain": weights["norm.gain"]}
+            weights[path] = jax.device_put(fixed.get(name, weights[path]), w.sharding)
+    return replace(model, weights=weights)
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_drafts_of_heads_that_are_right_are_accepted(depth: int) -> None:
+    """Greedy and sampled, preempted, and with shared blocks; also by the last head again, with its spare blocks."""
+    cfg = replace(PREDICTING, prediction=PredictionConfig(depth=depth))
+    model = right(cfg)
+    before, plain = answers(device_of(model, drafts=0), PLAIN * 3)
+    clients, counts = answers(device_of(layers_apart(model)), PLAIN * 3)
+    compare(before, clients)
+    assert counts.preemptions_total > 0 and counts.shared_tokens_total > 0
+    assert 0 < counts.accepted_tokens_total == counts.drafted_tokens_total
+    assert counts.steps_total < 0.4 * plain.steps_total
+
+
+@pytest.fixture(scope="module")
+def predicting() -> LoadedModel:
+    """With heads that are as wrong as random weights are."""
+    return loaded(PREDICTING, {})
+
+
+@pytest.fixture(scope="module")
+def device(predicting: LoadedModel) -> ModelDevice:
+    return device_of(predicting)
+
+
+def test_drafts_are_those_of_the_trainers_head(predicting: LoadedModel, device: ModelDevice) -> None:
+    """By the whole text: the head over all tokens, and over its own states for the tokens of a draft.
+
+    Prompts in chunks beside decoding rows, with rows that are preempted; without blocks of others, whose last keys
+    would be of another token.
+    """
+
+    def whole(weights: Any, tokens: jax.Array) -> jax.Array:
+        return bind(predicting.model, weights).hidden_states(tokens, context)
+
+    def head(weights: Any, x: jax.Array, following: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model = bind(predicting.model, weights)
+        x = model.predictions[0](x, model.embed_tokens(following), context)
+        return x, jnp.argmax(model.logits(x), axis=-1)
+
+    positions = jnp.arange(LENGTH)
+    context = Context(positions[None], positions)
+    with jax.set_mesh(predicting.mesh):
+        whole, head = jax.jit(whole), jax.jit(head)
+
+    def expected(tokens: list[int], count: int) -> list[int]:
+        padded, found = jnp.zeros((1, LENGTH), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens)), list[int]()
+        with jax.set_mesh(predicting.mesh):
+            x, following, last = whole(predicting.weights, padded), jnp.roll(padded, -1, axis=1), len(tokens) - 2
+            for place in range(last, last + count):
+                out, token = head(predicting.weights, x, following)
+                found.append(int(token[0, place]))
+                x, following = x.at[0, place + 1].set(out[0, place]), following.at[0, place + 1].set(found[-1])
+        return found
+
+    given: list[tuple[list[int], list[int]]] = []
+
+    class Recorded(FromStep):
+        def draft(self, tokens: list[int]) -> list[int]:
+            given.append((list(tokens), super().draft(tokens)))
+            return given[-1][1]
+
+    draw = np.random.default_rng(3)
+    clients = [Client(draw.integers(0, VOCABULARY, count).tolist(), max_tokens=14) for count in (19, 9, 3, 14, 2, 1)]
+    engine = Engine(device, drafter=Recorded)
+    serve(engine, *clients)
+    assert engine.statistics().preemptions_total > 0
+    full = [(tokens, draft) for tokens, draft in given if draft]
+    assert sum(len(draft) == DRAFTS for _, draft in full) > 20
+    for tokens, draft in full:
+        assert draft == expected(tokens, len(draft)), tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}], ids=["one", "several"])
+def test_answers_on_several_devices(predicting: LoadedModel, sizes: dict[str, int]) -> None:
+    """With all settings, few blocks and shared prefixes."""
+    model = loaded(PREDICTING, sizes)
+    before, _ = answers(device_of(predicting, drafts=0))
+    clients, counts = answers(device_of(model, blocks=24 if not sizes else 16))
+    compare(before, clients)
+    assert counts.preemptions_total > 0 and counts.shared_tokens_total > 0
+    assert counts.drafted_tokens_total > counts.accepted_tokens_total
+
+
+@pytest.mark.slow
+def test_heads_draft_for_a_model_with_states() -> None:
+    stack = decoder(MAMBA, replace(HEADS, rope=ROPE))
+    model = loaded(replace(stack, sequence_length=LENGTH, prediction=PredictionConfig()), {})
+    sizes = {"tile": 8, "snapshots": 2}
+    before, _ = answers(device_of(model, drafts=0, **sizes), PLAIN * 2)
+    clients, counts = answers(device_of(model, **sizes), PLAIN * 2)
+    compare(before, clients)
+    assert counts.preemptions_total > 0 and counts.drafted_tokens_total > 0
+
+
+def test_heads_sleep_with_their_model(device: ModelDevice) -> None:
+    """And drafts for a request that began before are as good as those for a later one."""
+    engine = Engine(device, drafter=FromStep, weights=ModelWeights(device.programs))
+    client, later = Client(range(9), max_tokens=30), Client(range(9), max_tokens=30)
+    engine.submit(client.request)
+    for _ in range(3):
+        engine.step()
+    engine.sleep()
+    assert "cache" not in vars(device.programs.drafting)
+    engine.wake()
+    serve(engine, later)
+    assert client.answer.tokens == later.answer.tokens
+
+
+def test_an_engine_whose_heads_draft() -> None:
+    config = InferenceConfig(speculate=2, drafts="mtp", compute="float32", rows=2)
+    settings: Any = {"end_tokens": (), "length": LENGTH, "queue": 1}
+    engine = make_engine(loaded(PREDICTING, {}), config, TEXT, **settings)
+    drafting: Any = engine.device.programs.drafting  # ty: ignore[unresolved-attribute]
+    assert drafting.summary() == "1 of the model's heads of multi-token prediction" and engine.device.drafts == 2
+    with pytest.raises(UserError, match=r"inference\.drafts=mtp: the model has no heads"):
+        make_engine(loaded(replace(PREDICTING, prediction=None), {}), config, TEXT, **settings)
+    state = PredictionConfig(block=decoder(MAMBA).stack.pattern[0])
+    with pytest.raises(UserError, match=r"inference\.drafts=mtp: .* state per request"):
+        make_engine(loaded(replace(PREDICTING, prediction=state), {}), config, TEXT, **settings)
+    assert [problem.setting for problem in InferenceConfig(drafts="mtp").problems()] == ["drafts"]
