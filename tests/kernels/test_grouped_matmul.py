@@ -1,5 +1,7 @@
 """The grouped matmul: its reference against a dense one, and the GPU kernels, interpreted, against the reference."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,7 +19,7 @@ from megajax.kernels.grouped import matmul as module
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
-from megajax.kernels.grouped.matmul import PRODUCTS, Products, grouped_matmul
+from megajax.kernels.grouped.matmul import Products, grouped_matmul, products_of
 from megajax.kernels.grouped.tiles import most_tiles, tiles
 
 A100, H100, B200 = (
@@ -166,12 +168,18 @@ def test_auto_follows_the_first_device(monkeypatch) -> None:
         monkeypatch.setattr(module, "local_device", lambda device=device: device)
         grouped_matmul(x, w, jnp.array([8, 8]))
         grouped_matmul(x, w, jnp.array([8, 8]), "mosaic")
-    assert calls[1::2] == [PRODUCTS["mosaic"]] * 3
-    assert calls[::2] == [PRODUCTS[name] for name in ("reference", "triton", "mosaic")]
+    assert calls[1::2] == [products_of("mosaic")] * 3
+    assert calls[::2] == [products_of(name) for name in ("reference", "triton", "mosaic")]
 
 
 def test_every_kernel_exists_and_the_reference_is_the_last() -> None:
-    assert set(GROUPED_BACKENDS) == set(PRODUCTS) and list(GROUPED_BACKENDS)[-1] == "reference"
+    assert all(map(products_of, GROUPED_BACKENDS)) and list(GROUPED_BACKENDS)[-1] == "reference"
+
+
+def test_the_backend_of_hopper_is_imported_when_it_is_used() -> None:
+    program = "import sys, megajax.job.job; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"
 
 
 LIVE, TALL = (23, 0, 17, 31), 72
@@ -234,4 +242,4 @@ def test_the_kernels_equal_the_reference(name: str, inner: int, outer: int) -> N
 def test_kernels_on_a_gpu_equal_the_reference(groups: tuple[int, ...], inner: int, outer: int, name: str) -> None:
     if refusal := GROUPED_BACKENDS[name].refusal("bfloat16", local_device()):
         pytest.skip(refusal)
-    check(PRODUCTS[name], groups, 4096, inner, outer)
+    check(products_of(name), groups, 4096, inner, outer)

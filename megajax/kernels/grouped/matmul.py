@@ -7,18 +7,16 @@ T rows, E groups; x [T, K], w [E, K, N], y [T, N]. Rows are sorted by group. The
 than T: the rows past the groups, in x and in the gradient of y, may hold anything and affect no result.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.config.class_references import resolve
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.grouped import mosaic as grouped_mosaic
-from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.kernels.grouped.tiles import tiles
 
@@ -82,13 +80,11 @@ def _place(first: Array, end: Array, rows: int, block: int) -> tuple[Array, Arra
     return at, ((row >= first) & (row < end))[:, None]
 
 
-PRODUCTS: Mapping[str, Products] = MappingProxyType(
-    {
-        "mosaic": Products(grouped_mosaic.rows, grouped_mosaic.matrices),
-        "triton": Products(grouped_triton.rows, grouped_triton.matrices),
-        "reference": Products(reference_rows, reference_matrices),
-    }
-)
+def products_of(kernel: str) -> Products:
+    """The functions of a kernel. Those of GPUs are imported when they are used: Mosaic takes 0.3 s of a start."""
+    if kernel == "reference":
+        return Products(reference_rows, reference_matrices)
+    return Products(*(resolve(f"megajax.kernels.grouped.{kernel}:{name}") for name in Products._fields))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,4 +119,4 @@ def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Pro
     dimensions = GroupedSizes(x.shape[0], *w.shape)
     device = local_device() if kernel == "auto" else None
     name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=dimensions).kernel
-    return _multiply(PRODUCTS[name], x, w, sizes)
+    return _multiply(products_of(name), x, w, sizes)
