@@ -28,6 +28,17 @@ def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice
     return ModelDevice(compiled, VOCABULARY)
 
 
+@pytest.fixture(scope="module")
+def llama() -> LoadedModel:
+    return loaded(LLAMA, {})
+
+
+@pytest.fixture(scope="module")
+def full(llama: LoadedModel) -> ModelDevice:
+    """For requests of all settings; its engines begin with an empty cache."""
+    return device_of(llama, 24, Program.FULL)
+
+
 def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
     """Each token is the most likely one of a forward pass over the whole row, which is compiled for all rows."""
     rows = np.zeros((len(clients), LENGTH), np.int32)
@@ -67,30 +78,30 @@ def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int]
     demand_greedy(model, clients)
 
 
-def test_log_probabilities_of_listed_tokens() -> None:
+def test_log_probabilities_of_listed_tokens(llama: LoadedModel, full: ModelDevice) -> None:
     """Those of a forward pass, in the order in which they are listed, at every token of an answer."""
-    model, listed = loaded(LLAMA, {}), (249, 3, 77)
+    listed = 249, 3, 77
     client = Client([5, 17, 200], max_tokens=3, temperature=0, logprobs=3, logprob_tokens=listed)
-    serve(Engine(device_of(model, 12, Program.FULL)), client)
+    serve(Engine(full), client)
     row = np.zeros((1, LENGTH), np.int32)
     row[0, :6] = [*client.request.prompt, *client.answer.tokens]
-    logprobs = jax.nn.log_softmax(whole_logits(model, row)[0, :, :VOCABULARY])
+    logprobs = jax.nn.log_softmax(whole_logits(llama, row)[0, :, :VOCABULARY])
     for place, score in enumerate(client.answer.scores, start=2):
         assert [token for token, _ in score.top] == list(listed)
         np.testing.assert_allclose([logprob for _, logprob in score.top], logprobs[place, list(listed)], atol=1e-4)
 
 
-def test_rollouts_have_the_log_probabilities_of_the_trainer() -> None:
+def test_rollouts_have_the_log_probabilities_of_the_trainer(llama: LoadedModel, full: ModelDevice) -> None:
     """Token ids in; tokens and log-probabilities of more answers than rows out, at a temperature."""
-    model, prompt = loaded(LLAMA, {}), [5, 17, 200, 3, 3, 91, 12]
+    prompt = [5, 17, 200, 3, 3, 91, 12]
     client = Client(prompt, max_tokens=8, temperature=1.3, top_p=0.9, seed=3, n=20, logprobs=0)
-    engine = Engine(device_of(model, 24, Program.FULL))
+    engine = Engine(full)
     serve(engine, client)
     answers = client.answers()
     rows = np.zeros((len(answers), LENGTH), np.int32)
     for row, answer in zip(rows, answers, strict=True):
         row[: len(prompt) + 8] = [*prompt, *answer.tokens]
-    logprobs = np.asarray(jax.nn.log_softmax(whole_logits(model, rows)[..., :VOCABULARY]))
+    logprobs = np.asarray(jax.nn.log_softmax(whole_logits(llama, rows)[..., :VOCABULARY]))
     for row, answer, expected in zip(rows, answers, logprobs, strict=True):
         at = np.arange(len(prompt) - 1, len(prompt) + 7)
         np.testing.assert_allclose([score.logprob for score in answer.scores], expected[at, row[at + 1]], atol=1e-5)
@@ -104,7 +115,7 @@ def test_rollouts_have_the_log_probabilities_of_the_trainer() -> None:
     [
         pytest.param("mamba 2", {}, id="mamba 2"),
         pytest.param("mamba 1", {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
-        pytest.param("nemotron-h", {}, id="hybrid"),
+        pytest.param("nemotron-h", {}, id="hybrid", marks=pytest.mark.slow),
         pytest.param("delta net", {}, id="delta net", marks=pytest.mark.slow),
     ],
 )
@@ -128,7 +139,7 @@ def test_prompts_that_begin_from_a_state(name: str, sizes: dict[str, int]) -> No
         np.testing.assert_allclose(*logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["tiled", "reference"])
+@pytest.mark.parametrize("kernel", ["tiled", pytest.param("reference", marks=pytest.mark.slow)])
 def test_blocks_behind_windows_are_freed(kernel: str) -> None:
     """Three rows of 32 tokens in nine blocks of 4: without windows they take 24."""
     model = loaded(WINDOWS, {})
@@ -144,14 +155,13 @@ def test_blocks_behind_windows_are_freed(kernel: str) -> None:
     demand_greedy(model, clients)
 
 
-def test_allowed_tokens_and_sequences_that_are_not() -> None:
+def test_allowed_tokens_and_sequences_that_are_not(llama: LoadedModel, full: ModelDevice) -> None:
     """Each token is the most likely one of a forward pass among those that are left."""
-    model = loaded(LLAMA, {})
-    device, prompt = device_of(model, 12, Program.FULL), [5, 17, 200]
+    prompt = [5, 17, 200]
 
     def answer(**settings: Any) -> tuple[int, ...]:
         client = Client(prompt, max_tokens=9, temperature=0, ignore_eos=True, **settings)
-        serve(Engine(device), client)
+        serve(Engine(full), client)
         return client.answer.tokens
 
     usual = answer()
@@ -161,7 +171,7 @@ def test_allowed_tokens_and_sequences_that_are_not() -> None:
     rows = np.zeros((3, LENGTH), np.int32)
     for row, tokens in zip(rows, answers, strict=True):
         row[:12] = [*prompt, *tokens]
-    logits = whole_logits(model, rows)[..., :VOCABULARY]
+    logits = whole_logits(llama, rows)[..., :VOCABULARY]
     for place in range(9):
         before = answers[0][:place]
         left = logits[0, 2 + place].copy()
@@ -173,7 +183,7 @@ def test_allowed_tokens_and_sequences_that_are_not() -> None:
 
 
 @pytest.mark.slow
-def test_requests_of_all_kinds_join_running_ones(compiled: list[str]) -> None:
+def test_requests_of_all_kinds_join_running_ones(full: ModelDevice, compiled: list[str]) -> None:
     """Answers do not depend on other requests, and nothing is compiled."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -187,13 +197,13 @@ def test_requests_of_all_kinds_join_running_ones(compiled: list[str]) -> None:
     def client(kind: dict[str, Any], number: int) -> Client:
         return Client([number, 17, 200, 31, 5, 77], max_tokens=12, **kind)
 
-    device, expected = device_of(loaded(LLAMA, {}), 20, Program.FULL), []
+    expected = []
     for number, kind in enumerate(kinds):
         expected.append(client(kind, number))
-        serve(Engine(device), expected[-1])
+        serve(Engine(full), expected[-1])
     # The scores of prompts are compiled when they are first needed.
     compiled.clear()
-    engine, clients = Engine(device), []
+    engine, clients = Engine(full), []
     for number, kind in enumerate(kinds):
         clients.append(client(kind, number))
         engine.submit(clients[-1].request)
