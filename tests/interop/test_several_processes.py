@@ -1,5 +1,7 @@
 """Real processes that serve a model together give the answers of one process, and end together."""
 
+import base64
+import io
 import json
 import os
 import signal
@@ -14,7 +16,9 @@ import numpy as np
 import pytest
 from gangs import Started, free_port, started
 from hugging_face_folders import MIXTRAL, mixtral_shapes, random_weights, write
+from PIL import Image
 from safetensors.numpy import save_file
+from test_huggingface_encoders import BERT, LLAVA, T5, described
 from waiting import wait_until
 
 from megajax.checkpoint.weights.foreign import declared_by
@@ -86,7 +90,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 
 def ask(url: str, route: str, **body: Any) -> Any:
-    answer = httpx2.post(f"{url}/v1/{route}", json=body, verify=False, timeout=120)
+    answer = httpx2.post(f"{url}/v1/{route}", json=body, verify=False, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -123,6 +127,60 @@ def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Sta
     two.processes[1].process.send_signal(signal.SIGTERM)
     assert two.codes() == [0, 0]
     assert "Traceback" not in two.first.text + two.processes[1].text
+
+
+def png() -> str:
+    """A small image as the URL of a message."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def vectors(url: str) -> list[list[float]]:
+    inputs = [[1, 2, 3], [5, 6], [7] * 9]
+    return [data["embedding"] for data in ask(url, "embeddings", input=inputs)["data"]]
+
+
+def completed(url: str) -> list[list[float]]:
+    greedy = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    choices = ask(url, "completions", prompt=[[1, 2, 3], [5, 6], [7] * 9], **greedy)["choices"]
+    return [choice["logprobs"]["token_logprobs"] for choice in choices]
+
+
+def described_image(url: str) -> list[list[float]]:
+    content = [{"type": "text", "text": "1 2 "}, {"type": "image_url", "image_url": {"url": png()}}]
+    greedy = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": True}
+    (choice,) = ask(url, "chat/completions", messages=[{"role": "user", "content": content}], **greedy)["choices"]
+    return [[entry["logprob"] for entry in choice["logprobs"]["content"]]]
+
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[str], list[list[float]]], tuple[str, ...]]] = {
+    "embeddings": (BERT, vectors, ()),
+    "text to text": ({**T5, "decoder_start_token_id": 0}, completed, ("--inference.length=16",)),
+    "images": (
+        LLAVA,
+        described_image,
+        ("--inference.template={% for message in messages %}{{ message.content }}{% endfor %}",),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_with_encoders_answer_as_in_one_process(
+    kind: str, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    """Whose programs run before the steps of the decoder, or alone."""
+    config, answer, more = KINDS[kind]
+    shapes = {tensor.name: tensor.shape() for tensor in described(config).table}
+    write(tmp_path / "model", config, shapes, np.float32)
+    words = (f"--hf={tmp_path / 'model'}", "--port=0", *ENGINE, *more)
+    expected = answer(Gang(start, "serve", "--devices=cpu:1", *words, processes=1).url())
+    two = Gang(start, "serve", "--devices=cpu:2", "--parallel.tensor=2", *words)
+    for found, wanted in zip(answer(two.url()), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert "4 cpu: data 2, tensor 2" in two.first.text
+    two.first.process.send_signal(signal.SIGTERM)
+    assert two.codes() == [0, 0]
 
 
 def serving(folder: Path, start: Callable[..., Started], *more: str) -> tuple[Gang, str]:
