@@ -251,7 +251,13 @@ def scores_of(engine: Engine, names: tuple[str | None, ...]) -> list[Any]:
     return [(output.tokens, [score.logprob for score in output.scores]) for output in outputs.values()]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}], ids=["one device", "copied heads"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="one device"),
+        pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: dict[str, int]) -> None:
     """The answers are those of the engine whose weights have the adapter merged."""
     origin = Origin(hf=folder / "base")
@@ -309,7 +315,13 @@ def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pyte
         adapter_reader(model, origin)(folder / "run")
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}], ids=["one device", "copied heads"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="one device", marks=pytest.mark.slow),
+        pytest.param({"tensor": 4}, id="copied heads"),
+    ],
+)
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
     """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""
     base, merged = Origin(hf=folder / "base"), Origin(run=folder / "merged")
