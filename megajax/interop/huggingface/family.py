@@ -6,6 +6,7 @@ type of positions, are not among them.
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -277,6 +278,12 @@ class Family:
     @property
     def model_types(self) -> tuple[str, ...]:
         return (self.name, *self.other_types)
+
+    def name_in_table(self, stored_name: str) -> str:
+        """The name in the table of a tensor in a file."""
+        for pattern, replacement in self.renamed:
+            stored_name = re.sub(pattern, replacement, stored_name)
+        return stored_name
 
     def config_json(self, model: Any) -> dict[str, Any]:
         """The config.json of a model config (see `write`)."""

@@ -3,9 +3,8 @@
 Tensors have the names of the family's table, without the prefixes of transformers' classes and without copies.
 """
 
-import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.hints import download_hint
 from megajax.config.read_limits import read_json
 from megajax.interop.huggingface.family import Family, Settings
+from megajax.interop.huggingface.nearest import differences
 from megajax.interop.huggingface.quantized import dequantizer
 from megajax.interop.huggingface.registry import family_of
 from megajax.interop.huggingface.safetensors import ONE_FILE, SafetensorsFolder, TensorFile
@@ -110,7 +110,7 @@ class _ConfigJson(NamedTuple):
 def _read_settings(folder: Path, ignore: Collection[str]) -> _ConfigJson:
     config = read_config(folder)
     settings = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
-    family = family_of(settings)
+    family = _family(settings, folder, config)
     dequantize, model = dequantizer(settings), _model(family, settings)
     accepted = settings.finish(family.unused, ignore)
     try:
@@ -120,6 +120,14 @@ def _read_settings(folder: Path, ignore: Collection[str]) -> _ConfigJson:
         raise UserError(f"{settings.where} gives an invalid model:\n{lines}") from error
     config.pop("quantization_config", None)
     return _ConfigJson(family, config, model, dequantize, accepted)
+
+
+def _family(settings: Settings, folder: Path, config: Mapping[str, Any]) -> Family:
+    """Raises UserError for an unsupported model_type, with the nearest family and what differs from it."""
+    try:
+        return family_of(settings)
+    except UserError as error:
+        raise UserError(f"{error}{differences(folder, config)}") from None
 
 
 def _model(family: Family, settings: Settings) -> Any:
@@ -160,7 +168,7 @@ def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[Rename
     """
     names: dict[str, str] = {}
     for stored_name in tensors.entries():
-        name = _renamed(stored_name, family.renamed)
+        name = family.name_in_table(stored_name)
         if name in names:
             raise UserError(f"{tensors.where} has {name} twice, as {names[name]} and as {stored_name}")
         names[name] = stored_name
@@ -179,12 +187,6 @@ def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[Rename
 
 def _present(copies: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     return {copy: original for copy, original in copies.items() if copy in names}
-
-
-def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _is_copy(copy: str, original: str, names: Mapping[str, str], tensors: Tensors) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import NamedTuple
 
 from megajax.config.errors import UserError
@@ -20,8 +20,8 @@ OTHER_MODEL = "it is not a"
 @cache
 def families() -> Mapping[str, Family]:
     """Families by name, of all modules of the folder. A model is written as the first that loses no setting of it."""
-    names = sorted(module.name for module in iter_modules(folder.__path__))
-    modules = (import_module(f"{folder.__name__}.{name}") for name in names)
+    names = [module.name for module in walk_packages(folder.__path__, f"{folder.__name__}.") if not module.ispkg]
+    modules = (import_module(name) for name in sorted(names, key=lambda name: name.rpartition(".")[2]))
     return {family.name: family for module in modules for family in module.FAMILIES}
 
 
@@ -71,9 +71,9 @@ KINDS = (
         ("llama",),
     ),
     Kin("phimoe olmoe dbrx jetmoe granitemoe minimax_m2 hunyuan_v1_moe grok-1", "a decoder with experts", ("mixtral",)),
-    Kin("llama4_text ernie4_5_moe flex_olmo", "a decoder with experts", ("qwen2_moe", "qwen3_moe")),
+    Kin("ernie4_5_moe flex_olmo", "a decoder with experts", ("qwen2_moe", "qwen3_moe")),
     Kin("deepseek dots1 exaone_moe", "a decoder with shared experts", ("qwen2_moe", "glm4_moe")),
-    Kin("kimi_k2 deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
+    Kin("deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
     Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
     Kin("kimi_linear olmo_hybrid", "a decoder with gated delta nets", ("qwen3_next", "qwen3_5_text")),
     Kin("qwen3_5 qwen3_5_moe", "a model of images and text", ("qwen3_5_text", "qwen3_5_moe_text")),
@@ -102,11 +102,15 @@ KINDS = (
 
 def hint(name: str, supported: Collection[str]) -> str:
     """The nearest supported families by architecture, or the supported name with other punctuation; "" if unknown."""
-    for kin in KINDS:
-        if name in kin.types.split():
-            return f"it is {kin.description}; nearest of the supported: {either(kin.nearest)}"
+    if (kin := kin_of(name)) is not None:
+        return f"it is {kin.description}; nearest of the supported: {either(kin.nearest)}"
     matches = [other for other in supported if _letters(other) == _letters(name)]
     return f"did you mean {matches[0]}?" if matches else ""
+
+
+def kin_of(name: str) -> Kin | None:
+    """The row of an unsupported type; None for an unknown one."""
+    return next((kin for kin in KINDS if name in kin.types.split()), None)
 
 
 def _letters(name: str) -> str:
