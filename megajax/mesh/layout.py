@@ -99,6 +99,8 @@ class Layout:
     """How a step shards rows over `context`; see `zigzag_order`."""
     token_weight: float = 1.0
     """Approximate weight of one position's loss in the differentiated loss, before the loss scale."""
+    observes_scores: bool = False
+    """Attention observes a bound of each head's scores, which QK-clip reads."""
 
     def plain(self) -> "Layout":
         """A copy that multiplies with plain einsum; the auxiliary arrays of weights stay."""

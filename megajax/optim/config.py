@@ -220,6 +220,9 @@ class MuonConfig(UpdateConfig):
     """Additional factor. With scale=spectral, 0.2 gives updates about as large as AdamW's (Liu et al. 2025)."""
     dtype: Dtype = "float32"
     """Dtype of the iterations; bfloat16 is faster and leaves errors of about 1 % in the singular values."""
+    qk_clip: float | None = None
+    """QK-clip: after each update, query and key matrices of heads whose scores may exceed this are scaled down (Kimi
+    team 2025: 100); none: no bound."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.999
@@ -242,6 +245,8 @@ class MuonConfig(UpdateConfig):
             problems.append(Problem("iterations", message))
         if not 0 < self.extra_scale < inf:
             problems.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
+        if self.qk_clip is not None and not 0 < self.qk_clip < inf:
+            problems.append(Problem("qk_clip", f"must be a number above 0, got {self.qk_clip}"))
         return problems
 
 
@@ -319,6 +324,11 @@ class OptimizerBuilder(Protocol):
     def build(self, declared: Any, plan: Any = None, width: float = 1.0) -> Any:
         """A `megajax.optim.optimizer.Optimizer` for weights by path."""
         ...
+
+
+def score_limit(optimizer: object) -> float | None:
+    """The bound of attention scores in an optimizer's settings; None without one."""
+    return optimizer.qk_clip if isinstance(optimizer, MuonConfig) else None
 
 
 OptimizerConfig = AdamWConfig | SGDConfig | LionConfig | MuonConfig | OptaxConfig

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.batch import Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.mesh import free_axes
 from megajax.mesh.rules import LogicalAxes, Plan, Rules
 from megajax.optim.config import MuonConfig
 from megajax.optim.optimizer import Adam, Moments, Rule, RuleOptimizer
+from megajax.optim.qk_clip import clipped, head_parts
 
 type Polynomial = tuple[float, float, float]
 
@@ -205,6 +207,24 @@ class Orthogonalised:
         return jax.lax.with_sharding_constraint(x, rules.spec(self.axes, keep=tuple(free)))
 
 
+class ClippedMuon(RuleOptimizer):
+    """Muon with QK-clip."""
+
+    def adjusted(self, params: Params, observed: Params) -> Params:
+        return clipped(params, observed, head_parts(self.declared), self.limit)
+
+    @property
+    def limit(self) -> float:
+        """The bound of scores. Raises ValueError for settings without one."""
+        if not isinstance(self.cfg, MuonConfig) or self.cfg.qk_clip is None:
+            raise ValueError("optimizer.qk_clip is none")
+        return self.cfg.qk_clip
+
+    def kinds(self) -> dict[str, str]:
+        clipping = {part.path: f" with QK-clip at {self.limit:g}" for part in head_parts(self.declared)}
+        return {path: kind + clipping.get(path, "") for path, kind in super().kinds().items()}
+
+
 def muon(
     cfg: MuonConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
 ) -> RuleOptimizer:
@@ -215,4 +235,5 @@ def muon(
     for path, spec in declared.items():
         shape = matrices(spec)
         rules_by_path[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
-    return RuleOptimizer(cfg, declared, rules_by_path, width)
+    kind = RuleOptimizer if cfg.qk_clip is None else ClippedMuon
+    return kind(cfg, declared, rules_by_path, width)

@@ -60,6 +60,11 @@ class Optimizer:
         """One update. grads float32, already divided and clipped. -> new weights and state."""
         raise NotImplementedError
 
+    def adjusted(self, params: Params, observed: Params) -> Params:
+        """The weights after an update, changed by what layers observed in its step, by path. By default unchanged."""
+        del observed
+        return params
+
     def kinds(self) -> dict[str, str]:
         """Path -> name of the update rule."""
         raise NotImplementedError

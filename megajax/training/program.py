@@ -28,6 +28,7 @@ from megajax.models.facts import ChoosesKernels
 from megajax.models.protocol import Model, ModelConfig, demand_model
 from megajax.models.reduction import LossReduction
 from megajax.models.summary import ModelSummary, summarize
+from megajax.optim.config import score_limit
 from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
@@ -148,6 +149,7 @@ class Program:
         """
         demand_device(cfg.model, mesh.devices.flat[0])
         layout = _layout(cfg.parallel, cfg.precision, cfg.batch, cfg.model, mesh)
+        layout = replace(layout, observes_scores=score_limit(cfg.optimizer) is not None)
         plan, partition = layout.plan, _partition(cfg.parallel, cfg.model)
         model = nnx.eval_shape(lambda: cfg.model.build(layout))
         demand_model(model)

@@ -23,7 +23,7 @@ from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ModelConfig
-from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig
+from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig, score_limit
 from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 from megajax.training.check_row_balance import balance_problems
@@ -375,7 +375,20 @@ def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         yield Problem("checkpoint.load", message, "set it to a run or to hf:DIR")
 
 
+def _clipped_scores(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """A norm of queries and keys undoes QK-clip."""
+    del devices
+    limit = score_limit(cfg.optimizer)
+    stacks = () if limit is None else cfg.model.stacks().values()
+    mixers = [mixer for stack in stacks for block, _ in stack.stored() for mixer in block.mixers().values()]
+    norms = [norm for mixer in mixers if (norm := getattr(mixer, "qk_norm", None)) is not None]
+    if norms:
+        message = f"is {limit}, but qk_norm={type(norms[0]).__name__} undoes changes of queries and keys"
+        yield Problem("optimizer.qk_clip", message, "set one of them to none")
+
+
 _CHECKS: tuple[Check, ...] = (
+    _clipped_scores,
     _leaves,
     _evaluation,
     _profile,

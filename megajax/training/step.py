@@ -90,6 +90,7 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
         parts.trained(state),
         rates=partial(parts.schedule.rates, state.scheduled_samples, parts.optimizer.cfg.weight_decay),
     )
+    params = parts.optimizer.adjusted(params, out.observed)
     metrics = {name: quotient(total, weight) for name, (total, weight) in out.metrics.items()}
     metrics |= {"grad_norm": norm, "lr": parts.schedule(state.scheduled_samples), "loss_scale": state.loss_scale}
     observed = updated_arrays(parts.observed, state.observed, out.observed, loss_scale)

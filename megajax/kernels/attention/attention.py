@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
@@ -24,6 +24,7 @@ from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
+from megajax.mesh.layer_observations import observe
 
 __all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "passes_of", "reference_attention"]
 
@@ -262,13 +263,27 @@ class _Static(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(
-    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None, drop: tuple | None
+    static: _Static,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: tuple,
+    sink: Array | None,
+    drop: tuple | None,
+    bounds: Array | None,
 ) -> Array:
-    return _fused_forward(static, q, k, v, positions, sink, drop)[0]
+    return _fused_forward(static, q, k, v, positions, sink, drop, bounds)[0]
 
 
 def _fused_forward(
-    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None, drop: tuple | None
+    static: _Static,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: tuple,
+    sink: Array | None,
+    drop: tuple | None,
+    bounds: Array | None,
 ) -> tuple[Array, tuple]:
     dropout = static.dropout(drop)
     out, lse = static.passes.call_forward(q, k, v, static.mask(positions), scale=static.scale, dropout=dropout)
@@ -279,19 +294,33 @@ def _fused_forward(
         out, lse = (out.astype(jnp.float32) * share).astype(out.dtype), with_sink
     # The output and the residual must be the same named array, or the unnamed one would be recomputed.
     out, lse = checkpoint_name(out, OUTPUT), checkpoint_name(lse, STATISTICS)
-    return out, (q, k, v, positions, sink, drop, out, lse)
+    return out, (q, k, v, positions, sink, drop, bounds, out, lse)
 
 
 def _fused_backward(static: _Static, saved: tuple, dout: Array) -> tuple:
     """The saved log-sum-exp includes the sink, so the backward kernel needs no change for it."""
-    q, k, v, positions, sink, drop, out, lse = saved
+    q, k, v, positions, sink, drop, bounds, out, lse = saved
     arrays = q, k, v, static.mask(positions), out, lse, dout
     gradients = static.passes.call_backward(*arrays, scale=static.scale, dropout=static.dropout(drop))
+    observed = None if bounds is None else score_bounds(lse, sink).astype(bounds.dtype)
     if sink is None:
-        return *gradients, None, None, None
+        return *gradients, None, None, None, observed
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     dsink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :, None] - lse) * delta, axis=(0, 2))
-    return *gradients, None, dsink.astype(sink.dtype), None
+    return *gradients, None, dsink.astype(sink.dtype), None, observed
+
+
+def score_bounds(lse: Array, sink: Array | None) -> Array:
+    """An upper bound of the scores of each head, float32 [N], at least 0.
+
+    lse: float32 [B, N, S], log-sum-exps with the sink. Without it, they exceed a query's largest score by at most the
+    logarithm of its number of keys, and by nothing if one key gets all the weight. Every backend returns them, which
+    no backend does with the largest score.
+    """
+    if sink is not None:
+        others = jnp.minimum(sink.astype(jnp.float32)[None, :, None] - lse, -1e-6)
+        lse = lse + jnp.log1p(-jnp.exp(others))
+    return jnp.maximum(lse.max(axis=(0, 2)), 0)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -309,14 +338,16 @@ def attend(
     sink: Array | None = None,
     bias: Array | None = None,
     cap: float | None = None,
+    bounds: Array | None = None,
 ) -> Array:
     """softmax(q k^T * scale + bias) v by a backend: a name in PASSES, or a `Passes`, which has its own cap.
 
-    Arguments as for `reference_attention`. Raises ValueError for dropout or bias with any other backend
-    (`capability.choose` checks earlier).
+    Arguments as for `reference_attention`. bounds: an observation [N] that gets `score_bounds`. Raises
+    ValueError for dropout or bias with any other backend (`capability.choose` checks earlier).
     """
     if kernel == "reference":
-        return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias, cap=cap)
+        out = reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias, cap=cap)
+        return out if bounds is None else observe(out, bounds, _reference_bounds(q, k, mask, scale, bias, cap))
     passes = passes_of(kernel, cap) if isinstance(kernel, str) else kernel
     if bias is not None or (dropout is not None and not passes.dropout):
         feature = "bias of scores" if dropout is None else "dropout of attention weights"
@@ -324,9 +355,17 @@ def attend(
     positions = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
     static = _Static(passes, scale, mask.window, mask.causal, mask.padded)
     if dropout is None:
-        return _fused(static, q, k, v, positions, sink, None)
+        return _fused(static, q, k, v, positions, sink, None, bounds)
     static = static._replace(rate=dropout.rate, length=dropout.length)
-    return _fused(static, q, k, v, positions, sink, (dropout.row_keys, dropout.head_index, dropout.query_index))
+    drop = dropout.row_keys, dropout.head_index, dropout.query_index
+    return _fused(static, q, k, v, positions, sink, drop, bounds)
+
+
+def _reference_bounds(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None, cap: float | None) -> Array:
+    """`score_bounds` of the reference, float32 [N]."""
+    scores = lax.stop_gradient(_scores(q, k, mask, scale, bias, cap))
+    lse = jax.nn.logsumexp(scores, axis=-1, where=mask.visible()[:, None, None])
+    return score_bounds(lse.reshape(q.shape[0], q.shape[2], q.shape[1]), None)
 
 
 def local_device() -> Device:

@@ -1,7 +1,7 @@
 """Attention of queries to keys and values, shared by all kinds of attention layers."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,10 +14,23 @@ from megajax.kernels.context.strategy import over_context
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import SelfAttentionConfig
 from megajax.layers.context import Context, fold_rows
-from megajax.layers.param import ZEROS, LayerSettings, param
+from megajax.layers.param import ZEROS, LayerSettings, observation, param
 from megajax.layers.position.module import biases
+from megajax.mesh.layer_metrics import Measure
+from megajax.mesh.layer_observations import Latest, Observed
 
 DROPOUT_PLACE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBounds(Latest):
+    """Updater: the bounds of the scores of each head in the last step, see `score_bounds`."""
+
+    def measures(self) -> tuple[Measure, ...]:
+        bound = Measure(
+            name="attention_score_bound", of=lambda bounds: bounds.max(-1), over_layers="max", label="scores up to"
+        )
+        return (bound,)
 
 
 def choose_kernel(cfg: SelfAttentionConfig, request: Request) -> Kernel:
@@ -32,9 +45,15 @@ class CoreAttention(nnx.Module):
     """The attention kernel in an island: each device has some heads of whole sequences."""
 
     def __init__(self, cfg: SelfAttentionConfig, settings: LayerSettings, *, scale: float):
-        self.cfg, self.layout, self.scale, self.padded = cfg, settings.layout, scale, settings.padded
+        self.cfg, self.layout, self.scale = cfg, settings.layout, scale
+        self.chunk = cfg.chunk if isinstance(cfg, AttentionConfig) else None
+        # The padding after a text is a document of its own if chunks are.
+        self.padded = settings.padded and self.chunk is None
         if cfg.sink == "learned":
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
+        if settings.layout.observes_scores:
+            declared = Observed(shape=(cfg.heads,), axes=("heads",), reduction="max", updater=ScoreBounds())
+            self.scores = observation(declared)
         relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
         self.causal = cfg.causal if isinstance(cfg, AttentionConfig) else True
         self.bias, self.cap = relative, cfg.score_cap if isinstance(cfg, AttentionConfig) else None
@@ -53,6 +72,7 @@ class CoreAttention(nnx.Module):
 
         key_index int32 [T], key_segments int32 [B, T]: of the keys; None: those of the queries.
         """
+        ctx = self.in_chunks(ctx)
         if key_index is None:
             key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
@@ -104,6 +124,7 @@ class CoreAttention(nnx.Module):
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),
                 bias=None if bias is None else biases(bias, weights["table"], index, mask.key_index),
                 cap=self.cap,
+                bounds=weights.get("scores"),
             )
 
         queries, keyed = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")
@@ -112,9 +133,18 @@ class CoreAttention(nnx.Module):
         ins = (queries, keyed, keyed, (("seq",), ("seq",)), rows, ("batch", None), axes)
         return self.layout.island(local, ins, queries)(q, k, v, (ctx.index, key_index), ids, keys, weights)
 
+    def in_chunks(self, ctx: Context) -> Context:
+        """The context with a document for each chunk of each document, which every kernel isolates."""
+        if self.chunk is None:
+            return ctx
+        count = ctx.index.size * self.layout.manual_devices("seq") // self.chunk + 1
+        segments = 0 if ctx.segments is None else ctx.segments * count
+        return ctx._replace(segments=segments + ctx.positions // self.chunk)
+
     def weights(self, ctx: Context) -> dict[str, Array]:
         """Weights of the kernel itself, sharded with the heads."""
         weights = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
+        weights |= {"scores": self.scores[...]} if self.layout.observes_scores else {}
         if self.bias is None:
             return weights
         table = ctx.bias if self.relative is None else self.relative.table[...]
