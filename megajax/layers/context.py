@@ -29,12 +29,15 @@ class Context(NamedTuple):
     """int32 [B, T]: a position attends to the tokens of `memory` with its number in `segments`; None: to all."""
     splice: Array | None = None
     """int32 [B, S]: index in `memory` of the state that replaces the token at a position; -1: the token stays."""
+    layer: Array | int | None = None
+    """Number of the layer in its stack, int32 []; None outside stacks."""
     rows: Any = None
     """In a decoding step, the rows of the tokens: a `megajax.layers.decoding.StepRows`."""
 
     def for_layer(self, layer: Array | int) -> "Context":
-        """The context with each row's key folded with the number of the layer."""
-        return self if self.row_keys is None else self._replace(row_keys=fold_rows(self.row_keys, layer))
+        """The context with the number of the layer, which is also folded into each row's key."""
+        keys = None if self.row_keys is None else fold_rows(self.row_keys, layer)
+        return self._replace(row_keys=keys, layer=layer)
 
 
 def keys_of_rows(key: Array, samples: Array) -> Array:

@@ -31,12 +31,14 @@ from megajax.models.presets import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mixtral,
     olmo,
     phi,
     qwen,
     smollm,
 )
+from megajax.models.presets.hybrids import lfm2, mamba, minimax
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -231,6 +233,11 @@ def test_the_style_of_transformers_5_is_read_and_kept(case: tuple[str, Any, Shap
 
 
 PRESETS = {
+    "llama4_text": (llama4.llama4, llama4.LLAMA4),
+    "lfm2": (lfm2.lfm2, ("debug", "350m", "700m", "1.2b")),
+    "lfm2_moe": (lfm2.lfm2, ("debug-moe", "8b-a1b")),
+    "minimax": (minimax.minimax, minimax.MINIMAX),
+    "nemotron_h": (mamba.nemotron3, mamba.NEMOTRON_3),
     "glm4_moe": (glm.glm4_moe, glm.GLM4_MOE),
     "olmo3": (olmo.olmo3, olmo.OLMO3),
     "exaone4": (exaone.exaone4, exaone.EXAONE4),
@@ -243,7 +250,7 @@ PRESETS = {
     "qwen3_next": (qwen.qwen3_next, qwen.QWEN3_NEXT),
     "qwen3_5_text": (qwen.qwen3_5, qwen.QWEN3_5),
     "qwen3_5_moe_text": (qwen.qwen3_5_moe, qwen.QWEN3_5_MOE),
-    "deepseek_v3": (deepseek.deepseek, ("debug", "v3")),
+    "deepseek_v3": (deepseek.deepseek, ("debug", "moonlight", "kimi-k2", "v3")),
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
     "granite": (granite.granite, granite.GRANITE),

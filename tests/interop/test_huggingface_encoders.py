@@ -23,7 +23,8 @@ from megajax.interop.huggingface.folder import model_of, rename_tensors
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
 from megajax.interop.tokenizer_files import tokenizer_config
 from megajax.layers.norm.config import IdentityNormConfig
-from megajax.models.presets import gpt, llama, mamba, vit
+from megajax.models.presets import gpt, llama, vit
+from megajax.models.presets.hybrids import mamba
 from megajax.models.presets.vit import llava
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig, WordPieceTokenizerConfig
 
@@ -362,8 +363,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], list[str]]] = {
     "gpt2": ({**GPT2, "activation_function": "mish", "add_cross_attention": True}, ["mish", "add_cross_attention"]),
     "mamba2": ({**MAMBA2, "hidden_act": "gelu", "head_dim": 5}, ["hidden_act=gelu", "num_heads=4"]),
     "nemotron": (
-        {**NEMOTRON, "hybrid_override_pattern": "ME*", "num_nextn_predict_layers": 1},
-        ["moe", "num_nextn_predict_layers=1"],
+        {**NEMOTRON, "hybrid_override_pattern": "MEX", "moe_latent_size": 4, "mlp_bias": True},
+        ["layers_block_type=X: only ", "mlp_bias=True: only false is supported with moe_latent_size=4"],
     ),
     "bert": (
         {**BERT, "position_embedding_type": "relative_key", "is_decoder": True},

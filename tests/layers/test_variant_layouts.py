@@ -13,11 +13,18 @@ from megajax.batch import Batch, batch_schema
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, RMSNormConfig
+from megajax.layers.norm.config import FixedScaleConfig, L2NormConfig, LayerNormConfig, RMSNormConfig, SumWeightsConfig
 from megajax.layers.param import Normal, specs
-from megajax.layers.position.config import RelativeBiasConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.position.config import (
+    LongRopeScalingConfig,
+    RelativeBiasConfig,
+    RopeConfig,
+    TemperatureConfig,
+    YarnScalingConfig,
+)
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -53,6 +60,28 @@ def model(mixer, *mixers, norm=CENTRED, **changes) -> DecoderConfig:
     )
 
 
+BLOCK = BlockConfig(mixer=PLAIN, mlp=GatedMLPConfig(ffn=24), norm=CENTRED)
+LONG = LongRopeScalingConfig(short=(1.0, 1.2), long=(1.5, 3.0), original=8, factor=4.0)
+WEIGHTS = SumWeightsConfig(mixer_stream=1.5, mixer_output=0.7, mlp_stream=1.2, mlp_output=0.9)
+FAMILIES = (
+    replace(BLOCK, mixer=replace(PLAIN, score_cap=2.0, window=3), norm_placement="sandwich"),
+    replace(
+        BLOCK,
+        mixer=replace(PLAIN, head_dim=4, rope=RopeConfig(base=100.0, scaling=LONG)),
+        layer_scale=FixedScaleConfig(factor=0.4),
+    ),
+    replace(BLOCK, norm=LayerNormConfig(bias=False), norm_placement="parallel"),
+    replace(BLOCK, mixer=replace(PLAIN, chunk=4, qk_norm=L2NormConfig()), norm_placement="output"),
+    replace(BLOCK, mixer=replace(PLAIN, rope=None, temperature=TemperatureConfig(scale=0.5, length=3))),
+    replace(BLOCK, mixer=ShortConvConfig(channels=24, bias=True, conv_bias=True)),
+    replace(
+        BLOCK,
+        mixer=LightningAttentionConfig(heads=4, head_dim=6, layers=7, chunk=8),
+        norm_placement="input",
+        sum_weights=WEIGHTS,
+    ),
+)
+"""What the families of 2025 add."""
 MODELS = {
     "attention": model(
         replace(PLAIN, qk_norm=CENTRED, qkv_bias=True, window=3),
@@ -91,8 +120,12 @@ MODELS = {
         width_scaling=WidthScalingConfig(base_hidden=8, embedding=2.0),
         recompute="none",
     ),
+    "families": replace(
+        model(PLAIN, logit_cap=3.0, width_scaling=WidthScalingConfig(base_hidden=16, embedding=2.0, output=0.5)),
+        stack=StackConfig(pattern=FAMILIES, repeats=1),
+    ),
 }
-"""Every variant in one of two programs: a weight's path names the layer that differs."""
+"""Every variant in one of the programs: a weight's path names the layer that differs."""
 LAYOUTS = {
     "tensor": ParallelConfig(data=1, tensor=2),
     "sequence": ParallelConfig(data=1, tensor=2, sequence=True),
@@ -118,7 +151,10 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
     cfg, plan = MODELS[name], Plan.of(parallel)
     if parallel.data_sharding == "fsdp":
         cfg = replace(cfg, recompute="selective")
-    layout, mesh = Layout(plan), build_mesh(parallel, jax.devices()[: parallel.data * parallel.tensor])
+    layout, mesh = (
+        Layout(plan),
+        build_mesh(parallel, jax.devices()[: parallel.data * parallel.tensor]),
+    )
     abstract = nnx.eval_shape(lambda: cfg.build(layout))
     declared = specs(abstract)
     rng = np.random.default_rng(1)
@@ -153,6 +189,7 @@ def test_the_variants_are_legal():
         ("attention", "sequence"),
         *(pytest.param("attention", layout, marks=pytest.mark.slow) for layout in ("tensor", "fsdp")),
         *(pytest.param("others", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
+        *(pytest.param("families", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
     ],
 )
 def test_losses_equal_those_of_one_device(name, layout):

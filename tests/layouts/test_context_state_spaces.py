@@ -18,6 +18,7 @@ from tiny_runs import ONE, QUICK, differentiate, llama
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
@@ -35,6 +36,8 @@ LAYERS = {
     "mamba 2, one group": Mamba2Config(heads=4, head_dim=5, state=3, groups=1, chunk=8),
     "mamba 1": Mamba1Config(inner=22, rank=3, state=5, chunk=3, bias=True),
     "delta net": GatedDeltaNetConfig(heads=6, key_heads=3, head_dim=4, key_dim=5, chunk=16),
+    "short convolution": ShortConvConfig(channels=22, conv_kernel=4, bias=True, conv_bias=True),
+    "lightning": LightningAttentionConfig(heads=3, head_dim=6, layers=5, chunk=8),
 }
 SHORT = 16, ParallelConfig(data=1, context=4)
 """Chunks shorter than the reach of a convolution."""
@@ -44,6 +47,8 @@ CASES = [
     ("mamba 2", *ROUNDS, True),
     ("mamba 1", *SHORT, True),
     ("delta net", *ROUNDS, True),
+    ("short convolution", *SHORT, True),
+    ("lightning", *ROUNDS, True),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -89,7 +94,8 @@ def applied(
 ) -> Array:
     """The layer on a device's part of rows."""
     index = sharding.local_index(x.shape[1])
-    return nnx.merge(graph, weights)(x, Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids))
+    ctx = Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids, layer=2)
+    return nnx.merge(graph, weights)(x, ctx)
 
 
 def pulled(f, weights, x, ids, weighting):

@@ -17,6 +17,10 @@ CASES = {
     "gpt_oss": (4, 12, 1.0, ("parallel.expert=4", *SEQUENCE)),
     "deepseek": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "nemotron_h": (2, 12, 1.0, PIPELINE),
+    "nemotron3": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
+    "llama4": (8, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.context_strategy=ring")),
+    "lfm2": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
+    "minimax": (2, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.pipeline=2")),
     "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "olmo3": (None, 12, 1.0, SEQUENCE),
@@ -25,8 +29,8 @@ CASES = {
     "granite": (None, 12, 0.1, PIPELINE),
     "phi": (None, 12, 0.8, SEQUENCE),
     "cohere2": (None, 12, 0.2, SEQUENCE),
-    "gemma2": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring", *PIPELINE)),
-    "gemma3": (None, 12, 1.0, SEQUENCE),
+    "gemma:gemma2_2b": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring", *PIPELINE)),
+    "gemma": (None, 12, 1.0, SEQUENCE),
     "bert": (None, 20, 0.5, PIPELINE),
     "t5": (None, 20, 0.5, SEQUENCE),
     "vit": (None, 20, 0.3, PIPELINE),
@@ -37,7 +41,8 @@ the loss in these steps, and the layout."""
 
 
 def losses(family: str, *settings: str, devices: int) -> list[float]:
-    cfg = load(f"{family}.py:debug", *settings, "evaluation.every=none", devices=devices)
+    name, _, size = family.partition(":")
+    cfg = load(f"{name}.py:{size}_debug".replace(":_", ":"), *settings, "evaluation.every=none", devices=devices)
     run = setup(cfg, devices=jax.devices()[:devices])
     try:
         return [info.loss for info in run.steps()]

@@ -26,6 +26,7 @@ from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.facts import BlockFacts, Elements, Matmul, Share, Weight, unsharded
+from megajax.layers.linear.config import LightningAttentionConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import LayerSettings, Observation, path_of, specs
@@ -62,10 +63,11 @@ EXTRA_COUNTS: dict[type, Callable[[Any, int], float]] = {
     GatedDeltaNetConfig: lambda mixer, hidden: (
         4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner)
     ),
+    LightningAttentionConfig: lambda mixer, hidden: 2 * mixer.inner * mixer.head_dim,
     MoEConfig: lambda moe, hidden: -hidden * (moe.experts + (moe.shared is not None and moe.shared.gate)),
 }
 """Megatron-LM's conventions: multiply-adds per token that it counts beyond the matmuls, or that it leaves out."""
-COUNTED_WITHOUT_PAIRS = (Mamba1Config, Mamba2Config, GatedDeltaNetConfig)
+COUNTED_WITHOUT_PAIRS = (Mamba1Config, Mamba2Config, GatedDeltaNetConfig, LightningAttentionConfig)
 """Mixers whose products of activations Megatron-LM counts per token."""
 
 

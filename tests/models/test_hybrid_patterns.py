@@ -12,7 +12,7 @@ from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.presets.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
+from megajax.models.presets.hybrids.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
 
 BLOCKS = {
     "M": BlockConfig(mixer=AttentionConfig(heads=4, window=3)),

@@ -28,8 +28,11 @@ from megajax.models.presets.glm import GLM4_MOE, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.granite import GRANITE, granite
+from megajax.models.presets.hybrids.lfm2 import LFM2, lfm2
+from megajax.models.presets.hybrids.mamba import MAMBA2, NEMOTRON_3, NEMOTRON_H, mamba2, nemotron3, nemotron_h
+from megajax.models.presets.hybrids.minimax import MINIMAX, minimax
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
-from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
+from megajax.models.presets.llama4 import LLAMA4, llama4
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
 from megajax.models.presets.olmo import OLMO3, olmo3
 from megajax.models.presets.phi import PHI3, phi3
@@ -195,6 +198,18 @@ PUBLISHED = {
     "exaone4 1.2b": (exaone4("1.2b"), 1_279_391_488),
     "exaone4 32b": (exaone4("32b"), 32_003_216_384),
     "smollm3 3b": (smollm3("3b"), 3_075_098_624),
+    # Of transformers' classes with the released configs: the folders also hold images' towers or biases of the choice.
+    "llama4 scout": (llama4("scout"), 107_769_861_120),
+    "llama4 maverick": (llama4("maverick"), 400_711_848_960),
+    "nemotron3 nano": (nemotron3("nano"), 31_577_937_344),
+    "nemotron3 super": (nemotron3("super"), 120_668_687_360),
+    "moonlight": (deepseek("moonlight"), 15_960_108_544),
+    "kimi k2": (deepseek("kimi-k2"), 1_026_408_209_408),
+    "lfm2 8b-a1b": (lfm2("8b-a1b"), 8_339_929_856),
+    "lfm2 350m": (lfm2("350m"), 354_483_968),
+    "lfm2 700m": (lfm2("700m"), 742_489_344),
+    "lfm2 1.2b": (lfm2("1.2b"), 1_170_340_608),
+    "minimax text-01": (minimax("text-01"), 456_089_655_296),
     "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
     "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
 }
@@ -332,7 +347,8 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
             "gemma2": (gemma2, GEMMA2), "phi3": (phi3, PHI3), "cohere2": (cohere2, COHERE2),
             "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
-            "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip
+            "nemotron_h": (nemotron_h, NEMOTRON_H), "nemotron3": (nemotron3, NEMOTRON_3),
+            "llama4": (llama4, LLAMA4), "lfm2": (lfm2, LFM2), "minimax": (minimax, MINIMAX)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

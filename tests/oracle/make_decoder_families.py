@@ -37,6 +37,8 @@ DELTA |= {"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_val
 DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
 INTERVAL = {"layer_types": None, "full_attention_interval": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         "Gemma3ForCausalLM",
@@ -78,6 +80,42 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", DELTA, INTERVAL),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", DELTA | FEW, INTERVAL),
     "smollm3": ("SmolLM3ForCausalLM", {}, {"layer_types": None, "no_rope_layers": None}),
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        {"head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_chunk_size": 7, "floor_scale": 5}
+        | {"attn_scale": 0.5, "no_rope_layer_interval": 3, "rope_parameters": LLAMA3},
+        {"layer_types": None, "no_rope_layers": [], "moe_layers": None},
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 16},
+        {"layer_types": None, "full_attn_idxs": [2], "tie_embedding": True, "tie_word_embeddings": None}
+        | {"block_ff_dim": 48, "intermediate_size": None},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5, "conv_L_cache": 4}
+        | {"tie_word_embeddings": False},
+        {},
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+        | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 5, "head_dim": 12}
+        | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7, "linear_attn_alpha_factor": 1.2}
+        | {"linear_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.3, "mlp_beta_factor": 0.9},
+        {},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"], "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 2.0}
+        | {"moe_shared_expert_intermediate_size": 20, "moe_latent_size": 16, "n_group": 2, "topk_group": 1},
+        {"layers_block_type": None, "hybrid_override_pattern": "ME*EM"},
+    ),
 }
 """Name -> class, settings, and further settings of older config.json, None for those that it lacks."""
 
@@ -85,13 +123,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def older(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """config.json as versions before 5 wrote it."""
     config = dict(config)
-    parameters = config.pop("rope_parameters")
-    full = dict(parameters.get("full_attention", parameters))
     config["torch_dtype"] = config.pop("dtype")
-    config["rope_theta"] = full.pop("rope_theta")
-    if "partial_rotary_factor" in full:
-        config["partial_rotary_factor"] = full.pop("partial_rotary_factor")
-    config["rope_scaling"] = None if full == {"rope_type": "default"} else full
+    if (parameters := config.pop("rope_parameters", None)) is not None:
+        full = dict(parameters.get("full_attention", parameters))
+        config["rope_theta"] = full.pop("rope_theta")
+        if "partial_rotary_factor" in full:
+            config["partial_rotary_factor"] = full.pop("partial_rotary_factor")
+        config["rope_scaling"] = None if full == {"rope_type": "default"} else full
     return {
         name: value for name, value in (config | changes).items() if name not in changes or changes[name] is not None
     }
@@ -100,7 +138,8 @@ def older(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def randomise(model: torch.nn.Module) -> None:
     """Weights for which every setting matters: norms, biases and tables are random too."""
     torch.manual_seed(0)
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    ends = ("correction_bias", "expert_bias")
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(ends)}
     for name, weight in [*model.named_parameters(), *biases.items()]:
         if weight.ndim == 1:
             base = 0.0 if name.endswith("bias") or float(weight.abs().max()) == 0 else 1.0
@@ -122,7 +161,9 @@ def make(root: Path, name: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     model = kind(kind.config_class(**{**SIZES, **settings}))
     randomise(model)
-    model.half().save_pretrained(folder)
+    # MiniMax' decays follow from the number of a layer; float16 would round them.
+    kept = {name: x for name, x in model.half().state_dict().items() if not name.endswith(("slope_rate", "_decay"))}
+    model.save_pretrained(folder, state_dict=kept)
     torch.manual_seed(1)
     ids = torch.randint(3, SIZES["vocab_size"], (2, 24))
     model = opened(folder)

@@ -15,8 +15,8 @@ from megajax.compiled.hlo import Groups, Message, Program
 from megajax.config import load
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.presets.deepseek import deepseek
+from megajax.models.presets.hybrids.mamba import mamba2
 from megajax.models.presets.llama import llama3
-from megajax.models.presets.mamba import mamba2
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import Traffic

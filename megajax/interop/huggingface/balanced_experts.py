@@ -45,8 +45,7 @@ def balanced(settings: Settings, moe: MoEConfig) -> MoEConfig:
     """These experts with DeepSeek-V3's router."""
     normalised = settings.take("norm_topk_prob", True)
     if normalised and moe.top_k == 1:
-        reason = "with norm_topk_prob, MegaJAX weighs a single expert by its score, not 1"
-        settings.refuse("num_experts_per_tok", 1, reason)
+        refuse_single(settings)
     router = RouterConfig(
         score="sigmoid",
         normalise="chosen" if normalised else "all",
@@ -56,6 +55,12 @@ def balanced(settings: Settings, moe: MoEConfig) -> MoEConfig:
         **groups(settings, moe.top_k, scores=2),
     )
     return replace(moe, router=router)
+
+
+def refuse_single(settings: Settings) -> None:
+    """Reports a single expert for each token, with scores that would be divided by their sum."""
+    reason = "with norm_topk_prob, MegaJAX weighs a single expert by its score, not 1"
+    settings.refuse("num_experts_per_tok", 1, reason)
 
 
 def prediction(settings: Settings) -> PredictionConfig | None:
@@ -72,11 +77,18 @@ def write(cfg: Any) -> dict[str, Any]:
         raise ValueError("layers without experts are not the first ones, or shared experts have another width")
     return {
         "intermediate_size": ffn,
+        "n_shared_experts": shared // moe.expert.ffn,
+        "first_k_dense_replace": len(dense),
+        **experts_settings(moe),
+    }
+
+
+def experts_settings(moe: MoEConfig) -> dict[str, Any]:
+    """The settings of the experts and of the choice among them."""
+    return {
         "moe_intermediate_size": moe.expert.ffn,
         "n_routed_experts": moe.experts,
-        "n_shared_experts": shared // moe.expert.ffn,
         "num_experts_per_tok": moe.top_k,
-        "first_k_dense_replace": len(dense),
         "n_group": moe.router.groups or 1,
         "topk_group": moe.router.chosen_groups or 1,
         "routed_scaling_factor": moe.router.scale,

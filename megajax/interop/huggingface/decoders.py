@@ -91,6 +91,14 @@ def decoder(
     )
 
 
+def attention_mixers(cfg: Any) -> list[AttentionConfig]:
+    """The attention of the layers that have it. Raises ValueError for a model without such layers."""
+    mixers = [block.mixer for block in layers_of(cfg) if isinstance(block.mixer, AttentionConfig)]
+    if not mixers:
+        raise ValueError("no layer has attention")
+    return mixers
+
+
 class FeedForwards(NamedTuple):
     """The feed-forward layers of a model with experts."""
 
@@ -129,10 +137,7 @@ def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
 
 def write(cfg: Any, *windows: str, moe: MoEConfig | None = None) -> dict[str, Any]:
     """The settings of Llama's blocks, with experts or without. windows: names of the family's window settings."""
-    blocks = layers_of(cfg)
-    mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionConfig)]
-    if not mixers:
-        raise ValueError("no layer has attention")
+    blocks, mixers = layers_of(cfg), attention_mixers(cfg)
     sliding, first = window_settings(mixers), mixers[0]
     return {
         **model_settings(cfg, blocks[0].mlp if moe is None else moe.expert),

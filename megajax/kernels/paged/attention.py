@@ -42,7 +42,7 @@ def tiled(queries: PagedQueries, pools: Pools, tile: int = 64) -> Array:
     A wide table costs nothing. The order of each row's sums does not depend on the other rows: a tile after the end of
     a row adds zeros.
     """
-    q, table, positions, window, sink = queries.q, queries.table, queries.positions, queries.window, queries.sink
+    q, table, positions, sink = queries.q, queries.table, queries.positions, queries.sink
     rows, width, heads, _ = q.shape
     block, groups = pools.keys.shape[1:3]
     per = max(1, tile // block)
@@ -65,7 +65,7 @@ def tiled(queries: PagedQueries, pools: Pools, tile: int = 64) -> Array:
     else:
         first = sink.astype(jnp.float32).reshape(1, groups, -1, 1)
         highest, total = jnp.broadcast_to(first, shape), jnp.ones(shape)
-    first = 0 if window is None else jnp.maximum(_lowest(positions).min() - window, 0) // step
+    first = queries.first(_lowest(positions).min()) // step
     zero = (highest, total, jnp.zeros((*shape, pools.value_size)))
     _, total, mixed = lax.fori_loop(first, (positions.max() + step) // step, add_tile, zero)
     return _joined(mixed / jnp.where(total > 0, total, 1)[..., None], q)
@@ -78,7 +78,7 @@ KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType(
 
 def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
     """float32 [R, K, N/K, W, L] for the keys at positions `at` int32 [L]; -inf if the query does not see the key."""
-    q, positions, window, bias = queries.q, queries.positions, queries.window, queries.bias
+    q, positions, bias = queries.q, queries.positions, queries.bias
     rows, width, heads, size = q.shape
     split = q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
     scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * queries.scale
@@ -86,7 +86,7 @@ def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
     before = positions[..., None] - at[None, None]
     if bias is not None:
         scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)
-    visible = before >= 0 if window is None else (before >= 0) & (before <= window)
+    visible = (before >= 0) & (at[None, None] >= queries.first(positions)[..., None])
     return jnp.where((visible & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
 
 
@@ -94,8 +94,7 @@ def _zero_unseen(v: Array, queries: PagedQueries, at: Array) -> Array:
     """Values [R, L, K, U] at positions `at` int32 [L], with zeros after the end of each row, and before its window. A
     block may hold nonfinite numbers of another request there, and 0 times these is not 0."""
     visible = at[None] <= queries.positions.max(1)[:, None]
-    if queries.window is not None:
-        visible &= at[None] >= _lowest(queries.positions)[:, None] - queries.window
+    visible &= at[None] >= queries.first(_lowest(queries.positions))[:, None]
     return jnp.where(visible[..., None, None], v, 0)
 
 

@@ -38,8 +38,8 @@ class PagedHeads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedBackend(Support):
-    """The requests that a kernel of a paged cache supports. All support windows, sinks, soft caps, grouped and
-    several queries."""
+    """The requests that a kernel of a paged cache supports. All support windows, chunks, sinks, soft caps,
+    grouped and several queries."""
 
     stored: Mapping[str, DeviceRange] | None = None
     """Dtypes of pools other than the queries' dtype, with their devices; None: any dtype on any device."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 type Bias = Callable[[Array], Array]
 """int32 [...], the key's position minus the query's -> [..., N]: the bias added to each head's scores."""
@@ -48,8 +48,8 @@ class PagedQueries(NamedTuple):
     """The queries of a step and the keys that they see.
 
     A query at position p attends to the keys of its row at positions 0 to p, or to p and the last `window` positions
-    before it. The pool already contains the keys of the step. A query at a negative position attends to nothing; its
-    output is 0. window, sink, bias and cap are as in `megajax.kernels.attention.attention`.
+    before it, or to those of its chunk. The pool already contains the keys of the step. A query at a negative position
+    attends to nothing; its output is 0. window, sink, bias and cap are as in `megajax.kernels.attention.attention`.
     """
 
     q: Array
@@ -63,6 +63,18 @@ class PagedQueries(NamedTuple):
     sink: Array | None = None
     bias: Bias | None = None
     cap: float | None = None
+    chunk: int | None = None
+
+    def first(self, positions: Array) -> Array:
+        """See `first_seen`."""
+        return first_seen(positions, self.window, self.chunk)
+
+
+def first_seen(positions: Array, window: int | None, chunk: int | None) -> Array:
+    """The first position that queries at these positions see, int32 of the same shape."""
+    if chunk is not None:
+        return positions - lax.rem(positions, jnp.full_like(positions, chunk))
+    return jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window, 0)
 
 
 type Attend = Callable[[PagedQueries, Pools], Array]

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from megajax.kernels.attention.pallas import LOG2_E, dot_float32, head_tiles, next_power
-from megajax.kernels.paged.pools import PagedQueries, Pools
+from megajax.kernels.paged.pools import PagedQueries, Pools, first_seen
 from megajax.kernels.soft_cap import soft_capped
 
 SHORTEST_SPLIT, MOST_SPLITS = 256, 32
@@ -50,6 +50,7 @@ class _Sizes(NamedTuple):
     scale: float
     window: int | None
     cap: float | None
+    chunk: int | None
 
     @property
     def tiles(self) -> int:
@@ -79,7 +80,7 @@ def _sizes(queries: PagedQueries, pools: Pools) -> _Sizes:
     split = max(SHORTEST_SPLIT, next_power(pl.cdiv(length, MOST_SPLITS)))
     tile = min(next_power(width * share), 64 if largest <= 128 else 16)
     keys = 64 if largest <= 128 else 32
-    splits, limits = pl.cdiv(length, split), (queries.scale, queries.window, queries.cap)
+    splits, limits = pl.cdiv(length, split), (queries.scale, queries.window, queries.cap, queries.chunk)
     return _Sizes(width, heads, share, key_tiles, value_tiles, tile, keys, split, splits, *limits)
 
 
@@ -112,7 +113,7 @@ class _Queries(NamedTuple):
         query, head = lax.div(number, _int(sizes.share)), group * sizes.share + lax.rem(number, _int(sizes.share))
         position = jnp.where(place < used, triton.load(positions.at[row, query]), -1)
         lowest = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position))
-        first = _int(0) if sizes.window is None else jnp.maximum(lowest - sizes.window, 0)
+        first = first_seen(lowest, sizes.window, sizes.chunk)
         inside = query * sizes.heads + head
         index = jnp.where(place < used, inside, sizes.width * sizes.heads)
         return cls(row, group, index, inside, head, position, first, jnp.max(position))
@@ -208,7 +209,9 @@ def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, quer
         scores = sum((dot_float32(x, y.T) for x, y in zip(q, keys, strict=True)), start=jnp.float32(0))
         scores = soft_capped(scaled(scores, pools.key_scales) * sizes.scale, sizes.cap) * LOG2_E
         before = queries.position[:, None] - at[None]
-        visible = before >= 0 if sizes.window is None else (before >= 0) & (before <= sizes.window)
+        visible = before >= 0
+        if sizes.window is not None or sizes.chunk is not None:
+            visible &= at[None] >= first_seen(queries.position, sizes.window, sizes.chunk)[:, None]
         scores = jnp.where(visible, scores, -jnp.inf)
         highest = jnp.maximum(sums.highest, scores.max(1))
         finite = jnp.where(highest == -jnp.inf, 0.0, highest)

@@ -79,6 +79,7 @@ def attend_by_groups(
             sink,
             None if bias is None else lambda after: weights["table"][bucket(bias, after)],
             core.cap,
+            core.chunk,
         )
         out = KERNELS[step.kernel](queries, pools)
         mixed.append(out.reshape(rows * width, 1, *out.shape[2:]))

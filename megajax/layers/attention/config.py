@@ -12,7 +12,7 @@ from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, below_one, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.norm.config import NormConfig
-from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
+from megajax.layers.position.config import RelativeBiasConfig, RopeConfig, TemperatureConfig
 from megajax.layers.recompute import Part
 
 PER_HEAD = ("heads", "head_dim")
@@ -186,6 +186,10 @@ class AttentionConfig(MultiHeadConfig):
     """Causal mask: queries do not attend to later tokens; false in encoders."""
     window: int | None = None
     """Number of previous tokens that a query attends to, besides its own; none: all."""
+    chunk: int | None = None
+    """Positions per chunk: a query attends to keys of its own chunk only (Llama 4); none: no chunks."""
+    temperature: TemperatureConfig | None = None
+    """Factor on queries by their position, after rotary positions; none: no factor."""
     sink: Literal["none", "zero", "learned"] = "none"
     """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
     gate: bool = False
@@ -201,7 +205,7 @@ class AttentionConfig(MultiHeadConfig):
 
     def problems(self) -> list[Problem]:
         problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        problems += above_zero(scale=self.scale, score_cap=self.score_cap)
+        problems += above_zero(scale=self.scale, score_cap=self.score_cap, chunk=self.chunk)
         groups = self.groups()
         if not problems and self.heads % groups:
             legal = divisors_of(self.heads)
@@ -214,6 +218,12 @@ class AttentionConfig(MultiHeadConfig):
             )
         if not self.causal and self.window is not None:
             problems.append(Problem("window", "needs causal attention, but causal=false", "set it to none"))
+        if self.chunk is not None and not self.causal:
+            problems.append(Problem("chunk", "needs causal attention, but causal=false", "set it to none"))
+        if self.chunk is not None and self.window is not None:
+            problems.append(
+                Problem("chunk", f"needs layers without a window, and window={self.window}", "set one of them to none")
+            )
         if not self.causal and self.relative is not None and not self.relative.both_ways:
             problems.append(Problem("relative.both_ways", "is needed where tokens see later ones", "set it to true"))
         return problems + self.core_problems()
@@ -284,6 +294,8 @@ class AttentionConfig(MultiHeadConfig):
             key_length=None,
             causal=self.causal,
             window=self.window,
+            documents=request.documents or self.chunk is not None,
+            padded=request.padded and self.chunk is None,
             sink=self.sink != "none",
             bias=self.relative is not None,
             cap=self.score_cap is not None,
@@ -321,7 +333,8 @@ class AttentionConfig(MultiHeadConfig):
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """Keys and values of earlier tokens."""
         shape = (cached_heads(self.groups(), tensor), self.size(hidden))
-        return tuple(CacheLeaf(name, shape, ("kv_heads", None), window=self.window) for name in ("key", "value"))
+        window = self.window if self.chunk is None else self.chunk - 1
+        return tuple(CacheLeaf(name, shape, ("kv_heads", None), window=window) for name in ("key", "value"))
 
     def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
         """The request to a kernel of a paged cache, with the settings of this layer."""
@@ -359,7 +372,7 @@ class CrossAttentionConfig(AttentionConfig):
 
     def problems(self) -> list[Problem]:
         problems = AttentionConfig.problems(self)
-        for name in ("rope", "relative", "window", "causal"):
+        for name in ("rope", "relative", "window", "chunk", "temperature", "causal"):
             if getattr(self, name):
                 problems.append(Problem(name, "applies to distances within one sequence", "leave it out"))
         return problems

@@ -14,6 +14,7 @@ from megajax.layers.attention.core import CoreAttention
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param, with_head_copies
+from megajax.layers.position.module import tempered
 
 
 class Attention(nnx.Module):
@@ -59,11 +60,12 @@ class Attention(nnx.Module):
         return self.project_output(mixed, x), cache
 
     def project_rotated(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
-        """`project`, followed by normalisation and rotation of queries and keys."""
+        """`project`, followed by normalisation and rotation of queries and keys, and the temperature of queries."""
         q, k, v = self.project(x)
         q, k = self.normalised(q, k)
         if self.rope is not None:
             q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
+        q = q if self.cfg.temperature is None else tempered(q, ctx.positions, self.cfg.temperature)
         return q, k, v
 
     def normalised(self, q: Array, k: Array) -> tuple[Array, Array]:

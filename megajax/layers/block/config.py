@@ -31,15 +31,24 @@ from megajax.layers.facts import (
     total_size,
     unsharded,
 )
+from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import FeedForwardConfig
-from megajax.layers.norm.config import FixedScaleConfig, LayerScaleConfig, NormConfig, RMSNormConfig
+from megajax.layers.norm.config import FixedScaleConfig, LayerScaleConfig, NormConfig, RMSNormConfig, SumWeightsConfig
 from megajax.layers.position.config import RelativeBiasConfig
 from megajax.layers.recompute import Part
 
-type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config | GatedDeltaNetConfig
+type MixerConfig = (
+    AttentionConfig
+    | LatentAttentionConfig
+    | Mamba2Config
+    | Mamba1Config
+    | GatedDeltaNetConfig
+    | ShortConvConfig
+    | LightningAttentionConfig
+)
 """Layers that mix tokens of a row."""
-type NormPlacement = Literal["pre", "post", "output", "sandwich", "parallel"]
+type NormPlacement = Literal["pre", "post", "output", "sandwich", "parallel", "input"]
 
 KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
 """Inputs and outputs of a kernel between matmuls."""
@@ -64,16 +73,21 @@ class BlockConfig(Builds):
     norm_placement: NormPlacement = "pre"
     """pre: x + f(norm(x)); post: norm(x + f(x)), as Vaswani et al. 2017; output: x + norm(f(x)), as OLMo 2;
     sandwich: x + output_norm(f(norm(x))), as Gemma 2; parallel: x + mixer(norm(x)) + mlp(norm(x)) with one norm, as
-    Cohere's models."""
+    Cohere's models; input: norm(x) + f(norm(x)), as MiniMax."""
     dropout: float = 0.0
     """Dropout rate of the output of each sub-layer."""
     layer_scale: LayerScaleConfig | FixedScaleConfig | None = None
     """Factors on each sub-layer's output, learned for each channel or fixed; none: no scaling."""
+    sum_weights: SumWeightsConfig | None = None
+    """Fixed factors of the two terms of each sum, with norm_placement=input (MiniMax); none: 1."""
 
     def problems(self) -> list[Problem]:
         problems = below_one(dropout=self.dropout)
         if self.mixer is None and self.mlp is None:
             problems.append(Problem("mixer", "is none, and mlp is none", "a block needs one of them"))
+        if self.sum_weights is not None and self.norm_placement != "input":
+            message = f"needs norm_placement=input, which is {self.norm_placement}"
+            problems.append(Problem("sum_weights", message, "use layer_scale for factors on outputs"))
         return problems
 
     def parts(self) -> dict[str, Any]:
@@ -148,6 +162,11 @@ class BlockConfig(Builds):
         """The sub-layers after which the residual stream may be saved: all but the last, none if they are parallel."""
         return () if self.norm_placement == "parallel" else tuple(self.layers())[:-1]
 
+    def saved_norms(self) -> int:
+        """Norms whose outputs are read by sub-layers."""
+        every = len(self.layers())
+        return {"pre": every, "sandwich": every, "input": every, "parallel": 1}.get(self.norm_placement, 0)
+
     def normalises_outputs(self) -> bool:
         """Whether outputs of sub-layers are normalised before they are added to the residual stream."""
         return self.norm_placement in ("output", "sandwich")
@@ -219,7 +238,7 @@ class BlockConfig(Builds):
             mixers=tuple(mixers),
             parts=len(layers),
             saved_sums=len(self.saved_sums()),
-            read_norms={"pre": len(layers), "sandwich": len(layers), "parallel": 1}.get(self.norm_placement, 0),
+            read_norms=self.saved_norms(),
             normalised_outputs=len(layers) * self.normalises_outputs(),
             normalised_sums=len(layers) * (self.norm_placement == "post"),
             memory_ratio=ratio,

@@ -30,6 +30,7 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: BlockConfig, settings: LayerSettings):
         self.rate, self.placement, self.layout = cfg.dropout, cfg.norm_placement, settings.layout
+        self.sum_weights = cfg.sum_weights
         self.names, self.named_sums = tuple(cfg.layers()), cfg.saved_sums()
         for name in cfg.norms():
             setattr(self, name, cfg.norm.build(settings))
@@ -65,19 +66,27 @@ class Block(nnx.Module):
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
         """The residual additions of the block, for training and decoding."""
 
-        def branch(name: str, x: Array) -> Array:
-            return self.leave(name, apply(name, self.enter(name, x)), x, ctx)
+        def added(name: str, x: Array) -> Array:
+            x = self.stream(name, x)
+            y = self.leave(name, apply(name, self.enter(name, x)), x, ctx)
+            return x + y if self.sum_weights is None else _weighted(self.sum_weights.of(name), x, y)
 
         if self.placement == "parallel":
             normalised = checkpoint_name(self.norm(x), "norm")
             return x + sum(self.leave(name, apply(name, self.enter(name, normalised)), x, ctx) for name in self.names)
         if "mixer" in self.names:
-            x = self.summed("mixer", x + branch("mixer", x))
+            x = self.summed("mixer", added("mixer", x))
         if "cross" in self.names:
-            x = self.summed("cross", x + branch("cross", x))
+            x = self.summed("cross", added("cross", x))
         if "mlp" in self.names:
-            x = self.summed("mlp", x + branch("mlp", x))
+            x = self.summed("mlp", added("mlp", x))
         return x
+
+    def stream(self, name: str, x: Array) -> Array:
+        """The residual stream that a sub-layer's output is added to."""
+        if self.placement != "input":
+            return x
+        return checkpoint_name(getattr(self, f"{name}_norm")(x), "norm").astype(x.dtype)
 
     def enter(self, name: str, x: Array) -> Array:
         """Input of a sub-layer: gathered along the sequence, or sharded for layers that take their own positions."""
@@ -108,3 +117,9 @@ class Block(nnx.Module):
         """The residual stream after a sub-layer."""
         x = getattr(self, f"{name}_norm")(x) if self.placement == "post" else x
         return checkpoint_name(x, "residual") if name in self.named_sums else x
+
+
+def _weighted(factors: tuple[float, float], x: Array, y: Array) -> Array:
+    """The weighted sum of the residual stream x and an output y, in x's dtype."""
+    stream, output = factors
+    return x * jnp.asarray(stream, x.dtype) + y * jnp.asarray(output, y.dtype)

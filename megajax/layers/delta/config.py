@@ -98,8 +98,8 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         del hidden
         group = (cached_heads(self.groups, tensor), self.key_dim)
         return (
-            *(last_inputs(self, name, group, ("kv_heads", None)) for name in ("q", "k")),
-            last_inputs(self, "v", (self.heads, self.head_dim), ("heads", None)),
+            *(last_inputs(self.conv_kernel, name, group, ("kv_heads", None)) for name in ("q", "k")),
+            last_inputs(self.conv_kernel, "v", (self.heads, self.head_dim), ("heads", None)),
             state_leaf((self.heads, self.key_dim, self.head_dim)),
         )
 

@@ -14,27 +14,16 @@ from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Multi
 from megajax.layers.recompute import Part
 
 
-class StateSpaceConfig(LayerFacts):
-    """Base of the configs of Mamba 1 and 2 and gated delta nets: a short convolution, steps, decaying states."""
+class RecurrentConfig(LayerFacts):
+    """Base of the configs of mixers with one kernel in plain JAX, which takes rows of any length and parts of rows."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     """Fields of the subclass, which is always a dataclass."""
     kernel: ClassVar[Literal["chunks"]] = "chunks"
     dropout: ClassVar[float] = 0.0
-    conv_kernel: int
-    chunk: int
-    dt_min: float
-    dt_max: float
-    dt_floor: float
-
-    def shared_problems(self) -> list[Problem]:
-        """Problems of the settings that all share."""
-        names = ("conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
-        problems = above_zero(**{name: getattr(self, name) for name in names})
-        if not problems and self.dt_min > self.dt_max:
-            problems.append(Problem("dt_min", f"{self.dt_min} is above dt_max={self.dt_max}"))
-        return problems
+    place: ClassVar[str] = "state space"
+    """The kind of layer, in the banner."""
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """No problems: rows may have any length."""
@@ -50,12 +39,31 @@ class StateSpaceConfig(LayerFacts):
     ) -> Choice[Literal["chunks"]]:
         """Matmuls or scans over chunks, on every device."""
         del hidden, request, device, setting
-        return Choice(self.kernel, place="state space")
+        return Choice(self.kernel, place=self.place)
 
     def with_kernel(self, name: str) -> Self:
         """The layer itself: there is one kernel."""
         del name
         return self
+
+
+class StateSpaceConfig(RecurrentConfig):
+    """Base of the configs of Mamba 1 and 2 and gated delta nets: a short convolution, steps, decaying states."""
+
+    __slots__ = ()
+    conv_kernel: int
+    chunk: int
+    dt_min: float
+    dt_max: float
+    dt_floor: float
+
+    def shared_problems(self) -> list[Problem]:
+        """Problems of the settings that all share."""
+        names = ("conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
+        problems = above_zero(**{name: getattr(self, name) for name in names})
+        if not problems and self.dt_min > self.dt_max:
+            problems.append(Problem("dt_min", f"{self.dt_min} is above dt_max={self.dt_max}"))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +153,8 @@ class Mamba2Config(StateSpaceConfig):
         del hidden
         group = (cached_heads(self.groups, tensor), self.state)
         return (
-            last_inputs(self, "x", (self.heads, self.head_dim), ("heads", None)),
-            *(last_inputs(self, name, group, ("kv_heads", None)) for name in ("b", "c")),
+            last_inputs(self.conv_kernel, "x", (self.heads, self.head_dim), ("heads", None)),
+            *(last_inputs(self.conv_kernel, name, group, ("kv_heads", None)) for name in ("b", "c")),
             state_leaf((self.heads, self.head_dim, self.state)),
         )
 
@@ -272,7 +280,7 @@ class Mamba1Config(StateSpaceConfig):
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """The last inputs of the convolution, and the state."""
         del hidden, tensor
-        return last_inputs(self, "x", (self.inner,), ("heads",)), state_leaf((self.inner, self.state))
+        return last_inputs(self.conv_kernel, "x", (self.inner,), ("heads",)), state_leaf((self.inner, self.state))
 
     def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """What convolution and recurrence read of a token, see `megajax.layers.cache_spec.latest_leaves`."""
@@ -330,9 +338,9 @@ class Mamba1Config(StateSpaceConfig):
         return f"Mamba {self.inner} channels, states of {self.state}"
 
 
-def last_inputs(cfg: StateSpaceConfig, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> CacheLeaf:
-    """Cache leaf of the last inputs of a convolution, in float32: small compared with the state."""
-    return CacheLeaf(name, (cfg.conv_kernel - 1, *shape), (None, *axes), per="row", dtype="float32")
+def last_inputs(width: int, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> CacheLeaf:
+    """Cache leaf of the last inputs of a convolution of this width, in float32: small compared with the state."""
+    return CacheLeaf(name, (width - 1, *shape), (None, *axes), per="row", dtype="float32")
 
 
 def state_leaf(shape: tuple[int, ...]) -> CacheLeaf:

@@ -171,6 +171,8 @@ class MoEConfig(Builds):
     """How experts are chosen."""
     shared: SharedExpertConfig | None = None
     """Shared expert for all tokens; none: no such layer."""
+    weigh: Literal["outputs", "inputs"] = "outputs"
+    """What the weight of a chosen expert multiplies: its output, or its input, as in Llama 4."""
     latent: int | None = None
     """Width that tokens are projected to for the experts; none: experts have the hidden size."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)

@@ -173,6 +173,8 @@ class MixtureOfExperts(nnx.Module):
                 routing = routing._replace(experts=jnp.where(step.real()[:, None], routing.experts, cfg.experts))
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
+                if cfg.weigh == "inputs":
+                    rows, scale = (rows * scale).astype(rows.dtype), jnp.ones_like(scale)
                 return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, sharding.ffn_shards())
 
             dispatch = Dispatch(

@@ -132,4 +132,29 @@ class FixedScaleConfig(Builds):
         return ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumWeightsConfig:
+    """Fixed factors of the terms of a block's sums: the residual stream, and the output of a sub-layer.
+
+    Example: `mj.SumWeightsConfig(mixer_stream=3.6, mlp_stream=3.6)`
+    """
+
+    mixer_stream: float = 1.0
+    """Factor on the stream where the mixer's output is added."""
+    mixer_output: float = 1.0
+    """Factor on the mixer's output."""
+    mlp_stream: float = 1.0
+    """Factor on the stream where the feed-forward's output is added."""
+    mlp_output: float = 1.0
+    """Factor on the feed-forward's output."""
+
+    def problems(self) -> list[Problem]:
+        names = ("mixer_stream", "mixer_output", "mlp_stream", "mlp_output")
+        return above_zero(**{name: getattr(self, name) for name in names})
+
+    def of(self, name: str) -> tuple[float, float]:
+        """Factors of the stream and of the output of a sub-layer; 1 for cross-attention."""
+        return getattr(self, f"{name}_stream", 1.0), getattr(self, f"{name}_output", 1.0)
+
+
 type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig | IdentityNormConfig

@@ -14,6 +14,7 @@ from megajax.layers.position.config import (
     LongRopeScalingConfig,
     RelativeBiasConfig,
     RopeConfig,
+    TemperatureConfig,
     YarnScalingConfig,
 )
 
@@ -79,10 +80,17 @@ class Rope:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def tempered(q: Array, positions: Array, cfg: TemperatureConfig) -> Array:
+    """Queries [B, S, N, H] at positions int32 [B, S], times the factor of their position."""
+    steps = ((positions + 1) // cfg.length).astype(jnp.float32)
+    return (q * (1 + cfg.scale * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
+
+
 def llama3_scaling(frequencies: np.ndarray, cfg: Llama3ScalingConfig) -> np.ndarray:
     """Llama 3.1's rule: long wavelengths times `factor`, short ones unchanged, a smooth transition between them."""
-    wavelengths = 2 * pi / frequencies
-    smooth = np.clip((cfg.original / wavelengths - cfg.low) / (cfg.high - cfg.low), 0, 1)
+    turns, width = cfg.original * frequencies / (2 * pi), cfg.high - cfg.low
+    # Llama 4 has no transition.
+    smooth = np.clip((turns - cfg.low) / width, 0, 1) if width else (turns >= cfg.low).astype(np.float64)
     return smooth * frequencies + (1 - smooth) * frequencies / cfg.factor
 
 

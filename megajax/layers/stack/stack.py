@@ -113,9 +113,11 @@ class Stack(nnx.Module):
         for segment in self.segments:
             parts = [(place, *nnx.split(self.blocks[place.block])) for place in segment.places()]
 
-            def repeat(number: Array | int, carry: tuple[Array, Cache], parts: list = parts) -> tuple[Array, Cache]:
+            def repeat(
+                number: Array | int, carry: tuple[Array, Cache], parts: list = parts, first: int = segment.layer
+            ) -> tuple[Array, Cache]:
                 x, cache = carry
-                for place, graph, state in parts:
+                for at, (place, graph, state) in enumerate(parts):
                     row, used = place.start + number * place.stride, {}
                     for names, leaf in nnx.to_flat_state(state):
                         path = path_of(names, leaf)
@@ -123,7 +125,8 @@ class Stack(nnx.Module):
                         used[path] = self.layout.gather(w, leaf.axes[1:])
                     block, layer_cache = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
                     choose_adapters(block, rows_of(ctx).columns)
-                    x, layer_cache = apply(block, x, layer_cache, in_layer(ctx, row))
+                    of_layer = in_layer(ctx, row).for_layer(first + number * len(parts) + at)
+                    x, layer_cache = apply(block, x, layer_cache, of_layer)
                     cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in layer_cache.items()}}
                 return x, cache
 

@@ -1,4 +1,7 @@
-"""DeepSeek-V2-Lite (DeepSeek-AI 2024, DeepSeek-V2, appendix B) and V3 (2024, section 4.2), as in released configs."""
+"""DeepSeek-V2-Lite (DeepSeek-AI 2024, DeepSeek-V2, appendix B) and V3 (2024, section 4.2), as in released configs.
+
+Moonlight (Liu et al. 2025) and Kimi K2 (Kimi team 2025) have the layers of V3.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -35,10 +38,13 @@ class Row(NamedTuple):
     """mscale of YaRN, for rows of 160 k tokens."""
     ahead: bool = False
     """Whether a second head predicts the token after the next one."""
+    epsilon: float = 1e-6
+    """Of the norms of the residual stream."""
 
 
 NORM = RMSNormConfig(epsilon=1e-6)
 BY_LOSS = RouterConfig(normalise="all", row_loss=0.001)
+SLOW = RopeConfig(base=50000.0, interleaved=True)
 BY_BIAS = RouterConfig(score="sigmoid", scale=2.5, groups=8, chosen_groups=4, balance_rate=0.001, row_loss=0.0001)
 
 DEEPSEEK = {
@@ -56,6 +62,14 @@ DEEPSEEK = {
         61, 7168, 3, 18432, LatentAttentionConfig(heads=128, query_rank=1536, norm=NORM), 256, 8, 2048, 1, BY_BIAS,
         129280, ahead=True,
     ),
+    "moonlight": Row(
+        27, 2048, 1, 11264, LatentAttentionConfig(heads=16, norm=NORM, rope=SLOW), 64, 6, 1408, 2,
+        replace(BY_BIAS, scale=2.446, groups=None, chosen_groups=None), 163840, epsilon=1e-5,
+    ),
+    "kimi-k2": Row(
+        61, 7168, 1, 18432, LatentAttentionConfig(heads=64, query_rank=1536, norm=NORM, rope=SLOW), 384, 8, 2048, 1,
+        replace(BY_BIAS, scale=2.827, groups=None, chosen_groups=None), 163840,
+    ),
 }  # fmt: skip
 
 
@@ -70,7 +84,8 @@ def deepseek(
     """DeepSeek: latent attention, shared experts, dense layers first. Raises UserError for an unknown size.
 
     V2-Lite balances experts with a loss over each row. V3 uses a bias on scores and a small loss, and also predicts the
-    token after the next one. yarn: RoPE extended 40 times from 4096 tokens, as after pretraining.
+    token after the next one; Moonlight and Kimi K2 don't predict it, and have no groups of experts. yarn: RoPE extended
+    40 times from 4096 tokens, as after pretraining.
 
     Example: `mj.deepseek("v2-lite")`
     """
@@ -78,8 +93,9 @@ def deepseek(
     mixer = row.mixer
     if yarn:
         scaling = YarnScalingConfig(factor=40.0, original=4096, mscale=row.mscale, mscale_all=row.mscale)
-        mixer = replace(mixer, rope=RopeConfig(interleaved=True, scaling=scaling))
-    dense = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=row.ffn), norm=NORM)
+        mixer = replace(mixer, rope=replace(mixer.rope, scaling=scaling))
+    norm = RMSNormConfig(epsilon=row.epsilon)
+    dense = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=row.ffn), norm=norm)
     shared = SharedExpertConfig(mlp=GatedMLPConfig(ffn=row.shared * row.expert_ffn))
     experts = MoEConfig(
         experts=row.experts,
@@ -96,7 +112,7 @@ def deepseek(
         vocabulary_size=vocabulary_size or row.vocabulary,
         sequence_length=sequence_length,
         stack=SegmentsConfig(segments=(first, rest)),
-        norm=NORM,
+        norm=norm,
         init_std=0.006,
         prediction=PredictionConfig(weight=0.3) if row.ahead else None,
     )

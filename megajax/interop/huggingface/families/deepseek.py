@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, shared experts, first layers without experts.
+"""DeepSeek-V2 and V3, Moonlight and Kimi K2: latent attention, shared experts, first layers without experts.
 
 V2 chooses experts by softmax within the best groups. V3 chooses them by sigmoid with a bias that balances their load,
 and has multi-token prediction blocks.
@@ -178,6 +178,7 @@ FAMILIES = [
     decoders.family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
+        other_types=("kimi_k2",),
         read=_read_v3,
         write=_write_v3,
         rows=_rows_v3,

@@ -19,7 +19,7 @@ from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.layers.block.config import BlockConfig, MixerConfig
 from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.moe.config import FeedForwardConfig
-from megajax.models.presets.hybrid import HybridPattern, hybrid_pipeline, hybrid_prediction, hybrid_stack
+from megajax.models.presets.hybrids.hybrid import HybridPattern, hybrid_pipeline, hybrid_prediction, hybrid_stack
 
 STANDARD_LAYERS = ("mamba_stack_spec", "hybrid_stack_spec", "local", "transformer_engine")
 """Specifications of the same layers as without --spec."""

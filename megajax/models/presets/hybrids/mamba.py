@@ -1,6 +1,7 @@
-"""Mamba-2 (Dao and Gu 2024, section 9.1) and Nemotron-H (NVIDIA 2025, table 1), as in the released configs."""
+"""Mamba-2 (Dao and Gu 2024, section 9.1), Nemotron-H (NVIDIA 2025, table 1) and Nemotron 3, as in released configs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -8,9 +9,10 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig, SharedExpertConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.models.presets.hybrid import hybrid_stack
+from megajax.models.presets.hybrids.hybrid import hybrid_stack
 from megajax.models.presets.sizes import Size, decoder, pick
 
 MAMBA2 = {
@@ -24,13 +26,26 @@ MAMBA2 = {
 """Heads of size 64 over 2 * hidden channels."""
 
 
+class ExpertSizes(NamedTuple):
+    """The experts of a size."""
+
+    experts: int
+    top_k: int
+    shared: int
+    """Width of the shared expert."""
+    scale: float
+    """Factor on the weights of experts."""
+    latent: int | None = None
+
+
 class Hybrid(NamedTuple):
-    """A size of Nemotron-H."""
+    """A size of Nemotron-H or Nemotron 3."""
 
     pattern: str
-    """A letter for each layer: M Mamba-2, - MLP, * attention."""
+    """A letter for each layer: M Mamba-2, - MLP, * attention, E experts."""
     hidden: int
     ffn: int
+    """Width of an MLP or an expert."""
     heads: int
     mamba_heads: int
     state: int
@@ -38,6 +53,7 @@ class Hybrid(NamedTuple):
     head_dim: int = 128
     mamba_head_dim: int = 64
     groups: int = 8
+    experts: ExpertSizes | None = None
 
 
 NEMOTRON_H = {
@@ -45,6 +61,21 @@ NEMOTRON_H = {
     "8b": Hybrid("M-M-M-M*-M-" + 3 * "M-M-M-M*-M-" + "M-M-M-M-", 4096, 21504, 32, 128, 128),
     "56b": Hybrid("M-M-M-M*-M-" + 9 * "M-M-M-M*-M-" + "M-M-M-M-", 8192, 32768, 64, 256, 256),
 }
+
+NEMOTRON_3 = {
+    "debug": Hybrid(
+        "MEM*EME", 64, 32, 4, 8, 16, kv_heads=2, head_dim=16, mamba_head_dim=16, groups=2,
+        experts=ExpertSizes(8, 2, 48, 2.5, latent=32),
+    ),
+    "nano": Hybrid(
+        "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME", 2688, 1856, 32, 64, 128, kv_heads=2,
+        experts=ExpertSizes(128, 6, 3712, 2.5),
+    ),
+    "super": Hybrid(
+        "MEMEMEM*E" + 3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEME", 4096, 2688, 32, 128, 128, kv_heads=2,
+        experts=ExpertSizes(512, 22, 5376, 5.0, latent=1024),
+    ),
+}  # fmt: skip
 
 NEMOTRON_VOCABULARY = 131072
 
@@ -68,13 +99,20 @@ def nemotron_blocks(row: Hybrid) -> Mapping[str, BlockConfig]:
     mamba = Mamba2Config(heads=row.mamba_heads, head_dim=row.mamba_head_dim, state=row.state, groups=row.groups)
     attention = AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim)
     mlp = DenseMLPConfig(ffn=row.ffn, activation="squared_relu", bias=False)
-    return MappingProxyType(
-        {
-            "M": BlockConfig(mixer=mamba, norm=RMSNormConfig()),
-            "*": BlockConfig(mixer=attention, norm=RMSNormConfig()),
-            "-": BlockConfig(mlp=mlp, norm=RMSNormConfig()),
-        }
-    )
+    blocks = {
+        "M": BlockConfig(mixer=mamba, norm=RMSNormConfig()),
+        "*": BlockConfig(mixer=attention, norm=RMSNormConfig()),
+        "-": BlockConfig(mlp=mlp, norm=RMSNormConfig()),
+    }
+    if row.experts is not None:
+        sizes = row.experts
+        router = RouterConfig(score="sigmoid", scale=sizes.scale, balance_rate=0.001, row_loss=0.0001)
+        shared = SharedExpertConfig(mlp=replace(mlp, ffn=sizes.shared))
+        moe = MoEConfig(
+            experts=sizes.experts, top_k=sizes.top_k, expert=mlp, router=router, shared=shared, latent=sizes.latent
+        )
+        blocks["E"] = BlockConfig(mlp=moe, norm=RMSNormConfig())
+    return MappingProxyType(blocks)
 
 
 def nemotron_h(size: str, *, sequence_length: int = 8192, vocabulary_size: int = NEMOTRON_VOCABULARY) -> DecoderConfig:
@@ -82,7 +120,20 @@ def nemotron_h(size: str, *, sequence_length: int = 8192, vocabulary_size: int =
 
     Example: `mj.nemotron_h("8b")`
     """
-    row = pick("nemotron_h", NEMOTRON_H, size)
+    return _nemotron(pick("nemotron_h", NEMOTRON_H, size), sequence_length, vocabulary_size)
+
+
+def nemotron3(size: str, *, sequence_length: int = 8192, vocabulary_size: int = NEMOTRON_VOCABULARY) -> DecoderConfig:
+    """Alternating Mamba-2 and expert layers, with a few attention layers; sigmoid routing with balancing biases.
+
+    Super's experts work in a latent of 1024. Raises UserError for an unknown size.
+
+    Example: `mj.nemotron3("nano")`
+    """
+    return _nemotron(pick("nemotron3", NEMOTRON_3, size), sequence_length, vocabulary_size)
+
+
+def _nemotron(row: Hybrid, sequence_length: int, vocabulary_size: int) -> DecoderConfig:
     return DecoderConfig(
         hidden=row.hidden,
         vocabulary_size=vocabulary_size,

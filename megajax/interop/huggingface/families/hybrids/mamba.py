@@ -11,6 +11,7 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import Family, Names, Settings, norm, to_settings, tokens
 from megajax.layers.block.config import BlockConfig, MixerConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.moe.config import MoEConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -57,16 +58,15 @@ def pattern(settings: Settings) -> str:
     letters, kinds = settings.take("hybrid_override_pattern", "ME*-"), settings.take("layers_block_type", kind=list)
     if kinds is not None:
         letters = "".join(LETTERS.get(kind, "?") for kind in kinds)
-    if unsupported := sorted(set(letters) - set("M*-")):
-        names = ", ".join(KINDS.get(letter, letter) for letter in unsupported)
-        settings.refuse("layers_block_type", names, "only linear_attention, full_attention, mlp are supported")
-    return "".join(letter for letter in letters if letter in "M*-") or "M"
+    if unsupported := sorted(set(letters) - KINDS.keys()):
+        settings.refuse("layers_block_type", ", ".join(unsupported), f"only {', '.join(KINDS.values())} are supported")
+    return "".join(letter for letter in letters if letter in KINDS) or "M"
 
 
 def letter(block: Any) -> str:
     """The letter of a block in the pattern."""
     if block.mixer is None:
-        return "-"
+        return "E" if isinstance(block.mlp, MoEConfig) else "-"
     return "M" if isinstance(block.mixer, Mamba2Config) else "*"
 
 

@@ -1,0 +1,1 @@
+"""Families whose layers are of several kinds."""

@@ -1,0 +1,199 @@
+"""Configs of mixers that are linear in their values: short convolutions, and attention without a softmax.
+
+Imports neither jax nor flax.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megajax.config.errors import Problem
+from megajax.config.hints import divisors_of
+from megajax.layers.cache_spec import CacheLeaf
+from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.mamba.config import RecurrentConfig, last_inputs, state_leaf
+from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.recompute import Part
+
+PER_HEAD = ("heads", "head_dim")
+PROJECTIONS = ("in_query", "in_key", "in_value", "in_gate")
+"""Matrices of lightning attention that multiply its input; hybrids have attention with other names beside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConvConfig(RecurrentConfig):
+    """A gated short convolution: output(c * conv(b * x)) of three projections of the input (Liquid AI 2025, LFM2).
+
+    Example: `mj.ShortConvConfig(channels=1024)`
+    """
+
+    target: ClassVar[str] = "megajax.layers.linear.short_conv:ShortConv"
+    place: ClassVar[str] = "short convolution"
+    channels: int
+    """Channels, each with its own filter; LFM2: the hidden size."""
+    conv_kernel: int = 3
+    """Width of the causal convolution, in positions."""
+    conv_bias: bool = False
+    """Bias of the convolution."""
+    bias: bool = False
+    """Biases of the projections."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(channels=self.channels, conv_kernel=self.conv_kernel)
+
+    @property
+    def heads(self) -> int:
+        """Each channel counts as a head."""
+        return self.channels
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        channels, names = ((self.channels,), ("heads",)), ("in_b", "in_c", "in_x")
+        weights = [Weight(name, (hidden, self.channels), ("embed", "heads")) for name in names]
+        if self.bias:
+            weights += [Weight(f"{name}_bias", *channels) for name in names]
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        weights.append(Weight("conv.kernel", (self.conv_kernel, self.channels), (None, "heads")))
+        weights += [Weight("conv.bias", *channels)] * self.conv_bias
+        return (*weights, Weight("output", (self.channels, hidden), ("heads", "embed")))
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The last inputs of the convolution."""
+        del hidden, tensor
+        return (last_inputs(self.conv_kernel, "x", (self.channels,), ("heads",)),)
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """One matmul for the three projections, and one for the output."""
+        hidden_side, outputs = Elements(replicated=hidden), Elements(sharded=3 * self.channels)
+        return (
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=3, joined=True),
+            Matmul(inputs=Elements(sharded=self.channels), outputs=hidden_side, result="residual"),
+        )
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """The convolution."""
+        del hidden, keys
+        work = float(self.conv_kernel * self.channels)
+        return KernelWork(work, work, 0)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """The two factors of the convolution's input, its output, and the factor on that."""
+        del hidden
+        channels = Elements(sharded=self.channels)
+        inputs = Elements(sharded=2 * self.channels)
+        return {"query_key_value": inputs, "core_attention": channels, "gate": channels}
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that channels can be divided over."""
+        return divisors_of(max(self.channels, 1))
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide the channels."""
+        if self.channels % sizes["tensor"]:
+            message = f"channels={self.channels} is not divisible by parallel.tensor={sizes['tensor']}"
+            yield Problem("channels", message)
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The channels of a device."""
+        del hidden
+        if self.channels % tensor == 0:
+            yield Side("channels", f"{self.channels} over parallel.tensor={tensor} are", self.channels // tensor)
+
+    def summary(self, hidden: int) -> str:
+        """Channels and width."""
+        del hidden
+        return f"convolution over {self.conv_kernel} positions of {self.channels} channels"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LightningAttentionConfig(RecurrentConfig):
+    """Attention without a softmax, in which each head forgets at a fixed rate (Qin et al. 2024; MiniMax 2025).
+
+    Head h of H in layer l of L multiplies a key's weight by exp(-2^(-8 h / H) (1 - l / (L - 1))) at each position.
+
+    Example: `mj.LightningAttentionConfig(heads=64, head_dim=128, layers=80)`
+    """
+
+    target: ClassVar[str] = "megajax.layers.linear.lightning:LightningAttention"
+    place: ClassVar[str] = "linear attention"
+    heads: int
+    """Heads of queries, keys and values."""
+    head_dim: int
+    """Size of one head."""
+    layers: int
+    """Layers of the model: later layers forget more slowly."""
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "silu"
+    """Function of queries, keys and values."""
+    norm: RMSNormConfig = field(default_factory=lambda: RMSNormConfig(epsilon=1e-6))
+    """Normalisation of the output over all heads, before the gate."""
+    chunk: int = 256
+    """Positions per chunk of the matmul form; results are equal up to rounding."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(heads=self.heads, head_dim=self.head_dim, layers=self.layers, chunk=self.chunk)
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    def rate(self) -> float:
+        """Rate of the first layer's head h, to the power h."""
+        return 2 ** (-8 / self.heads)
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        head = (self.heads, self.head_dim)
+        inputs = [Weight(name, (hidden, *head), ("embed", *PER_HEAD)) for name in PROJECTIONS]
+        norm = prefixed("norm", self.norm.weights(self.inner, "heads"))
+        return (*inputs, *norm, Weight("out", (*head, hidden), (*PER_HEAD, "embed")))
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The state."""
+        del hidden, tensor
+        return (state_leaf((self.heads, self.head_dim, self.head_dim)),)
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """One matmul for queries, keys, values and the gate, and one for the output."""
+        hidden_side, outputs = Elements(replicated=hidden), Elements(sharded=4 * self.inner)
+        return (
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=4, joined=True),
+            Matmul(inputs=Elements(sharded=self.inner), outputs=hidden_side, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """The matmuls, and the update and the product of the state."""
+        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 2 * self.inner * self.head_dim)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Within a chunk, as attention; between chunks, the states."""
+        del hidden
+        chunk = min(self.chunk, keys)
+        pairs, states = 2 * chunk * self.inner, 2 * self.inner * self.head_dim
+        return KernelWork(pairs + states, pairs / 2 + states, chunk * self.heads)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel, and the gate."""
+        del hidden
+        inner = Elements(sharded=self.inner)
+        return {"query_key_value": Elements(sharded=3 * self.inner), "core_attention": inner, "gate": inner}
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that heads can be divided over."""
+        return head_devices(self.heads, self.heads)
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide heads."""
+        return head_problems(self.heads, self.heads, sizes["tensor"], "heads")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The heads of a device."""
+        del hidden
+        head = (self.heads, self.head_dim)
+        return head_sides(head, head, tensor, "heads")
+
+    def summary(self, hidden: int) -> str:
+        """Numbers and size of heads."""
+        del hidden
+        return f"lightning attention, {self.heads} heads of {self.head_dim}"

@@ -1,0 +1,1 @@
+"""Models whose layers are of several kinds."""
