@@ -72,6 +72,19 @@ def test_queries_see_the_keys_of_their_rows(
     np.testing.assert_allclose(out, jnp.where(positions[..., None, None] >= 0, expected, 0), atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [reference, partial(tiled, tile=1), partial(paged_attention, interpret=True)])
+def test_queries_see_the_keys_of_their_chunk(kernel: Any) -> None:
+    q, (k, v), pools, table = rows(2)
+    index = jnp.arange(LENGTH)
+    chunks = jnp.broadcast_to(index // 7, (ROWS, LENGTH))
+    all_positions = reference_attention(q, k, v, Mask(index, index, chunks, chunks), scale=0.3)
+    positions = jnp.asarray([[0, 1, 2], [45, 46, 47], [6, 7, -1], [-1, -1, -1]], jnp.int32)
+    at = jnp.maximum(positions, 0)[..., None, None]
+    out = kernel(PagedQueries(jnp.take_along_axis(q, at, axis=1), table, positions, 0.3, chunk=7), pools)
+    expected = jnp.take_along_axis(all_positions, at, axis=1)
+    np.testing.assert_allclose(out, jnp.where(positions[..., None, None] >= 0, expected, 0), atol=1e-5)
+
+
 @pytest.mark.parametrize("kernel", ANYWHERE)
 def test_values_may_be_the_first_part_of_keys(kernel: Any) -> None:
     q, _, pools, table = rows(1)

@@ -63,6 +63,11 @@ class ShortConvConfig(RecurrentConfig):
         del hidden, tensor
         return (last_inputs(self.conv_kernel, "x", (self.channels,), ("heads",)),)
 
+    def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The input of the convolution, see `megajax.layers.cache_spec.latest_leaves`."""
+        del hidden, tensor
+        return (CacheLeaf("x", (self.channels,), ("heads",)),)
+
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """One matmul for the three projections, and one for the output."""
         hidden_side, outputs = Elements(replicated=hidden), Elements(sharded=3 * self.channels)
@@ -153,6 +158,12 @@ class LightningAttentionConfig(RecurrentConfig):
         """The state."""
         del hidden, tensor
         return (state_leaf((self.heads, self.head_dim, self.head_dim)),)
+
+    def step_inputs(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """Queries, keys and values, see `megajax.layers.cache_spec.latest_leaves`."""
+        del hidden, tensor
+        head = (self.heads, self.head_dim)
+        return tuple(CacheLeaf(name, head, ("heads", None)) for name in ("query", "key", "value"))
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """One matmul for queries, keys, values and the gate, and one for the output."""

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssm.ssd import Scan, ssd, ssd_transition
+from megajax.layers.cache_spec import row_axes
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows
 from megajax.layers.linear.config import PROJECTIONS, LightningAttentionConfig
@@ -24,6 +25,7 @@ from megajax.layers.remat import save_only_inputs
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 INPUTS = (HEADS, HEADS, HEADS)
+NAMES = ("query", "key", "value")
 type Inputs = tuple[Array, Array, Array]
 """Queries, keys and values before their activation function, [B, S, N, H] each."""
 
@@ -56,14 +58,15 @@ class LightningAttention(nnx.Module):
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `LightningAttentionConfig.cache_leaves`."""
 
-        def advance(inputs: Inputs, rates: Array, before: Cache, counts: Array) -> tuple[Array, Cache]:
-            y, state = self.recurrence(inputs, rates, None, before["state"], counts)
+        def advance(inputs: Any, rates: Array, before: Cache, counts: Array) -> tuple[Array, Cache]:
+            ordered: Any = tuple(inputs[name] for name in NAMES)
+            y, state = self.recurrence(ordered, rates, None, before["state"], counts)
             return y, {"state": state}
 
         inputs, gate = self.project(x)
-        axes = {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
-        arrays = (inputs, INPUTS), (self.rates(ctx), ("heads",)), (cache, axes)
-        y, cache = advance_rows(self.layout, advance, *arrays, HEADS, ctx)
+        named = dict(zip(NAMES, inputs, strict=True)), dict.fromkeys(NAMES, HEADS)
+        leaves = cache, row_axes(self.cfg)
+        y, cache = advance_rows(self.layout, advance, named, (self.rates(ctx), ("heads",)), leaves, HEADS, ctx)
         return self.project_output(y, gate), cache
 
     def project(self, x: Array) -> tuple[Inputs, Array]:

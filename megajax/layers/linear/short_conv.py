@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssm.ssd import causal_conv
+from megajax.layers.cache_spec import row_axes
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
 from megajax.layers.linear.config import ShortConvConfig
@@ -52,14 +53,14 @@ class ShortConv(nnx.Module):
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `ShortConvConfig.cache_leaves`."""
 
-        def advance(factors: Any, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
-            product = _product(*factors)
-            return _conv(product, weights, None, before["x"]), {"x": last_inputs(product, before["x"], counts)}
+        def advance(inputs: Any, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
+            x = inputs["x"]
+            return _conv(x, weights, None, before["x"]), {"x": last_inputs(x, before["x"], counts)}
 
         factors, c = self.project(x)
-        weights, axes = self.conv.weights(), {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
-        inputs = (factors, FACTORS), (weights, _axes(weights)), (cache, axes)
-        y, cache = advance_rows(self.layout, advance, *inputs, CHANNELS, ctx)
+        weights, inputs = self.conv.weights(), ({"x": _product(*factors)}, {"x": CHANNELS})
+        leaves = cache, row_axes(self.cfg)
+        y, cache = advance_rows(self.layout, advance, inputs, (weights, _axes(weights)), leaves, CHANNELS, ctx)
         return self.project_output(y, c), cache
 
     def project(self, x: Array) -> tuple[tuple[Array, Array], Array]:
