@@ -12,7 +12,7 @@ from megajax.compiled.gpus import GIB, GPUS, MIB, read_cluster
 from megajax.compiled.hlo import Collective
 from megajax.config import load
 from megajax.planning.cost.description import Description, describe
-from megajax.planning.cost.estimate import estimate
+from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import sent_by_attention
 from megajax.planning.program.train_step import compile_train_step, timed, with_program
 
@@ -56,8 +56,8 @@ def context(*, only: tuple[str, ...] = (), table: bool = False) -> Iterator[dict
     them); and the number of these collectives that overlap with a matmul or an attention kernel. Nothing is run:
     `step_seconds` is an estimate of the cost model. `context_balance` has the work of the busiest device.
 
-    --only: cases with all of these words; figures on file are kept for the others. --table: compile nothing, and print
-    the figures on file as Markdown.
+    --only: cases with all of these words; figures on file are kept for the others, but for peaks by formula. --table:
+    compile nothing, and print the figures on file as Markdown.
     """
     figures = json.loads(FIGURES.read_text())["figures"] if FIGURES.exists() else {"programs": {}}
     if not table:
@@ -68,6 +68,9 @@ def context(*, only: tuple[str, ...] = (), table: bool = False) -> Iterator[dict
                 programs = figures["programs"] | {case.key: compiled(case)}
                 figures["programs"] = {key: programs[key] for key in sorted(programs, key=order.index)}
                 yield figures
+    for case in CASES:
+        if case.key in figures["programs"]:
+            figures["programs"][case.key]["formula_peak_gib"] = round(formula_of(case).memory.peak / GIB, 2)
     print(markdown(figures))
     yield figures
 
@@ -80,8 +83,8 @@ def compiled(case: Case) -> dict[str, Any]:
     plan = compile_train_step(cfg, cluster)
     rows = timed(plan)
     jax.clear_caches()
-    described = describe(cfg, GPUS["h100"], case.gpus)
-    formula = estimate(described)
+    formula = formula_of(case)
+    described = formula.run
     step = with_program(formula, rows)
     return {
         "mesh": {axis: size for axis, size in plan.mesh.items() if size > 1},
@@ -99,6 +102,11 @@ def compiled(case: Case) -> dict[str, Any]:
         "exposed_seconds": round(step.exposed_seconds, 3),
         "compile_seconds": round(plan.compile_seconds, 1),
     }
+
+
+def formula_of(case: Case) -> Estimate:
+    """The plan of a case by formula."""
+    return estimate(describe(case.config(), GPUS["h100"], case.gpus))
 
 
 def workspace(cfg: Any, run: Description) -> float:

@@ -1,6 +1,7 @@
 """Checks that configs of layers and models share; imports neither jax nor flax."""
 
 from collections.abc import Iterator
+from functools import cache
 from math import inf
 
 from megajax.config.errors import Problem
@@ -57,6 +58,12 @@ def head_sides(heads: tuple[int, int], groups: tuple[int, int], tensor: int, set
 
 def missing_members(config: object, protocol: type) -> list[str]:
     """Members of the protocol that the config lacks."""
+    return [name for name in _members(protocol) if not hasattr(config, name)]
+
+
+@cache
+def _members(protocol: type) -> tuple[str, ...]:
+    """Names of the public members of a protocol."""
     protocols = [cls for cls in protocol.__mro__ if cls.__module__ not in ("typing", "builtins")]
     names = {name: None for cls in protocols for name in (*vars(cls), *cls.__annotations__) if not name.startswith("_")}
-    return [name for name in names if not hasattr(config, name)]
+    return tuple(names)

@@ -23,10 +23,11 @@ from megajax.config.overrides import Mark, patch_of, plain_name, setting
 from megajax.display.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
+from megajax.planning.choice import SEARCHED, Choice, changes, problems, settings
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import by_preference, demand_room, servings
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
-from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
+from megajax.planning.search import Task
 from megajax.planning.show import (
     DEVICES_AXIS,
     Point,

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -27,26 +27,15 @@ from megajax.config.files import SHIPPED, find, split_source
 from megajax.display.banner import Report, Table
 from megajax.display.text import duration
 from megajax.metrics.runfolder import write_output_file
+from megajax.planning.choice import Choice, changes, refusal, settings
 from megajax.planning.cost.estimate import SPEED_AND_RANGE, Case, to_dict
-from megajax.planning.search import (
-    HEADROOM,
-    Choice,
-    Entry,
-    Group,
-    Task,
-    changes,
-    explore,
-    rank,
-    ranked,
-    refusal,
-    rounded,
-    search,
-    settings,
-)
+from megajax.planning.search import HEADROOM, Entry, Group, Task, explore, rank, ranked, rounded, search
 from megajax.planning.show import FIGURES, cells
 
-MAX_TRIES = 2
+MAX_TRIES = 3
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
+SIMPLER = 0.03
+"""A simpler layout is taken if its step is at most this share longer: less than the cost model can tell apart."""
 LISTED = 5
 """Layouts in the table."""
 
@@ -100,24 +89,56 @@ class Cache:
 
 def compile_best(
     task: Task,
-    choices: Iterable[Choice],
+    entries: Sequence[Entry],
     number: int,
     cache: Cache,
     compiler: Callable[[Case], Figures],
     advance: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compile layouts until `number` of them fit, at most MAX_TRIES times as many; none that is in the cache."""
-    waiting, fitting = list(choices)[: MAX_TRIES * number], 0
+    """Compile layouts until `number` of them fit, at most MAX_TRIES times as many; none that is in the cache.
+
+    The first is the fastest by formula, then simpler ones come first, without those that programs like theirs have
+    shown to be too large.
+    """
+    waiting = list(dict.fromkeys([*entries[:1], *sorted(entries, key=order_among(entries))]))
+    tried = fitting = 0
     with ThreadPoolExecutor(max(1, min(number, os.cpu_count() or 1))) as pool:
-        while waiting and fitting < number:
-            batch, waiting = waiting[: number - fitting], waiting[number - fitting :]
+        while fitting < number and tried < MAX_TRIES * number:
+            fits = {*likely(task, cache, entries)}
+            batch = [entry.choice for entry in waiting if entry in fits][: number - fitting]
+            if not batch:
+                return
+            waiting = [entry for entry in waiting if entry.choice not in batch]
             jobs = {
                 pool.submit(compiler, task.with_choice(choice)): choice for choice in batch if cache.get(choice) is None
             }
             for job in as_completed(jobs):
                 cache.add(jobs[job], job.result())
                 advance()
+            tried += len(batch)
             fitting += sum((cache.get(choice) or {"fits": False})["fits"] for choice in batch)
+
+
+def order_among(entries: Sequence[Entry]) -> Callable[[Entry], tuple]:
+    """Sort key: first those that are within SIMPLER of the fastest, from the simplest on; then by time."""
+    least = min((entry.step_seconds for entry in entries), default=0.0)
+    return lambda entry: _order(entry, entry.step_seconds, least, entry.peak)
+
+
+def _order(entry: Entry, seconds: float, least: float, peak: float) -> tuple:
+    close = seconds <= least * (1 + SIMPLER)
+    return not close, entry.choice.complexity if close else (), rounded(seconds), rank(entry)[1], peak
+
+
+def likely(task: Task, cache: Cache, entries: Sequence[Entry]) -> list[Entry]:
+    """Those that fit if their programs exceed the formula as much as compiled ones of their family did."""
+    excess: dict[tuple[bool, ...], float] = {}
+    for entry in entries:
+        compiled, family = cache.get(entry.choice), entry.choice.family
+        if compiled is not None and "peak_gib" in compiled:
+            excess[family] = max(excess.get(family, 1.0), compiled["peak_gib"] * GIB / entry.peak)
+    usable = task.case.usable_gib * GIB
+    return [entry for entry in entries if entry.peak * excess.get(entry.choice.family, 1.0) <= usable]
 
 
 class Row(NamedTuple):
@@ -136,6 +157,7 @@ class Result:
     groups: Sequence[Group]
     rows: Sequence[Row]
     """The best LISTED layouts."""
+    cache: Cache
     rejected: Sequence[tuple[Choice, Figures]]
     """Layouts whose compiled program does not fit, or that the compiler refused."""
     seconds: float
@@ -146,7 +168,15 @@ class Result:
         return self.rows[0].entry.choice
 
     def slowdown(self, row: Row) -> float:
-        return row.figures["step_seconds"] / self.rows[0].figures["step_seconds"] - 1
+        """How much longer a step takes than with the best: by their programs if both are compiled, else by formula."""
+        return self._slowdown(row.entry.choice, row.entry.step_seconds)[0]
+
+    def _slowdown(self, choice: Choice, seconds: float) -> tuple[float, bool]:
+        """The same, and whether it is by programs. seconds: by formula."""
+        best, programs = self.rows[0], [self.cache.get(layout) or {} for layout in (choice, self.best)]
+        if all("step_seconds" in program for program in programs):
+            return programs[0]["step_seconds"] / programs[1]["step_seconds"] - 1, True
+        return seconds / best.entry.step_seconds - 1, False
 
     def tally(self) -> dict[str, int]:
         """Numbers of layouts: tried, refused by rules, too large, estimated."""
@@ -218,8 +248,11 @@ class Result:
             return f"refused: {reason}"
         if (memory := case.estimate.memory).peak > task.limit:
             return f"does not fit: {memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
-        slowdown = case.estimate.step_seconds / task.with_choice(self.best).estimate.step_seconds - 1
-        return f"{abs(slowdown):.1%} {'slower' if slowdown >= 0 else 'faster by formula'} ({choice.details})"
+        if (compiled := self.cache.get(choice)) is not None and not compiled["fits"]:
+            return f"does not fit: see below ({choice.details})"
+        slowdown, by_programs = self._slowdown(choice, case.estimate.step_seconds)
+        by = "" if by_programs else " by formula"
+        return f"{abs(slowdown):.1%} {'slower' if slowdown >= 0 else 'faster'}{by} ({choice.details})"
 
     def report(self, commands: Sequence[str]) -> Report:
         """The best layouts, the well-known and the rejected ones, and how to use the best."""
@@ -264,31 +297,50 @@ def find_best(task: Task, cache: Cache, number: int, compiler: Callable[[Case], 
         if number and entries:
             progress = bar.add_task("compiled", total=number)
             # Programs for virtual GPU devices have no host memory to offload moments to.
-            choices = (entry.choice for entry in entries if not entry.choice.offload)
-            compile_best(task, choices, number, cache, compiler, lambda: bar.advance(progress))
-    rows, rejected = rank_rows(task, entries, cache if number else Cache())
+            compilable = [entry for entry in entries if not entry.choice.offload]
+            compile_best(task, compilable, number, cache, compiler, lambda: bar.advance(progress))
+    used = cache if number else Cache()
+    rows, rejected = rank_rows(task, entries, used)
     if not rows:
         raise UserError(_nothing_fits(task, groups))
+    if rejected and not any(row.compiled for row in rows):
+        raise UserError(_no_program_fits(task, rejected))
     times = {"seconds": seconds, "compile_seconds": time.monotonic() - started - seconds}
-    return Result(task=task, groups=groups, rows=rows, rejected=rejected, **times)
+    return Result(task=task, groups=groups, rows=rows, cache=used, rejected=rejected, **times)
 
 
 def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Figures]]]:
     """The best LISTED layouts, compiled ones first and by their programs; and those whose program does not fit."""
-    rows, rejected, by_formula = [], [], 0
-    for entry in entries:
+    rows, rejected, by_formula, fits = [], [], 0, {*likely(task, cache, entries)}
+    for entry in sorted(entries, key=order_among(entries)):
         compiled = cache.get(entry.choice)
         if compiled is not None and not compiled["fits"]:
             rejected.append((entry.choice, compiled))
-        elif compiled is not None or by_formula < LISTED:
-            by_formula += compiled is None
-            figures = compiled or to_dict(task.with_choice(entry.choice).estimate)
-            rows.append(Row(entry, figures, compiled is not None))
+        elif compiled is not None:
+            rows.append(Row(entry, compiled, True))
+        elif by_formula < LISTED and entry in fits:
+            by_formula += 1
+            rows.append(Row(entry, to_dict(task.with_choice(entry.choice).estimate), False))
+    least = min((row.figures["step_seconds"] for row in rows if row.compiled), default=0.0)
 
     def order(row: Row) -> tuple:
-        return not row.compiled, rounded(row.figures["step_seconds"]), rank(row.entry)[1], row.figures["peak_gib"]
+        if not row.compiled:
+            return True, *order_among(entries)(row.entry)
+        return False, *_order(row.entry, row.figures["step_seconds"], least, row.figures["peak_gib"])
 
     return sorted(rows, key=order)[:LISTED], rejected
+
+
+def _no_program_fits(task: Task, rejected: Sequence[tuple[Choice, Figures]]) -> str:
+    """The error message where all compiled layouts turned out to be too large."""
+    lines = "\n".join(
+        f"  {choice.layout} ({choice.details}): {figures.get('error') or format(figures['peak_gib'], '.1f') + ' GiB'}"
+        for choice, figures in rejected
+    )
+    return (
+        f"of {len(rejected)} compiled layouts none fits the {task.case.usable_gib:.1f} GiB of "
+        f"{task.case.cluster.device.name}:\n{lines}\nGive --compile={2 * len(rejected)}, or more devices."
+    )
 
 
 def _nothing_fits(task: Task, groups: Sequence[Group]) -> str:

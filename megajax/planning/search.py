@@ -1,33 +1,32 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
-A layout is a Choice of settings. `apply` puts it into a config, whose own rules check it.
+A layout is a Choice of settings, which the config's own rules check.
 Groups of (tensor, pipeline) are searched one after another, so that a search can report progress. Of each layout the
 recompute policies are tried from the cheapest on.
 """
 
 import hashlib
 import json
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from math import gcd, prod
-from types import MappingProxyType
-from typing import Any, Literal
+from math import ceil, gcd, prod
+from typing import Any
 
 from megajax.compiled.gpus import GIB
-from megajax.config.dump import flatten, plain
-from megajax.config.errors import Problem, UserError
+from megajax.config.dump import plain
+from megajax.config.errors import UserError
 from megajax.config.hints import divisors_of
-from megajax.layers.recompute import Recompute, Recomputing, format_recompute
-from megajax.models.facts import demand_facts
-from megajax.planning.cost.device_work import footprint
+from megajax.layers.recompute import SELECTIVE, Recompute, Recomputing
+from megajax.mesh.config import ContextStrategy
+from megajax.planning.choice import Choice, apply, mixtures, refusal
 from megajax.planning.cost.estimate import Case
+from megajax.planning.cost.memory import footprint
 from megajax.training.run_config import RunConfig
 
 HEADROOM = 0.05
-"""Fraction of usable memory that a layout must leave by formula: compiled plans are up to 3 % larger, and above 95 % of
+"""Fraction of usable memory that a layout must leave by formula: compiled plans are up to 5 % larger, and above 95 % of
 the memory the compiler's scheduler hides less and less communication."""
 BEST = 12
 """Layouts of a group that are listed at most."""
@@ -35,8 +34,11 @@ OFFLOADS = (0.5, 1.0)
 """Fractions of the moments in host memory that are tried where nothing fits without."""
 MAX_TOKENS = 65_536
 """Tokens of a microbatch on a device, unless a single row has more: matmuls reach their full rate long before."""
-LEAST_POSITIONS = 8192
+LEAST_POSITIONS = 4096
 """Fewest positions of a row on a device of `context`, unless the config has fewer: other axes divide shorter rows."""
+STRATEGIES: tuple[ContextStrategy, ...] = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
+DISPATCH_CHUNKS = (1, 4)
+"""Values of dispatch.chunks that are tried where experts have room for all tokens."""
 PARTIAL: tuple[Recompute, ...] = (
     ("activation",),
     ("norm", "activation"),
@@ -47,127 +49,6 @@ PARTIAL: tuple[Recompute, ...] = (
     ("norm", "latent", "activation", "mlp", "query_key_value", "core_attention"),
 )
 """Recompute policies between none and full, cheapest first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """The settings that a search chooses, by the names of `SEARCHED`."""
-
-    tensor: int
-    pipeline: int
-    virtual_stages: int
-    data: int
-    expert: int = 1
-    context: int = 1
-    data_sharding: Literal["replicate", "zero1", "fsdp"]
-    sequence: bool
-    micro_size: int
-    recompute: Recompute = "selective"
-    recompute_layers: int | None = None
-    offload: float = 0.0
-
-    @property
-    def layout(self) -> str:
-        """For example "tensor 4, pipeline 4 x 5, data 4"."""
-        chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        axes = "".join(f", {axis} {getattr(self, axis)}" for axis in ("expert", "context") if getattr(self, axis) > 1)
-        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{axes}"
-
-    @property
-    def sharding(self) -> str:
-        """For example "zero1, 50% of moments in host memory"."""
-        return self.data_sharding + (f", {self.offload:.0%} of moments in host memory" if self.offload else "")
-
-    @property
-    def recomputing(self) -> str:
-        """For example "full, 3 layers"."""
-        return format_recompute(self.recompute) + (
-            "" if self.recompute_layers is None else f", {self.recompute_layers} layers"
-        )
-
-    @property
-    def details(self) -> str:
-        """For example "zero1, 2 rows, recompute full"."""
-        return f"{self.sharding}, {self.micro_size} row{'s' * (self.micro_size > 1)}, recompute {self.recomputing}"
-
-    @property
-    def kind(self) -> "Choice":
-        """Without the recompute policy and offload: layouts of one kind appear once in a ranking."""
-        return replace(self, recompute="none", recompute_layers=None, offload=0.0)
-
-    @classmethod
-    def of(cls, cfg: RunConfig, devices: int) -> "Choice":
-        """The settings that a config has. Raises UserError for a model without facts."""
-        recomputing = demand_facts(cfg.model).recomputing()
-        fields: dict[str, Any] = {name: getattr(cfg.parallel, name) for name in _PARALLEL}
-        fields |= {"data": cfg.parallel.data_size(devices), "micro_size": cfg.batch.micro_size}
-        fields |= {"recompute": recomputing.recompute, "recompute_layers": recomputing.layers}
-        return cls(**fields, offload=cfg.optimizer.offload)
-
-
-_PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context", "data_sharding", "sequence")
-SEARCHED: Mapping[str, str] = MappingProxyType(
-    {f"parallel.{name}": name for name in _PARALLEL}
-    | {f"model.{name}": name for name in ("recompute", "recompute_layers")}
-    | {"batch.micro_size": "micro_size", "optimizer.offload": "offload"}
-)
-"""Settings that a search chooses -> their names in a Choice."""
-
-
-def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
-    """The config with a choice in it, without settings that belong to its previous layout only."""
-    old, model = cfg.parallel, demand_facts(cfg.model)
-    schedule = old.schedule
-    if choice.virtual_stages > 1 or schedule == "interleaved":
-        schedule = "interleaved" if choice.virtual_stages > 1 else "1f1b"
-    alike = (choice.pipeline, choice.virtual_stages) == (old.pipeline, old.virtual_stages)
-    fields = {name: getattr(choice, name) for name in _PARALLEL}
-    parallel = replace(old, **fields, schedule=schedule, layers=old.layers if alike else None)
-    before = model.recomputing()
-    recomputing = Recomputing(
-        recompute=choice.recompute,
-        layers=choice.recompute_layers,
-        layers_per_checkpoint=before.layers_per_checkpoint if choice.recompute == "full" else 1,
-    )
-    recomputed = recomputing.recomputed_parts()
-    offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in recomputed)
-    return cfg.but(
-        parallel=parallel,
-        model=model.with_recomputing(replace(recomputing, offload=offload)),
-        batch=replace(cfg.batch, micro_size=choice.micro_size),
-        # Every config is a dataclass; a Protocol cannot express that.
-        optimizer=replace(cfg.optimizer, offload=choice.offload),  # ty: ignore[invalid-argument-type]
-    )
-
-
-def problems(cfg: RunConfig, devices: int) -> list[Problem]:
-    """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
-    parallel = [replace(problem, setting=f"parallel.{problem.setting}") for problem in cfg.parallel.problems()]
-    model = [replace(problem, setting=f"model.{problem.setting}") for problem in cfg.model.problems()]
-    # The layout as it is written, not what parallel.elastic would make of it.
-    return parallel or model or cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
-
-
-def refusal(case: Case) -> str:
-    """The first of the `problems`, in one line; empty if there are none."""
-    return "".join(f"{problem.setting}: {problem.message}" for problem in problems(case.cfg, case.cluster.devices)[:1])
-
-
-def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
-    """The settings that turn `old` into `new`: dotted name -> plain value."""
-    before = flatten(old)
-    return {name: value for name, value in flatten(new).items() if name not in before or before[name] != value}
-
-
-def settings(changed: Mapping[str, Any]) -> list[str]:
-    """Changed settings as on a command line, such as "parallel.tensor=4"."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, list):
-            return ",".join(map(text, value))
-        return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-    return [f"{name}={text(value)}" for name, value in changed.items()]
 
 
 type Place = tuple[int, int]
@@ -215,8 +96,7 @@ class Task:
 
     def groups(self) -> list[Place]:
         """(tensor, pipeline) of the layouts that use all devices."""
-        # No pipeline of several sections.
-        stages = self.case.cfg.model.stack.repeats if len(self.case.described.sections) == 1 else 1
+        stages = self._parts_of_stack()
         tensors = self._values("tensor", divisors(self.devices, self.case.cluster.per_node))
         places = product(tensors, self._values("pipeline", divisors(self.devices, stages)))
         return [place for place in places if self.devices % prod(place) == 0 and any(map(bool, self.layouts(place)))]
@@ -225,10 +105,11 @@ class Task:
         """All layouts of a group, each with the recompute policy that takes least memory."""
         (tensor, pipeline), cfg = place, self.case.cfg
         size, sharding = self.devices // prod(place), cfg.parallel.data_sharding
-        # With one replica all are equal.
-        shardings = ("zero1", "fsdp", "replicate") if size > 1 else ("zero1" if sharding == "fsdp" else sharding,)
+        # With one replica all are equal; replicated weights send and hold more than ZeRO-1 does.
+        shardings = ("zero1", "fsdp") if size > 1 else ("zero1" if sharding == "fsdp" else sharding,)
         longest = max(section.positions for section in self.case.described.sections)
         policy = {"recompute": self.recomputes()[-1], "recompute_layers": None, "offload": 0.0}
+        policy["context_strategy"] = cfg.parallel.context_strategy
         for context in self._contexts(size):
             replicas = size // context
             rows = max(1, cfg.batch.global_size // replicas)
@@ -238,6 +119,7 @@ class Task:
                 "data_sharding": shardings,
                 "sequence": [True, False] if tensor > 1 else [False],
                 "virtual_stages": self._chunks(pipeline),
+                "dispatch_chunks": self._dispatch_chunks(),
                 "micro_size": divisors(rows, tokens),
             }
             for values in product(*(self._values(name, choices) for name, choices in options.items())):
@@ -267,6 +149,13 @@ class Task:
         experts = gcd(*(layer.experts for block in blocks for layer in block.experts))
         return [n for n in divisors(experts, most) if most % n == 0] or [1]
 
+    def _dispatch_chunks(self) -> Sequence[int]:
+        """Chunks of the dispatch; those of the config where tokens may be dropped: which ones depends on it."""
+        layers = mixtures(self.case.cfg)
+        now = Choice.of(self.case.cfg, self.devices).dispatch_chunks
+        free = layers and all(mlp.dispatch.room is None for mlp in layers)
+        return sorted({now, *DISPATCH_CHUNKS}) if free else [now]
+
     def _contexts(self, most: int) -> list[int]:
         """Sizes of `context` that divide the devices, where the model allows it and rows are long."""
         cfg = self.case.cfg
@@ -275,14 +164,32 @@ class Task:
         sizes = divisors(most, longest) if cfg.model.allows_context() else [1]
         return [n for n in self._values("context", sizes) if most % n == 0]
 
+    def with_strategies(self, choice: Choice) -> list[Choice]:
+        """The choice with other strategies of `context`, and the recompute policy that takes least memory."""
+        if choice.context == 1 or "context_strategy" in self.fixed:
+            return []
+        others = [strategy for strategy in STRATEGIES if strategy != choice.context_strategy]
+        least = replace(choice, recompute=self.recomputes()[-1], recompute_layers=self.fixed.get("recompute_layers"))
+        return [replace(least, context_strategy=strategy) for strategy in others]
+
+    def _parts_of_stack(self) -> int:
+        """Parts that a pipeline may cut the stack into: repeats of its pattern, or layers of segments.
+
+        Models with several sections have no pipeline.
+        """
+        if len(self.case.described.sections) > 1:
+            return 1
+        stack = self.case.cfg.model.stack
+        return stack.layers() // stack.cut_unit()
+
     def _chunks(self, pipeline: int) -> list[int]:
         """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
         if pipeline == 1 or self.case.cfg.parallel.schedule == "gpipe":
             return [1]
-        repeats = self.case.cfg.model.stack.repeats
+        parts = self._parts_of_stack()
         fewest: dict[int, int] = {}
-        for chunks in range(1, repeats // pipeline + 1):
-            fewest.setdefault(-(-repeats // (pipeline * chunks)), chunks)
+        for chunks in range(1, max(1, parts // pipeline) + 1):
+            fewest.setdefault(-(-parts // (pipeline * chunks)), chunks)
         return list(fewest.values())
 
 
@@ -315,20 +222,30 @@ class Group:
     too_large: int = 0
     estimated: int = 0
 
-    def entries(self, task: Task, choice: Choice, *, timed: bool = True) -> list[Entry]:
-        """The choice with its figures, if the rules allow it and it fits; otherwise it is only counted."""
+    def fits(self, task: Task, choice: Choice) -> bool:
+        """Whether the rules allow a choice and it fits; otherwise it is counted."""
         case = task.with_choice(choice)
         if reason := refusal(case):
             self.refusals[reason] += 1
-            return []
+            return False
         peak = footprint(case.described).peak
         if self.smallest is None or peak < self.smallest.peak:
             self.smallest = Entry(choice, 0.0, peak)
+        self.too_large += peak > task.limit
+        return peak <= task.limit
+
+    def entries(self, task: Task, choice: Choice) -> list[Entry]:
+        """The choice with its figures, if it fits and the rules allow it; otherwise it is only counted."""
+        case = task.with_choice(choice)
+        peak = footprint(case.described).peak
         if peak > task.limit:
             self.too_large += 1
             return []
-        self.estimated += timed
-        return [Entry(choice, case.estimate.step_seconds if timed else 0.0, peak)]
+        if reason := refusal(case):
+            self.refusals[reason] += 1
+            return []
+        self.estimated += 1
+        return [Entry(choice, case.estimate.step_seconds, peak)]
 
 
 def search(task: Task) -> Iterator[Group]:
@@ -348,11 +265,19 @@ def explore(task: Task, place: Place) -> Group:
     entries = [*_fitting(task, group, [task.fixed.get("offload", 0.0)])]
     if not entries and "offload" not in task.fixed and group.smallest is not None:
         entries = [*_fitting(task, group, OFFLOADS)]
+    # Strategies of `context` matter less than its size: they are tried for the best layouts.
+    others = [choice for entry in _best_of_kinds(entries) for choice in task.with_strategies(entry.choice)]
+    entries += [entry for least in others if group.fits(task, least) for entry in _with_policies(task, group, least)]
+    group.best = _best_of_kinds(entries)
+    return group
+
+
+def _best_of_kinds(entries: Iterable[Entry]) -> list[Entry]:
+    """The fastest layouts; those of one kind appear once."""
     kinds: dict[Choice, Entry] = {}
     for entry in sorted(entries, key=rank):
         kinds.setdefault(entry.choice.kind, entry)
-    group.best = list(kinds.values())[:BEST]
-    return group
+    return list(kinds.values())[:BEST]
 
 
 def rank(entry: Entry) -> tuple[float, int, float]:
@@ -366,33 +291,55 @@ def rounded(seconds: float) -> float:
 
 
 def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[Entry]:
-    """Layouts of a group that fit, with each recompute policy that fits; nothing is faster than no recomputing."""
+    """Layouts of a group that fit, with the recompute policies that may be the fastest: of those that fit, no other
+    recomputes only a part of the same."""
+    too_large: set[Choice] = set()  # without their rows: layouts with more rows are larger
+    whole: set[Choice] = set()  # those that fit; experts in more chunks are slower
     for offload, layout in product(offloads, task.layouts(group.place)):
         least = replace(layout, offload=offload)
-        if not group.entries(task, least, timed=False):
+        if (unchunked := replace(least, dispatch_chunks=0)) in whole:
             continue
-        for recompute in task.recomputes():
-            choice = replace(least, recompute=recompute)
-            entries = group.entries(task, choice)
-            yield from entries
-            if entries and recompute == "none":
-                break
-            if entries and recompute in ("selective", "full") and not {"recompute", "recompute_layers"} & {*task.fixed}:
-                yield from _some_layers(task, choice, group)
+        if (alike := replace(least, micro_size=1)) in too_large:
+            group.too_large += 1
+        elif group.fits(task, least):
+            whole.add(unchunked)
+            yield from _with_policies(task, group, least)
+        elif not refusal(task.with_choice(least)):
+            too_large.add(alike)
+
+
+def _with_policies(task: Task, group: Group, least: Choice) -> Iterator[Entry]:
+    """The entries of `_fitting` for one layout."""
+    fitting: list[frozenset[str]] = []
+    for recompute in task.recomputes():
+        parts, choice = (
+            frozenset(Recomputing(recompute=recompute).recomputed_parts()),
+            replace(least, recompute=recompute),
+        )
+        slower = any(fewer <= parts for fewer in fitting)
+        entries = [] if slower else group.entries(task, choice)
+        yield from entries
+        fitting += [parts] * bool(entries)
+        some = recompute in ("selective", "full") and not {"recompute", "recompute_layers"} & {*task.fixed}
+        if some and (entries or frozenset(SELECTIVE) not in fitting):
+            yield from _some_layers(task, choice, group)
 
 
 def _some_layers(task: Task, choice: Choice, group: Group) -> list[Entry]:
-    """The policy on the fewest layers of each chunk with which it fits, by bisection."""
+    """The policy on the fewest layers of each chunk with which it fits: memory is linear in their number."""
     stack = task.case.cfg.model.stack
-    size, rows = len(stack.pattern), task.with_choice(choice).described.towers[-1].rows
+    size, rows = len(stack.pattern), int(task.with_choice(choice).described.towers[-1].rows)
+    if len(stack.parts()) > 1 or rows < 2:  # a number of layers is one of the repeats of one pattern
+        return []
 
-    def fits(repeats: int) -> bool:
-        case = task.with_choice(replace(choice, recompute_layers=repeats * size))
-        return footprint(case.described).peak <= task.limit
+    def some(repeats: int) -> Choice:
+        return replace(choice, recompute_layers=repeats * size)
 
-    # A number of layers is one of the repeats of one pattern.
-    enough = bisect_left(range(1, int(rows)), True, key=fits) + 1 if len(stack.parts()) == 1 else rows
-    return group.entries(task, replace(choice, recompute_layers=enough * size)) if enough < rows else []
+    most, least = (footprint(task.with_choice(some(repeats)).described).peak for repeats in (1, rows))
+    if least > task.limit or most == least:
+        return []
+    enough = max(1, ceil(1 + (most - task.limit) / (most - least) * (rows - 1) - 1e-9))
+    return group.entries(task, some(enough)) if enough < rows else []
 
 
 def ranked(groups: Iterable[Group]) -> list[Entry]:

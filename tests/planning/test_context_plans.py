@@ -131,7 +131,7 @@ def test_all_heads_of_latent_attention_are_sent_and_states_are_no_keys() -> None
 
 @pytest.mark.parametrize("case", FIGURES["programs"])
 def test_recipes_fit_and_send_the_least_bytes(case: str) -> None:
-    """As compiled. Formulas are up to 20 % above programs of 1M tokens, and up to 12 % below programs with Pallas."""
+    """As compiled. Formulas are up to 11 % above programs of 1M tokens, and up to 16 % below programs with Pallas."""
     recipe, gpus, strategy = case.split(", ")
     one = FIGURES["programs"][case]
     assert one["fits"] and one["peak_gib"] + one["workspace_gib"] <= one["usable_gib"]
@@ -139,7 +139,7 @@ def test_recipes_fit_and_send_the_least_bytes(case: str) -> None:
     cfg: Any = load(f"{ROOT}/configs/llama3.py:{recipe}", f"parallel.context_strategy={strategy}")
     step = estimate(describe(cfg, GPUS["h100"], int(gpus)))
     assert step.memory.peak / GIB == pytest.approx(one["formula_peak_gib"], abs=0.01), "run benchmarks context"
-    assert step.memory.peak / GIB == pytest.approx(one["peak_gib"], rel=0.2)
+    assert step.memory.peak / GIB == pytest.approx(one["peak_gib"], rel=0.16)
     assert step.step_seconds == pytest.approx(one["step_seconds"], rel=0.06)
 
 

@@ -17,8 +17,8 @@ from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe
-from megajax.planning.cost.device_work import footprint
 from megajax.planning.cost.estimate import Case, estimate
+from megajax.planning.cost.memory import footprint
 from megajax.planning.search import Task
 from megajax.planning.show import plan_report
 

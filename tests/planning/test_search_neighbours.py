@@ -10,11 +10,11 @@ from megajax.compiled.audit import largest_arrays
 from megajax.compiled.gpus import GIB, GPUS, Cluster
 from megajax.config import load
 from megajax.plan import main
+from megajax.planning.choice import changes, settings
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.ranking import advice, cheapest
-from megajax.planning.search import changes, settings
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")

@@ -5,9 +5,11 @@ Each row counts as one document: packed documents need less attention, and `cont
 (docs/context.md).
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import gcd, prod
 from typing import Literal
 
@@ -200,12 +202,17 @@ class Description:
         blocks = block_facts(self.towers[-1].section, self.head.ahead, self.dtype)
         return tuple(block.on(self.spread) for block in blocks)
 
-    def held_tables(self, axis: str | None = None, *, trained: bool = False) -> float:
+    @property
+    def predicting_experts(self) -> float:
+        """Elements of these blocks that belong to experts, on a device during the step."""
+        return sum(block.local_expert_size(self.parallel.tensor) for block in self.predicting_blocks)
+
+    def held_tables(self, axis: str | None = None, *, trained: bool = False, head: bool = True) -> float:
         """Weights of the sections' tables and of the head on one device; axis: only of tables with this logical axis.
 
-        trained: without frozen ones.
+        trained: without frozen ones; head: with those of the head.
         """
-        tables = [table for section in self.sections for table in section.tables] + [*self.head.tables]
+        tables = [table for section in self.sections for table in section.tables] + [*self.head.tables] * head
         shards = self.parallel.tensor * self.parallel.pipeline
         return sum(
             table.size / (shards if "vocab" in table.axes else 1) * (self.trained((table,)) if trained else 1.0)
@@ -268,6 +275,30 @@ class Tower:
         """Repeats of the stack's pattern on a device."""
         return self.rows * self.run.parallel.virtual_stages
 
+    @cached_property
+    def held_rows(self) -> float:
+        """Repeats of the pattern in a chunk that memory has room for.
+
+        Chunks of several segments all hold as many layers of each kind as the one with most (pipeline.partition).
+        """
+        run, stack = self.run, self.unsplit.stack
+        if len(stack.parts()) == 1 or run.parallel.pipeline == 1 or not run.system.lockstep:
+            return self.rows
+        base, longer = divmod(stack.layers(), run.parallel.chunks())
+        sizes = run.parallel.layers or [base + (chunk < longer) for chunk in range(run.parallel.chunks())]
+        bounds = [0, *accumulate(sizes)]
+        shares = []
+        for block, layers in stack.stored():
+            if block in self.section.stack.pattern:
+                starts = [bisect_left(layers, bound) for bound in bounds]
+                shares.append(max(after - before for before, after in pairwise(starts)) / len(layers))
+        return self.section.stack.repeats * max(shares)
+
+    @property
+    def held_repeats(self) -> float:
+        """`held_rows` of all chunks of a device."""
+        return self.held_rows * self.run.parallel.virtual_stages
+
     @property
     def policies(self) -> list[tuple[SavePolicy, float]]:
         """Save policies with their repeats on a device: layers beyond `layers` recompute one step less."""
@@ -312,17 +343,22 @@ class Tower:
     @cached_property
     def matrices(self) -> float:
         """Elements of the stack's matrices on a device during the step; of fewer key-value heads than `tensor`, one."""
-        return self.repeats * sum(block.local_size(self.run.parallel.tensor) for block in self.blocks)
+        return self.held_repeats * sum(block.local_size(self.run.parallel.tensor) for block in self.blocks)
 
     @cached_property
     def expert_matrices(self) -> float:
         """Elements of `matrices` that belong to experts."""
-        return self.repeats * sum(block.local_expert_size(self.run.parallel.tensor) for block in self.blocks)
+        return self.held_repeats * sum(block.local_expert_size(self.run.parallel.tensor) for block in self.blocks)
+
+    @cached_property
+    def unsharded(self) -> float:
+        """Weights that neither ZeRO-1 nor FSDP shards."""
+        return self.held_repeats * sum(block.unsharded.local(self.run.parallel.tensor) for block in self.blocks)
 
     @cached_property
     def vectors(self) -> float:
         """Norms and biases of the stack, whole on every device of `tensor`."""
-        return self.repeats * sum(block.vectors for block in self.blocks)
+        return self.held_repeats * sum(block.vectors for block in self.blocks)
 
     @cached_property
     def differentiated(self) -> bool:

@@ -1,4 +1,4 @@
-"""Work and memory of one device: seconds of kernels, bytes through memory, peak memory.
+"""Work of one device: seconds of kernels, and bytes through memory.
 
 Kernels read each operand once and write each result once. The numbers of passes over activations are counted in
 compiled programs of GPT-3 175B and of Llama-3 8B, 70B and 405B; `benchmarks traffic` compares the sums with those
@@ -13,10 +13,8 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from megajax.compiled.gpus import GIB
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.recompute import NAMES, Part, SavePolicy
-from megajax.models.memory import saved_bytes
 from megajax.planning.cost.description import BYTES, Description, Tower
 
 ATTENTION_BACKWARD = 2.5
@@ -33,8 +31,6 @@ PASSES: dict[Part, int] = {
 """Additional reads and writes of each named tensor of a layer."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
-ROW_BUFFERS = 3
-"""Arrays of as many rows and their width that exist at once in a layer's backward pass."""
 CAST_BYTES = 4
 """Bytes of casting one element to fp8: read in bfloat16, written twice, as it is and transposed."""
 SCORE_BYTES = 24
@@ -312,7 +308,7 @@ def layers_work(run: Description) -> Halves:
 def once_work(run: Description, weights_in_use: float, weights: float) -> Work:
     """Bytes of the optimizer and of the start of a step. weights: those that it updates."""
     ring = run.schedule.slots * sum(
-        tower.rows * block.saved_bytes(tower.section.recomputing.policy(), tower.share)
+        tower.held_rows * block.saved_bytes(tower.section.recomputing.policy(), tower.share)
         for tower in run.towers
         if tower.differentiated
         for block in tower.blocks
@@ -336,136 +332,3 @@ def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Wor
     total = once.plus(layers.forward, ticks).plus(layers.backward, run.microbatches)
     total = total.plus(head.forward, run.microbatches).plus(head.backward, run.microbatches)
     return total.plus(tick_work(run), schedule.ticks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
-    """Bytes of one device at the moment when it holds most."""
-
-    parameters: float
-    """float32 master weights, at rest."""
-    optimizer: float
-    """Bytes of moments, without those in host memory."""
-    weights: float
-    """Weights in the compute dtype, as held during the step."""
-    gradients: float
-    """Gradients accumulated over microbatches."""
-    activations: float
-    """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
-    working: float
-    """Temporaries of a layer or of the loss, and tensors sent between stages."""
-    updated: float
-    """Number of trained weights at rest."""
-
-    @property
-    def peak(self) -> float:
-        return self.parameters + self.optimizer + self.weights + self.gradients + self.activations + self.working
-
-    @property
-    def peak_gib(self) -> float:
-        return self.peak / GIB
-
-
-def held_weights(run: Description, *, trained: bool = False) -> tuple[float, float]:
-    """Weights of the stacks' matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
-
-    As held during the step. trained: without those that are frozen.
-    """
-    tensor, hidden = run.parallel.tensor, run.towers[-1].hidden
-    ahead = sum(block.local_size(tensor) + 2 * hidden**2 / tensor for block in run.predicting_blocks)
-    shares = [(tower, tower.trained() if trained else 1.0) for tower in run.towers]
-    rest = sum(share * tower.vectors for tower, share in shares) + ahead + run.held_tables(trained=trained)
-    return sum(share * tower.matrices for tower, share in shares), rest
-
-
-def footprint(run: Description) -> Footprint:
-    """Memory of the most loaded device; with MEGAJAX as the system all are loaded alike."""
-    parallel = run.parallel
-    (stack, rest), (stack_trained, rest_trained) = held_weights(run), held_weights(run, trained=True)
-    total, trained = stack + rest, stack_trained + rest_trained
-    shards = 1 if parallel.data_sharding == "replicate" else run.shards
-    # The devices of `expert` share no expert: as much more of these is at rest on each.
-    more = (parallel.expert - 1) * (shards > 1)
-    experts = more * sum(tower.expert_matrices for tower in run.towers)
-    experts_trained = more * sum(tower.trained() * tower.expert_matrices for tower in run.towers)
-    # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
-    if parallel.data_sharding == "fsdp":
-        stack, stack_trained = (stack + experts) / shards, (stack_trained + experts_trained) / shards
-    within, gradients = stack + rest, stack_trained + rest_trained
-    saved = (
-        saved_tensor.layers * saved_tensor.device
-        for tower in run.towers
-        if tower.differentiated
-        for saved_tensor in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
-    )
-    all_heads, own_heads = copied_weights(run)
-    blocks = [(t.repeats, block) for t in run.towers for block in t.blocks] + [(1, b) for b in run.predicting_blocks]
-    replicated = sum(times * block.unsharded.local(parallel.tensor) for times, block in blocks)
-    at_rest = (total + experts + all_heads - own_heads - replicated) / shards + replicated
-    updated = at_rest * (trained + experts_trained) / (total + experts)
-    copies = 0.0 if run.compute == "float32" and shards == 1 else within * run.width
-    return Footprint(
-        parameters=4 * at_rest,
-        optimizer=(1 - run.offload) * run.moment_bytes * updated,
-        weights=copies,
-        gradients=gradients * BYTES[run.gradients],
-        activations=sum(saved) * run.schedule.slots,
-        working=_working(run),
-        updated=updated,
-    )
-
-
-def _working(run: Description) -> float:
-    parallel, hidden, pipelined = run.parallel, run.towers[-1].hidden, run.parallel.pipeline > 1
-    # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
-    layer = max(
-        tower.tokens * run.width * (3 * tower.hidden / run.sequence_shards + 2 * tower.hidden + _largest_layer(tower))
-        for tower in run.towers
-    )
-    if parallel.context > 1 and parallel.context_strategy == "all_gather":
-        # Keys and values of whole rows, which the compiler gathers early in a layer's backward pass.
-        layer += parallel.context * max(keys for _, keys, _ in (tower.attention_bytes for tower in run.towers))
-    # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
-    scores = min(run.scored, run.head.chunk) * run.columns * run.head.upsampled
-    loss = 12 * scores + 4 * run.columns * hidden * pipelined
-    # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
-    tables = 0.0 if pipelined else 4 * run.held_tables("vocab", trained=True)
-    # Inputs from the section before, and their gradient, which all layers add to in float32.
-    moved = max(tower.source_tokens * tower.hidden for tower in run.towers) / run.sequence_shards * (run.width + 4)
-    # Between stages, and a row's gradients before they are accumulated; under FSDP weights of 2 layers, gradients of 1.
-    row = max(tower.matrices / tower.repeats for tower in run.towers)
-    if run.parallel.data_sharding == "fsdp":
-        moved += row * (2 * run.width + run.reduced_width)
-    if pipelined:
-        moved += (10 * run.towers[-1].tokens * hidden / run.sequence_shards + row) * run.width
-    return max(layer, loss) + tables + moved
-
-
-def _largest_layer(tower: Tower) -> float:
-    """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
-    policy, tensor, spread = tower.section.recomputing.policy(), tower.run.parallel.tensor, tower.run.spread
-    largest = 0.0
-    for block in tower.blocks:
-        divided = {part: elements.divided for part, elements in block.tensors.items()}
-        recomputed = sum(
-            count for part, count in divided.items() if policy.parts is not None and part not in policy.parts
-        )
-        copied = sum(elements.surplus(tensor) for elements in block.tensors.values())
-        for experts in block.experts:
-            # Buffers of rows: inputs, outputs and their gradients, of one chunk.
-            inner = 2 * sum(experts.tensors.values()) * (experts.chunks > 1)
-            gathered = 2 * spread.expert * experts.width * (experts.way_on(spread.devices) == "gather") / experts.chunks
-            copied += experts.rows(1, spread) * (ROW_BUFFERS * experts.width + inner) / experts.chunks + gathered
-        largest = max(largest, (sum(divided.values()) + recomputed * policy.layers_per_checkpoint) / tensor + copied)
-    return largest
-
-
-def copied_weights(run: Description) -> tuple[float, float]:
-    """Weights of key-value heads fewer than the devices of `tensor`: at rest on a device, and in use."""
-    tensor = run.parallel.tensor
-    matmuls = [(tower.repeats, matmul) for tower in run.towers for block in tower.blocks for matmul in block.matmuls]
-    rest, used = (
-        sum(times * measure(matmul, tensor) for times, matmul in matmuls)
-        for measure in (Matmul.undivided, Matmul.copies)
-    )
-    return rest, used

@@ -12,6 +12,7 @@ from megajax.compiled.gpus import GIB, Cluster
 from megajax.models.facts import Flops, count_flops
 from megajax.planning.cost import device_work as work
 from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.memory import Footprint, footprint, held_weights
 from megajax.planning.cost.ranges import ErrorRange, range_of
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
 from megajax.training.run_config import RunConfig
@@ -26,7 +27,7 @@ class Estimate:
     """Figures of one step and one device. Seconds of compute, exposed collectives, bubble and optimizer add up."""
 
     run: Description
-    memory: work.Footprint
+    memory: Footprint
     flops: Flops
     traffic: tuple[Traffic, ...]
     work: work.Work
@@ -102,7 +103,7 @@ def estimate(run: Description) -> Estimate:
     Raises UserError for fp8 on a device that has none.
     """
     layers, microbatches = work.layers_work(run), run.microbatches
-    rows, memory = traffic(run, layers), work.footprint(run)
+    rows, memory = traffic(run, layers), footprint(run)
     microbatch = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if LAYER_AXES.issuperset(row.axis.split("+")))
@@ -111,7 +112,7 @@ def estimate(run: Description) -> Estimate:
     share = work.head_share(run, layers, head)
     microbatch = microbatch.plus(head.forward, share).plus(head.backward, share)
     microbatch.stream_seconds += run.parallel.virtual_stages * work.tick_work(run).stream_seconds
-    once = work.once_work(run, sum(work.held_weights(run, trained=True)), memory.updated)
+    once = work.once_work(run, sum(held_weights(run, trained=True)), memory.updated)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
     away = run.offload * run.moment_bytes * memory.updated
     compute = microbatches * microbatch.seconds

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megajax.compiled.links import Span, seconds
 from megajax.planning.cost.description import Description, Tower
-from megajax.planning.cost.device_work import Halves, copied_weights, held_weights, recomputed
+from megajax.planning.cost.device_work import Halves, recomputed
+from megajax.planning.cost.memory import copied_weights, held_weights
 
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
@@ -270,7 +271,7 @@ def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
         kinds = [("all-reduce", "gradients", reduced, after)]
     else:
         kinds = [("all-gather", "weights", once * run.width, before), ("reduce-scatter", "gradients", reduced, after)]
-    experts = sum(tower.expert_matrices for tower in run.towers) * (sharding != "fsdp")
+    experts = run.predicting_experts + sum(tower.expert_matrices for tower in run.towers) * (sharding != "fsdp")
     parts = [("data", "experts' ", experts / once), ("data+expert", "", 1 - experts / once)]
     for kind, what, size, room in kinds:
         for axis, whose, share in parts if experts else [(_shared_axis(run), "", 1.0)]:
@@ -288,7 +289,7 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
     run = tower.run
     forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
     experts = tower.expert_matrices
-    sizes = {"data": experts, _shared_axis(run): tower.matrices - experts}
+    sizes = {"data": experts, _shared_axis(run): tower.matrices - experts - tower.unsharded}
     for kind, what, width, share, room, needed in (
         ("all-gather", "weights, forward", run.width, forward, before, True),
         ("all-gather", "weights, backward", run.width, backward, after, tower.differentiated),
@@ -297,6 +298,6 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
         for axis, size in sizes.items():
             count = run.microbatches * tower.repeats * needed * (size > 0)
             label = kind, axis, f"{tower.prefix}a layer's {what}"
-            row = _row(run, label, count, size * width / tower.repeats)
+            row = _row(run, label, count, size * width / tower.held_repeats)
             part = room * run.microbatches / len(run.towers) * size / tower.matrices
             yield row.beside(share * min(row.seconds, part))
