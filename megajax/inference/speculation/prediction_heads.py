@@ -29,7 +29,7 @@ from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.model_step import STATES, StepOutput, step_rows
 from megajax.inference.programs import CacheSize
 from megajax.inference.request import Sequence, Step
-from megajax.inference.sampling.choose import Drawing, Program
+from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import Choice, row_sampling
 from megajax.inference.speculation.draft_programs import DraftPrograms, step_context
 from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
