@@ -13,6 +13,8 @@ from megajax.config.errors import Problem as Problem
 from megajax.config.errors import UserError as UserError
 from megajax.config.files import load as load
 from megajax.data.chat.config import ChatConfig as ChatConfig
+from megajax.data.chat.preference_config import MockPreferencesConfig as MockPreferencesConfig
+from megajax.data.chat.preference_config import PreferencesConfig as PreferencesConfig
 from megajax.data.images.config import AugmentConfig as AugmentConfig
 from megajax.data.images.config import ClassFoldersConfig as ClassFoldersConfig
 from megajax.data.images.config import CropConfig as CropConfig

@@ -5,6 +5,7 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 """
 
 from megajax.data.chat.config import ChatConfig
+from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
 from megajax.data.images.config import (
     ClassFoldersConfig,
     DigitCaptionsConfig,
@@ -53,9 +54,11 @@ DataConfig = (
     | MockGlueConfig
     | MockImagesConfig
     | MockMasksConfig
+    | MockPreferencesConfig
     | MockRaceConfig
     | MockSquadConfig
     | PairsConfig
+    | PreferencesConfig
     | RaceConfig
     | SquadConfig
     | StandardLibraryConfig

@@ -37,6 +37,7 @@ class Stage(StrEnum):
     HEALTH = "testing devices and hosts"
     DATA = "opening the data"
     STATE = "setting up the state"
+    REFERENCE = "computing the log-probabilities of the reference model"
     LOGS = "opening the files of the run"
 
 

@@ -33,6 +33,7 @@ from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
 from megajax.training.program import Program
+from megajax.training.reference import Reference
 from megajax.training.session import Parts, Run
 
 type Section = tuple[str, list[tuple[str, str]]]
@@ -47,7 +48,7 @@ def banner(run: Run, description: Description, origin: str) -> list[Section]:
         ("layout", [*_layout(program, description), *(("elastic", line) for line in (plan.lines() if plan else ()))]),
         ("batch", _batch(program)),
         ("training", _training(program, description, parts.resolved.kernels)),
-        ("run", _run(parts, run.batches, origin)),
+        ("run", [*_run(parts, run.batches, origin), *_reference(run.reference)]),
     ]
 
 
@@ -77,7 +78,9 @@ def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
         by_attention = f"{model.flops.causal:.4g} with causal attention, {model.flops.full:.4g} with full"
         rows.append((f"FLOPs per {model.unit.removesuffix('s')}", by_attention))
     if predicted and vocabulary is not None:
-        rows.append(("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}"))
+        expected = cfg.first_loss()
+        expected = f"ln {vocabulary} = {log(vocabulary):.3f}" if expected is None else expected
+        rows += [("first loss", f"about {expected}")] * bool(expected)
     return rows
 
 
@@ -309,6 +312,15 @@ def _compiler(program: Program) -> list[tuple[str, str]]:
         *([("freed memory", "kept by this process (mallopt)")] if keeps_freed_memory() else []),
         ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
     ]
+
+
+def _reference(reference: Reference | None) -> list[tuple[str, str]]:
+    """The reference model of preference optimization."""
+    if reference is None:
+        return []
+    source = f"{reference.scored:,} rows scored now" if reference.scored else "read"
+    files = ", ".join(map(str, reference.files))
+    return [("reference model", f"weights {reference.weights}; log-probabilities: {source}, {files}")]
 
 
 def _passes(rows: Any) -> str:

@@ -156,7 +156,7 @@ class Ending:
     def _plot(self) -> None:
         """Plot the loss and the measures of layers."""
         title = f"{self.folder.path.name}: {self.run.step:,} steps"
-        vocabulary = self.run.program.summary.vocabulary
+        vocabulary = None if self.run.cfg.model.first_loss() else self.run.program.summary.vocabulary
         try:
             self.console.say(plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=vocabulary))
             if line := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):

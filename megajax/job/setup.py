@@ -30,6 +30,7 @@ from megajax.job.start.data_files import DataFiles
 from megajax.job.start.equal_files import input_groups
 from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.preflight import demand_health
+from megajax.job.start.reference_file import ReferenceFile
 from megajax.job.start.resume import Resume
 from megajax.job.start.weights import InitialWeights, frozen_weights_warning
 from megajax.metrics.config import LoggingConfig
@@ -161,7 +162,9 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
     elif sources:
         state = InitialWeights(sources, console.say)
     with console.ticker("setting up data, model and state"):
-        run = begin(resolved, state, activity)
+        reference = ReferenceFile(attempt.folder.reference, resumes=local.belongs_to_run(start))
+        run = begin(resolved, state, activity, reference.expected())
+        reference.record(run.reference)
         if isinstance(state, Resume):  # perhaps of another step: a restore may find the first one damaged
             start = state.reader, state.step
         stop.begin(0 if start is None else start[1])

@@ -54,6 +54,10 @@ class ModelConfig(Protocol):
         """Width of this model over that of the muP base model; 1 without muP."""
         return 1.0
 
+    def first_loss(self) -> str | None:
+        """The expected loss of the first step, for the banner; "": unknown; None: that of equally likely ids."""
+        return None
+
     def ignores_later_positions(self) -> bool:
         """Whether later positions never change the output of `Model.__call__` at a position, as in causal models.
 

@@ -32,6 +32,7 @@ from megajax.training.config import EvaluationConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.loop import run_steps
 from megajax.training.program import Program
+from megajax.training.reference import Reference, attach_reference
 from megajax.training.repr_text import Rows as Lines
 from megajax.training.repr_text import plain, scalar_value, table
 from megajax.training.resolved import Resolved, resolve
@@ -101,6 +102,8 @@ class Run:
     parts: Parts
     state: TrainState
     batches: Loader
+    reference: Reference | None = None
+    """The reference model of preference optimization; None: the loss reads none."""
 
     def __repr__(self) -> str:
         return plain("Run", self._summary())
@@ -309,8 +312,10 @@ def _checked(cfg: RunConfig, devices: list[jax.Device] | None) -> Resolved:
     return resolve(cfg, devices)
 
 
-def begin(resolved: Resolved, start: Start | None = None, activity: Activity | None = None) -> Run:
-    """`setup` of settings that are resolved. activity: records the stages.
+def begin(
+    resolved: Resolved, start: Start | None = None, activity: Activity | None = None, reference: str | None = None
+) -> Run:
+    """`setup` of settings that are resolved. activity: records the stages; reference: see `attach_reference`.
 
     Raises UserError for data or a tokenizer that can't be loaded.
     """
@@ -322,7 +327,10 @@ def begin(resolved: Resolved, start: Start | None = None, activity: Activity | N
     with jax.set_mesh(program.mesh):
         state = None if start is None else start(parts, program.state_like())
         state = program.fresh_state()() if state is None else own_buffers(state)
-    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
+    activity.stage(Stage.REFERENCE)
+    sources = [*parts.splits, *parts.sets.values()]
+    scored = attach_reference(program, parts.tokenizer, state, sources, expected=reference, progress=activity.progress)
+    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True), scored)
 
 
 def parts_of(resolved: Resolved) -> Parts:

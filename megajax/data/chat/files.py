@@ -4,28 +4,30 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.text_files import open_text
-from megajax.storage.index_cache import Arrays, content_digest, load_or_build
+from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """Role names and their aliases -> role."""
 REASONS = ("not a conversation", "unknown role", "no answer", "refused by the template")
-"""Reasons to skip a line."""
+"""Reasons to skip a line with conversations."""
 WEIGHTS = (1e-6, 1e6)
 """Least and largest nonzero weight of a message: sums and quotients of such weights are finite in float32."""
 
 type Message = dict[str, Any]
+type Document = tuple[np.ndarray, np.ndarray]
+"""Tokens, int32 [n], and their weights in the loss, float32 [n]."""
 
 
 class BadLine(Exception):
-    """A line without a conversation to train on. reason: one of `REASONS`."""
+    """A line without a conversation to train on. reason: one of `Reader.reasons`."""
 
     def __init__(self, reason: str, problem: str):
         self.reason = reason
@@ -46,9 +48,11 @@ class Conversations(NamedTuple):
     places: np.ndarray
     """int64 [L, 2], file and line number from 1."""
     skipped: np.ndarray
-    """int64 [len(REASONS)], number of skipped lines."""
+    """int64 [R], number of skipped lines for each of `Reader.reasons`."""
     files: tuple[Path, ...] = ()
     """The cache files of the arrays."""
+    identity: str = ""
+    """Digest of the files and of all that their tokens depend on."""
 
     def line_lengths(self, multiple: int) -> np.ndarray:
         """Tokens of each line with conversations padded to a multiple, int64 [L]."""
@@ -72,30 +76,30 @@ class Conversations(NamedTuple):
         return np.logical_or.reduceat(weighs, self.lines[:-1])
 
 
-def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
-    """The conversations of a line, and its tools, if any. A system message begins a conversation.
-
-    Raises:
-        BadLine: not JSON, no messages, an unknown role, or with `demand_answers` no answer.
-    """
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object of a line. Raises BadLine."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadLine(REASONS[0], f"not valid JSON ({error}); each line must be one object") from error
     if not isinstance(record, dict):
         raise BadLine(REASONS[0], f"a JSON {type(record).__name__}, not an object")
-    return conversations_of(record, demand_answers), record.get("tools")
+    return record
 
 
 def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[list[Message]]:
-    """The conversations of a line's object. Raises BadLine, as `parse`."""
+    """The conversations of a line's object. A system message begins a conversation.
+
+    Raises:
+        BadLine: no messages, an unknown role, or with `demand_answers` no answer.
+    """
     messages = record.get("messages", record.get("conversations"))
     if not isinstance(messages, list) or not messages:
         keys = ", ".join(map(repr, record)) or "none"
         raise BadLine(REASONS[0], f"no list of messages under 'messages' or 'conversations'; the keys are {keys}")
     conversations: list[list[Message]] = []
     for number, message in enumerate(messages, 1):
-        normalized = _message(message, number)
+        normalized = normalized_message(message, number)
         if normalized["role"] == "system" or not conversations:
             conversations.append([])
         conversations[-1].append(normalized)
@@ -109,7 +113,8 @@ def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[li
     return conversations
 
 
-def _message(message: Any, number: int) -> Message:
+def normalized_message(message: Any, number: int) -> Message:
+    """A message with role and content, whatever their keys were. number: its place from 1. Raises BadLine."""
     if not isinstance(message, dict):
         raise BadLine(REASONS[0], f"message {number} is a {type(message).__name__}, not an object")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
@@ -135,7 +140,14 @@ class Reader:
         end_token: whether the end-of-document token is appended if missing, or only the template's text is used.
         on_error: whether a bad line stops the run or is skipped.
         folder: of the cache.
+
+    Attributes:
+        kind: what the lines are, for the key of the cache.
+        reasons: reasons to skip a line.
     """
+
+    kind: ClassVar[str] = "chat with weights up to 1e6"
+    reasons: ClassVar[tuple[str, ...]] = REASONS
 
     def __init__(
         self,
@@ -157,7 +169,7 @@ class Reader:
             UserError: a file that cannot be read; a bad line, with file and number; or no usable line at all.
         """
         description = {
-            "kind": "chat with weights up to 1e6",
+            "kind": self.kind,
             "files": [_digest(self._folder, path) for path in paths],
             "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
@@ -166,9 +178,9 @@ class Reader:
             "on_error": self._on_error,
         }
         arrays = load_or_build(self._folder, description, lambda _: self._build(paths))
-        conversations = Conversations(**arrays, files=arrays.files)
+        conversations = Conversations(**arrays, files=arrays.files, identity=content_key(description))
         if len(conversations.lines) == 1:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped_lines(conversations).items())
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped_lines(conversations).items())
             skipped = f"; skipped lines: {reasons}" if reasons else ""
             raise UserError(f"{', '.join(paths)}: no line with a conversation{skipped}.")
         return conversations
@@ -179,7 +191,7 @@ class Reader:
         for file, path in enumerate(paths):
             for number, line in _lines(path):
                 try:
-                    conversations = self._tokenize_line(line)
+                    conversations = self.documents(json_object(line))
                 except BadLine as error:
                     if self._on_error == "stop":
                         hint = "Fix the line, or skip such lines with data.on_error=skip."
@@ -198,27 +210,37 @@ class Reader:
             "starts": np.cumsum(sizes, dtype=np.int64),
             "lines": np.array(lines, np.int64),
             "places": np.array(places, np.int64).reshape(-1, 2),
-            "skipped": np.array([skipped[reason] for reason in REASONS], np.int64),
+            "skipped": np.array([skipped[reason] for reason in self.reasons], np.int64),
         }
 
-    def _tokenize_line(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, their weights) of each conversation of a line."""
-        texts, (conversations, tools) = [], parse(line, self._loss == "answers")
+    def skipped_lines(self, conversations: Conversations) -> Mapping[str, int]:
+        """Reason -> number of skipped lines, if any."""
+        counts = zip(self.reasons, conversations.skipped.tolist(), strict=True)
+        return {reason: count for reason, count in counts if count}
+
+    def documents(self, record: Mapping[str, Any]) -> list[Document]:
+        """The documents of a line's object, here its conversations. Raises BadLine."""
+        conversations = conversations_of(record, self._loss == "answers")
+        return [self.conversation(messages, record.get("tools")) for messages in conversations]
+
+    def conversation(self, messages: Sequence[Message], tools: Any) -> Document:
+        """The tokens of messages. Raises BadLine for messages that the template refuses."""
         more = {} if tools is None else {"tools": tools}
-        for messages in conversations:
-            try:
-                if self._loss == "all":
-                    parts = [Part(self._template.render(messages, **more), 1)]
-                else:
-                    parts = self._template.parts(messages, **more)
-            except TemplateMisfit as error:
-                raise BadLine(REASONS[3], str(error)) from error
-            ids, weights = tokenize_parts(self._tokenizer, parts)
-            if self._end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
-                last = weight_of(messages[-1]) if self._loss == "answers" else 1
-                ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(last))
-            texts.append((ids, weights))
-        return texts
+        try:
+            if self._loss == "all":
+                parts = [Part(self._template.render(messages, **more), 1)]
+            else:
+                parts = self._template.parts(messages, **more)
+        except TemplateMisfit as error:
+            raise BadLine(REASONS[3], str(error)) from error
+        return self.ended(parts, weight_of(messages[-1]) if self._loss == "answers" else 1)
+
+    def ended(self, parts: Sequence[Part], weight: float) -> Document:
+        """The tokens of a text, with an end token of this weight if the setting asks for one."""
+        ids, weights = tokenize_parts(self._tokenizer, parts)
+        if self._end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
+            ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(weight))
+        return ids, weights
 
 
 def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
@@ -269,8 +291,3 @@ def _digest(folder: Path, path: str) -> str:
             'lines such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
         ) from error
     return content_digest(folder, Path(path)).hex()
-
-
-def skipped_lines(conversations: Conversations) -> Mapping[str, int]:
-    """Reason -> number of skipped lines, if any."""
-    return {reason: count for reason, count in zip(REASONS, conversations.skipped.tolist(), strict=True) if count}

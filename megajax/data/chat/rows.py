@@ -11,7 +11,8 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
-from megajax.data.chat.files import Conversations, Reader, skipped_lines
+from megajax.data.chat.files import Conversations, Reader
+from megajax.data.chat.preference_config import PreferencesConfig
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds
@@ -57,7 +58,7 @@ class ChatRows:
         conversations: Conversations,
         packs: Sequence[Sequence[int]],
         *,
-        config: ChatConfig,
+        config: ChatConfig | PreferencesConfig,
         sequence_length: int,
         rows: int | None,
         pad: int,
@@ -66,8 +67,8 @@ class ChatRows:
         packing: Packing | None = None,
         paths: Sequence[str] = (),
     ):
-        self.sequence_length, self.skipped, self.packing = sequence_length, skipped, packing
-        self._conversations, self._packs, self._pad, self._paths = conversations, packs, pad, paths
+        self.config, self.sequence_length, self.skipped, self.packing = config, sequence_length, skipped, packing
+        self.conversations, self._packs, self._pad, self._paths = conversations, packs, pad, paths
         self.index_files = conversations.files
         self._multiple, self._mask_pad = config.pad_multiple, config.mask_pad
         self._shuffled, self._seed, self._apart = config.packing != "lines", seed, config.isolate_padding
@@ -96,18 +97,25 @@ class ChatRows:
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._packs))
 
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        length = self.sequence_length
-        # One position more than the row, for the last label.
-        tokens, weights = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, np.float32)
-        pieces, filled = self._pieces(self.pack(row)), 0
+    def packed(self, pieces: Sequence[tuple[int, int]], values: np.ndarray, padding: float) -> np.ndarray:
+        """Numbers of tokens [T] -> those of a row [S + 1], which has one position more for the last label.
+
+        pieces: the conversations of the row, see `_pieces`.
+        """
+        length, filled = self.sequence_length, 0
+        packed = np.full(length + 1, padding, values.dtype)
         for first, last in pieces:
             if filled >= length:
                 break
             room = min(length - filled, last - first)
-            tokens[filled : filled + room] = self._conversations.tokens[first : first + room]
-            weights[filled : filled + room] = self._conversations.weights[first : first + room]
+            packed[filled : filled + room] = values[first : first + room]
             filled += -(-(last - first) // self._multiple) * self._multiple
+        return packed
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        length, pieces = self.sequence_length, self._pieces(self.pack(row))
+        tokens = self.packed(pieces, self.conversations.tokens, self._pad)
+        weights = self.packed(pieces, self.conversations.weights, 0)
         # Only conversations begin at position 0, not the documents of padding.
         lengths, conversations = self._lengths(pieces)
         starts = np.cumsum(lengths) - lengths
@@ -146,21 +154,33 @@ class ChatRows:
 
     def _pieces(self, pack: int) -> list[tuple[int, int]]:
         """First token and one past the last of each conversation of a pack."""
-        conversations = self._conversations
+        conversations = self.conversations
         spans = (range(*conversations.lines[line : line + 2].tolist()) for line in self._packs[pack])
         return [tuple(conversations.starts[number : number + 2].tolist()) for span in spans for number in span]
 
 
 class ChatBuilder:
-    """Builds the splits of files of conversations."""
+    """Builds the splits of files of conversations.
 
-    def __init__(self, config: ChatConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
+    Attributes:
+        config, length, seed, pad: of all rows.
+        reader: reads the files.
+        cutting: advice for long lines, part of a message.
+    """
+
+    reader_class: type[Reader] = Reader
+    rows_class: type[ChatRows] = ChatRows
+    cutting = "cut such lines with data.cut_long=true, "
+
+    def __init__(
+        self, config: ChatConfig | PreferencesConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int
+    ):
         self.config, self.length = config, sequence_length
         self.seed = data_seed(config.seed, seed)
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         if config.pad_token is not None:
             self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
-        self.reader = Reader(
+        self.reader = self.reader_class(
             ChatTemplate(config.template),
             tokenizer,
             loss=config.loss,
@@ -178,14 +198,15 @@ class ChatBuilder:
         """
         config = self.config
         conversations, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
-        shared_skipped = Counter(skipped_lines(conversations)) if conversations else Counter()
+        shared_skipped = Counter(self.reader.skipped_lines(conversations)) if conversations else Counter()
 
         def source(position: int, name: str, rows: int | None) -> ChatRows | None:
             if conversations is None:
                 if not (paths := config_paths(config, name)):
                     return None
                 separate = self.reader.read(paths)
-                return self._rows(separate, paths, (0, len(separate.places)), rows, name, skipped_lines(separate))
+                skipped = self.reader.skipped_lines(separate)
+                return self._rows(separate, paths, (0, len(separate.places)), rows, name, skipped)
             if shares[position] is None and name != "train":
                 return None
             bounds = split_bounds(shares[position], len(conversations.places))
@@ -199,8 +220,8 @@ class ChatBuilder:
         """The message for a line that is too long, or has no label of nonzero weight."""
         if long:
             return (
-                f"{size} tokens, but a row has {self.length}. Raise model.sequence_length, cut such lines with "
-                "data.cut_long=true, or skip them with data.on_error=skip."
+                f"{size} tokens, but a row has {self.length}. Raise model.sequence_length, {self.cutting}or skip them "
+                "with data.on_error=skip."
             )
         limit = f" in its first {self.length} tokens, to which it is cut" if size > self.length else ""
         return (
@@ -243,7 +264,7 @@ class ChatBuilder:
             lengths = np.minimum(lengths, length)
             rooms = (balanced_fit if config.packing == "balanced" else best_fit)(lengths, length)
             packs, packing = [lines[pack].tolist() for pack in rooms], Packing.of(lengths, rooms, length)
-        return ChatRows(
+        return self.rows_class(
             conversations, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
             skipped=skipped, packing=packing, paths=paths,
         )  # fmt: skip

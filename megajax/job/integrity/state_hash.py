@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.mesh.array_hash import array_hash
 from megajax.mesh.named_shardings import axes_of, one_for_each_device, replicated
 from megajax.mesh.xla_options import Value
 from megajax.optim.moments import to_device
@@ -21,10 +22,6 @@ from megajax.training.state import TrainState
 
 LANES = 2
 """A hash is two uint32."""
-GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
-"""2^32 divided by the golden ratio, and the multipliers of MurmurHash3's finalizer."""
-PRIME = 0x01000193
-"""Larger than any dimension: the multiplier of the FNV hash."""
 
 
 class HashedLeaf(NamedTuple):
@@ -102,51 +99,6 @@ def offsets(spec: PartitionSpec, shape: Sequence[int]) -> list[Array]:
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     parts = [lax.axis_index(entry) if entry else jnp.int32(0) for entry in entries]
     return [part.astype(jnp.uint32) * jnp.uint32(size) for part, size in zip(parts, shape, strict=True)]
-
-
-def array_hash(x: Array, first: Sequence[Array]) -> Array:
-    """uint32 [2]: the hash of a shard's bytes. Any single changed bit changes it; so does nearly any other difference.
-
-    Every word is mixed with its position by a bijection, and the results are summed modulo 2^32, which gives the same
-    result in any order. first: see `offsets`.
-    """
-    words = _as_uint32(x)
-    position = _positions(words.shape, first, x.shape)
-    mixed = _finalized(words ^ (position * jnp.uint32(GOLDEN)))
-    weighted = mixed * (position * jnp.uint32(2) + jnp.uint32(1))
-    return jnp.stack([mixed.sum(dtype=jnp.uint32), weighted.sum(dtype=jnp.uint32)])
-
-
-def _as_uint32(x: Array) -> Array:
-    """The bits of each element as uint32."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = jax.dtypes.itemsize_bits(x.dtype) if hasattr(jax.dtypes, "itemsize_bits") else 8 * x.dtype.itemsize
-    if bits < 8:  # float32 represents every value of a 4-bit format
-        x, bits = x.astype(jnp.float32), 32
-    return lax.bitcast_convert_type(x, unsigned[bits // 8]).astype(jnp.uint32)
-
-
-def _positions(shape: Sequence[int], first: Sequence[Array], local: Sequence[int]) -> Array:
-    """uint32: a number for each element that depends only on its index in the whole array.
-
-    The strides of dimensions are powers of a prime and ignore the sizes: they only have to distinguish dimensions.
-    """
-    position = jnp.zeros(shape, jnp.uint32)
-    stride = 1
-    for dimension in reversed(range(len(local))):
-        index = lax.broadcasted_iota(jnp.uint32, tuple(shape), dimension) + first[dimension]
-        position = position + index * jnp.uint32(stride)
-        stride = stride * PRIME % 2**32
-    return position
-
-
-def _finalized(x: Array) -> Array:
-    """MurmurHash3's finalizer, a bijection of uint32."""
-    x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
-    x = (x ^ (x >> 13)) * jnp.uint32(SECOND)
-    return x ^ (x >> 16)
 
 
 def mismatches(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> Iterator[Mismatch]:

@@ -218,6 +218,10 @@ class AnswerDecoderConfig(DecoderConfig):
             )
         return problems
 
+    def first_loss(self) -> str:
+        """That of the objective."""
+        return self.objective.first_loss()
+
     def balancing(self) -> dict[str, Any]:
         """Place -> router with a loss that balances experts."""
         routers = {place: getattr(block.mlp, "router", None) for place, block in self.named_blocks().items()}

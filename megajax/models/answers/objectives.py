@@ -24,10 +24,10 @@ from megajax.models.answers.preference_losses import (
     DIVERGENCES,
     PAIR_LOSSES,
     PairScores,
-    kl_estimate,
     kto,
     odds_ratio,
     simpo,
+    squared_ratio,
 )
 
 type Sums = Mapping[str, tuple[Array, Array]]
@@ -190,6 +190,6 @@ def inside(answers: Answers, x: Array) -> Array:
 
 
 def kl_metric(answers: Answers, log_p: Array, reference: Array) -> Sums:
-    """The k3 estimate of KL(policy || reference), a mean over the tokens of the given answers."""
-    estimates = kl_estimate(inside(answers, log_p), inside(answers, reference))
+    """The k2 estimate of KL(policy || reference), a mean over the tokens of the given answers."""
+    estimates = squared_ratio(inside(answers, log_p), inside(answers, reference))
     return {"kl": (answers.token_total(estimates), answers.token_total(jnp.ones_like(estimates)))}

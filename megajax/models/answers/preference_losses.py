@@ -135,6 +135,14 @@ def kto(ratio: Array, desirable: Array, baseline: Array | float, beta: float) ->
     return 1 - jax.nn.sigmoid(jnp.where(desirable, gain, -gain))
 
 
+def squared_ratio(log_p: Array, reference: Array) -> Array:
+    """The k2 estimate of KL(p || r) at sampled tokens (Schulman 2020): half the squared log-ratio.
+
+    Unlike `kl_estimate`, it stays moderate at tokens that the policy has learned to avoid.
+    """
+    return 0.5 * jnp.square(log_p - reference)
+
+
 def kl_estimate(log_p: Array, reference: Array) -> Array:
     """The k3 estimate of KL(p || r) at sampled tokens (Schulman 2020): exp(log r - log p) - (log r - log p) - 1."""
     difference = reference - log_p

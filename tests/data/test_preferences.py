@@ -1,0 +1,139 @@
+"""Rows of preferences: pairs and judged answers, as texts and messages, and invalid lines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_jobs import model
+
+from megajax.config.errors import UserError
+from megajax.data.chat.preference_config import PreferencesConfig
+from megajax.data.rows.splits import Rows
+from megajax.models.answers.config import DPOConfig, KTOConfig, ORPOConfig, with_objective
+from megajax.models.decoder.config import text_schema
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+EOD = 256
+TEXT = {"prompt": "q: ", "chosen": "yes", "rejected": "no"}
+USER = {"role": "user", "content": "q"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+
+
+def splits(path: Path, lines: list[Any], length: int = 64, objective: Any = None, **options: Any) -> Any:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    options = {"paths": (str(path),), "split": "1", "cache_dir": f"{path}-cache"} | options
+    config = PreferencesConfig(**options)
+    assert not config.problems()
+    schema = text_schema(length, 257) | (objective or ORPOConfig()).leaves(length)
+    return config.build(tokenizer=ByteTokenizerConfig().build(), schema=schema, rows=Rows(None), seed=3)
+
+
+def text(tokens: np.ndarray) -> str:
+    return "".join("|" if token == EOD else chr(token) for token in tokens.tolist())
+
+
+def answers(row: dict[str, np.ndarray], leaf: str = "pairs") -> dict[int, str]:
+    """Number of an answer -> its text."""
+    numbers = sorted(set(row[leaf].tolist()) - {0})
+    return {number: text(row["labels"][row[leaf] == number]) for number in numbers}
+
+
+def test_pairs_of_a_row(tmp_path: Path) -> None:
+    """The second pair of a row has the numbers 3 and 4; the end token belongs to the answer."""
+    row = splits(tmp_path / "p", [TEXT, TEXT | {"prompt": "second "}]).train[0]
+    assert text(row["tokens"]).startswith("q: yes|q: no|second yes|second no|")
+    assert answers(row) == {1: "yes|", 2: "no|", 3: "yes|", 4: "no|"}
+    assert (row["loss_mask"] == (row["pairs"] > 0)).all()
+    first = len("q: yes|")
+    assert row["positions"][: 2 * first - 1].tolist() == [*range(first), *range(first - 1)]
+    assert row["segment_ids"][[0, first, 2 * first - 1]].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+        {"prompt": [USER], "chosen": "yes", "rejected": "no"},
+        {"chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": "q", "chosen": [USER, YES], "rejected": [USER, NO]},
+    ],
+)
+def test_messages(tmp_path: Path, line: dict[str, Any]) -> None:
+    row = splits(tmp_path / "p", [line]).train[0]
+    assert text(row["tokens"]).startswith("user: q\nassistant: yes\n|user: q\nassistant: no\n|")
+    assert answers(row) == {1: "yes\n|", 2: "no\n|"}
+
+
+def test_earlier_answers_of_a_conversation_belong_to_the_prompt(tmp_path: Path) -> None:
+    row = splits(tmp_path / "p", [{"prompt": [USER, NO, USER], "chosen": [YES], "rejected": [NO]}], 128).train[0]
+    assert answers(row) == {1: "yes\n|", 2: "no\n|"}
+
+
+def test_judged_answers(tmp_path: Path) -> None:
+    """A good answer is the first of a group of three, a bad one the second, the answer of the line before the third."""
+    lines = [
+        {"prompt": "a ", "completion": "good", "label": True},
+        {"prompt": "b ", "completion": "bad", "label": False},
+        TEXT,
+    ]
+    row = splits(tmp_path / "p", lines, 128, answers="judged").train[0]
+    numbers = {1: "good|", 5: "bad|", 6: "good|", 7: "yes|", 9: "bad|", 11: "no|", 12: "bad|"}
+    assert answers(row, "judged") == numbers
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "reason"),
+    [
+        ({"prompt": "q", "chosen": "a"}, r"no rejected answer under 'rejected'; the keys are 'p", "no rejected answer"),
+        (TEXT | {"rejected": ""}, "no rejected answer under 'rejected'", "no rejected answer"),
+        (TEXT | {"rejected": "yes"}, "the chosen and the rejected answer are equal", "equal answers"),
+        ({"chosen": [USER, YES], "rejected": [USER, YES]}, "the chosen and the rejected answer", "equal answers"),
+        ({"prompt": "q", "rejected": "a"}, "no answer under 'chosen'", "no answer"),
+        ({"chosen": [YES], "rejected": [NO]}, "begin with different messages", "not a conversation"),
+        ({"chosen": [USER], "rejected": [USER, NO]}, "chosen has no message of the assistant", "no answer"),
+        ({"chosen": [USER, YES], "rejected": [USER, YES, NO]}, "chosen is the beginning of the other", "no answer"),
+        ({"chosen": "a", "rejected": "b"}, "prompt is missing; prompt and answers must be texts", "not a conversation"),
+        (TEXT | {"prompt": ""}, "the prompt is empty", "not a conversation"),
+        ({"prompt": [USER], "chosen": [{"role": "judge", "content": "a"}], "rejected": [NO]}, "judge", "unknown role"),
+        ("[]", "a JSON list, not an object", "not a conversation"),
+        (TEXT | {"prompt": "q" * 60}, "has 64. Raise model.sequence_length, or skip them", "longer than a row"),
+    ],
+)
+def test_invalid_lines_are_refused_or_counted(tmp_path: Path, line: Any, message: str, reason: str) -> None:
+    with pytest.raises(UserError, match=message):
+        splits(tmp_path / "p", [TEXT, line])
+    rows = splits(tmp_path / "p", [TEXT, line], on_error="skip").train
+    assert rows.skipped == {reason: 1} and len(rows) == 1
+
+
+def test_labels_are_true_or_false(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="line 1: the label is 1, not true or false"):
+        splits(tmp_path / "p", [{"prompt": "a", "completion": "b", "label": 1}], answers="judged")
+
+
+def test_data_and_objective_must_fit(tmp_path: Path) -> None:
+    """A loss of judged answers does not run on pairs."""
+    wanted = with_objective(model(), KTOConfig()).schema()
+    assert set(wanted) - set(PreferencesConfig().leaves()) == {"judged"}
+    assert set(wanted) <= set(PreferencesConfig(answers="judged").leaves())
+    assert set(with_objective(model(), DPOConfig()).schema()) <= set(PreferencesConfig().leaves())
+
+
+def test_rows_of_a_reference_model(tmp_path: Path) -> None:
+    """Scores of `whole` come to the labels of the rows, in whatever order these are."""
+    lines = [TEXT | {"prompt": f"{'q' * number}: "} for number in range(1, 9)]
+    train = splits(tmp_path / "p", lines, 64, DPOConfig()).train
+    with pytest.raises(RuntimeError, match="before the reference model"):
+        train[0]
+    whole = train.whole()
+    every = [whole[row] for row in range(len(whole))]
+    # The score of a label is its token and its position.
+    scores = np.stack([row["labels"] + row["positions"] / 128 for row in every]).astype(np.float32)
+    train.reference = train.unpacked(scores)
+    for number in range(len(train)):
+        row = train[number]
+        expected = np.where(row["pairs"] > 0, row["labels"] + row["positions"] / 128, 0)
+        np.testing.assert_array_equal(row["reference"], expected.astype(np.float32))
+    assert sum((row["pairs"] > 0).sum() for row in every) == 8 * len("yes|no|")

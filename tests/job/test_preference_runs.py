@@ -1,0 +1,128 @@
+"""Runs of preference optimization: the reference model is scored once, and a run that resumes reads it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_folder import events
+from small_jobs import losses, model, run_config
+
+from megajax.config.errors import UserError
+from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
+from megajax.faults.config import ResilienceConfig
+from megajax.job.job import train
+from megajax.layers.lora.config import LoRAConfig
+from megajax.models.answers.config import DPOConfig, KTOConfig, with_objective
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.training import reference
+from megajax.training.run_config import RunConfig
+
+pytestmark = pytest.mark.slow
+
+
+def config(folder: Path, name: str = "run", objective: Any = None, **changes: Any) -> RunConfig:
+    """Four steps on synthetic preferences."""
+    small = model(repeats=1, vocabulary_size=257, sequence_length=64, dropout=0.0, lora=changes.pop("lora", None))
+    objective = objective or DPOConfig(beta=0.5)
+    kind = "judged" if isinstance(objective, KTOConfig) else "pairs"
+    settings = {
+        "model": with_objective(small, objective),
+        "tokenizer": ByteTokenizerConfig(),
+        "data": MockPreferencesConfig(lines=60, answers=kind, cache_dir=str(folder / "cache")),
+        "steps": 4,
+    }
+    return run_config(folder / name, **settings | changes)
+
+
+def scores(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "mock_preferences" / "reference").glob("*.scores"))
+
+
+def forbidden(*arguments: Any) -> None:
+    raise AssertionError("scored again")
+
+
+def test_a_run_scores_its_reference_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed after two steps, it has the losses of a run in one piece, which reads the same file."""
+    stopping = ResilienceConfig(exit_after_steps=2)
+    assert train(config(tmp_path, resilience=stopping)) == 0
+    assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), rel=1e-6)
+    (file,) = scores(tmp_path)
+    recorded = json.loads((tmp_path / "run" / "reference.json").read_text())
+    assert recorded["files"] == [str(file)]
+    monkeypatch.setattr(reference, "score", forbidden)
+    assert train(config(tmp_path)) == 0
+    assert train(config(tmp_path, "whole")) == 0
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-6)
+    assert losses(tmp_path / "run")[-1] < np.log(2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {"accuracy", "margin", "reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected", "kl"}
+    assert all(names <= line.keys() for line in lines)
+    assert {line["split"] for line in lines if "split" in line} == {"validation"}
+
+
+def test_a_run_that_resumes_without_the_file_of_its_reference_is_refused(tmp_path: Path) -> None:
+    stopping = ResilienceConfig(exit_after_steps=2)
+    assert train(config(tmp_path, resilience=stopping)) == 0
+    (file,) = scores(tmp_path)
+    moved = file.rename(tmp_path / file.name)
+    with pytest.raises(UserError, match=rf"the run resumes, .*Put {file.name} back, set data.reference_dir"):
+        train(config(tmp_path))
+    moved.rename(file)
+    assert train(config(tmp_path)) == 0
+
+
+def test_adapters_are_compared_with_their_frozen_base(tmp_path: Path) -> None:
+    """So a lost file is computed again, from the weights of a resumed run."""
+    lora = LoRAConfig(rank=2)
+    stopping = ResilienceConfig(exit_after_steps=2)
+    assert train(config(tmp_path, lora=lora, resilience=stopping)) == 0
+    (file,) = scores(tmp_path)
+    content = np.frombuffer(file.read_bytes(), "<f4").copy()
+    file.unlink()
+    assert train(config(tmp_path, lora=lora)) == 0
+    np.testing.assert_array_equal(np.frombuffer(file.read_bytes(), "<f4"), content)
+    assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), rel=1e-6)
+
+
+def test_an_interrupted_computation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after a batch of rows, the next start computes the others."""
+    add, count = reference.Store.add, []
+
+    def dying(self: reference.Store, rows: np.ndarray) -> None:
+        add(self, rows)
+        count.append(len(rows))
+        if len(count) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(reference.Store, "add", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(tmp_path, steps=3))
+    assert not scores(tmp_path)
+    assert train(config(tmp_path, steps=3)) == 0
+    (file,) = scores(tmp_path)
+    assert sum(count) * 65 * 4 == file.stat().st_size and len(count) > 2
+
+
+def test_kto(tmp_path: Path) -> None:
+    assert train(config(tmp_path, objective=KTOConfig(beta=0.5))) == 0
+    trained = losses(tmp_path / "run")
+    assert trained[0] == pytest.approx(0.5, rel=1e-6) and trained[-1] < 0.5
+
+
+def test_pairs_that_are_skipped_are_named_in_the_last_box(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    lines = [pair, pair | {"rejected": "yes"}, pair | {"rejected": ""}, pair | {"prompt": "q" * 70}] + [pair] * 20
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    data = PreferencesConfig(
+        paths=(str(tmp_path / "pairs.jsonl"),), split="1", on_error="skip", cache_dir=str(tmp_path / "cache")
+    )
+    cfg = config(tmp_path, data=data, steps=3)
+    assert train(cfg.but(evaluation=replace(cfg.evaluation, batches=0))) == 0
+    shown = "train: 1 no rejected answer, 1 equal answers, 1 longer than a row"
+    out = capsys.readouterr().out
+    assert sum("rows skipped" in line and shown in line for line in out.splitlines()) == 2, "banner and last box"
+    assert events(tmp_path / "run", "rows_skipped")
