@@ -121,10 +121,11 @@ def test_data_and_objective_must_fit(tmp_path: Path) -> None:
     assert set(with_objective(model(), DPOConfig()).schema()) <= set(PreferencesConfig().leaves())
 
 
-def test_rows_of_a_reference_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("leaf", "objective", "size"), [("pairs", DPOConfig(), 64), ("judged", KTOConfig(), 128)])
+def test_rows_of_a_reference_model(tmp_path: Path, leaf: str, objective: Any, size: int) -> None:
     """Scores of `whole` come to the labels of the rows, in whatever order these are."""
     lines = [TEXT | {"prompt": f"{'q' * number}: "} for number in range(1, 9)]
-    train = splits(tmp_path / "p", lines, 64, DPOConfig()).train
+    train = splits(tmp_path / "p", lines, size, objective, answers=leaf).train
     with pytest.raises(RuntimeError, match="before the reference model"):
         train[0]
     whole = train.whole()
@@ -134,6 +135,7 @@ def test_rows_of_a_reference_model(tmp_path: Path) -> None:
     train.reference = train.unpacked(scores)
     for number in range(len(train)):
         row = train[number]
-        expected = np.where(row["pairs"] > 0, row["labels"] + row["positions"] / 128, 0)
+        expected = np.where(row[leaf] > 0, row["labels"] + row["positions"] / 128, 0)
         np.testing.assert_array_equal(row["reference"], expected.astype(np.float32))
-    assert sum((row["pairs"] > 0).sum() for row in every) == 8 * len("yes|no|")
+    tokens = 8 * len("yes|no|") if leaf == "pairs" else 8 * len("yes|no|") + 7 * 2 * len("no|")
+    assert sum((row[leaf] > 0).sum() for row in every) == tokens

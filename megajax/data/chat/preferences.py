@@ -204,7 +204,8 @@ class PreferenceRows(ChatRows):
         for row, values in enumerate(scores):
             filled = 0
             for first, last in rows._pieces(row):
-                tokens[first + 1 : last] = values[filled : filled + last - first - 1]
+                labels = max(last - first - 1, 0)  # a group may lack a document
+                tokens[last - labels : last] = values[filled : filled + labels]
                 filled += last - first
         return tokens
 
