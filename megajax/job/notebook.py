@@ -83,4 +83,4 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> Run:
     Example: `mj.setup(mj.load("quickstart.py", "parallel.tensor=2"))`
     """
     run = session.setup(cfg, devices=devices)
-    return Run(run.parts, run.state, run.batches)
+    return Run(run.parts, run.state, run.batches, run.reference)

@@ -179,7 +179,8 @@ def attach_reference(
     progress: called after each batch. All processes call it. Raises UserError if the files of a run that resumes are
     missing and its weights are no longer those of the reference.
     """
-    reading = [source for source in sources if getattr(source, "reads_reference", False)]
+    inner = (getattr(source, "source", source) for source in sources)  # of data.loader.cyclic
+    reading = [source for source in inner if getattr(source, "reads_reference", False)]
     if not reading:
         return None
     weights = reference_weights(program, state)
@@ -189,8 +190,7 @@ def attach_reference(
         if source.identity not in files:
             origin = Origin(source.identity, source.sequence_length, program.cfg.precision.compute, checksum)
             rows = source.whole()
-            peers = Peers(f"reference {len(files)}")
-            store = files[source.identity] = Store(source.reference_folder, origin, len(rows), peers)
+            store = files[source.identity] = Store(source.reference_folder, origin, len(rows), Peers())
             store.load()
             if not store.complete:
                 if current != checksum:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gangs
 import numpy as np
 import pytest
 from run_folder import events
@@ -111,6 +112,29 @@ def test_kto(tmp_path: Path) -> None:
     assert train(config(tmp_path, objective=KTOConfig(beta=0.5))) == 0
     trained = losses(tmp_path / "run")
     assert trained[0] == pytest.approx(0.5, rel=1e-6) and trained[-1] < 0.5
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """The first run computes the log-probabilities, the second has those that process 0 reads."""
+    trained = []
+    for name in ("first", "second"):
+        settings = [
+            *("--config=dpo.py:debug", "--devices=cpu:1", f"--run_dir={tmp_path / name}", "--steps=2"),
+            *(
+                "--evaluation.batches=0",
+                "--schedule.warmup_fraction=0",
+                "--batch.micro_size=4",
+                "--logging.report=false",
+            ),
+            *("--data.lines=60", f"--data.cache_dir={tmp_path / 'cache'}", "--xla=xla_cpu_enable_fast_math=false"),
+        ]
+        with gangs.started(tmp_path) as begin:
+            gang = begin(*gangs.launcher(processes=2), *gangs.TRAIN, *settings)
+            assert gang.wait(400) == 0, gang.text
+        assert ("rows scored now" if name == "first" else "log-probabilities: read") in gang.text
+        trained.append(gangs.losses(tmp_path / name))
+    assert trained[0] == trained[1]
+    assert trained[0][1] == pytest.approx(np.log(2), rel=1e-6) and trained[0][2] < np.log(2)
 
 
 def test_pairs_that_are_skipped_are_named_in_the_last_box(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

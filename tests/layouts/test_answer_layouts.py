@@ -20,6 +20,7 @@ from megajax.models.answers.config import (
     ORPOConfig,
     with_objective,
 )
+from megajax.models.presets.mixtral import mixtral
 
 DPO = DPOConfig(beta=0.3, label_smoothing=0.1, length_weight=0.5, sft_weight=0.2)
 KTO = KTOConfig(beta=0.5, desirable_weight=1.5)
@@ -128,3 +129,8 @@ def test_layouts_have_the_losses_and_gradients_of_one_device(
 def test_problems(changes: dict[str, float], setting: str) -> None:
     problems = replace(model(DPO), **changes).problems()
     assert [problem.setting for problem in problems] == [setting]
+
+
+def test_losses_that_balance_experts_are_refused() -> None:
+    problems = with_objective(mixtral("debug"), DPO).problems()
+    assert [problem.setting for problem in problems] == ["stack.pattern.0.mlp.router"]
