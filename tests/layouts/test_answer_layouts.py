@@ -10,6 +10,7 @@ import pytest
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, differentiate, llama, place, rows, start, within
 
 from megajax.batch import Batch
+from megajax.interop.stored.model_differences import differences
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.answers.config import (
@@ -129,6 +130,11 @@ def test_layouts_have_the_losses_and_gradients_of_one_device(
 def test_problems(changes: dict[str, float], setting: str) -> None:
     problems = replace(model(DPO), **changes).problems()
     assert [problem.setting for problem in problems] == [setting]
+
+
+def test_the_model_computes_the_same_as_without_the_objective() -> None:
+    """So it starts from other weights, and is exported."""
+    assert differences(model(DPO), replace(llama(), logit_cap=5.0)) == []
 
 
 def test_losses_that_balance_experts_are_refused() -> None:

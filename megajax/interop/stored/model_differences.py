@@ -13,6 +13,8 @@ TRAINING_ONLY = (
     "aux_loss", "row_loss", "global_loss", "force_balance", "jitter", "way", "room", "chunks", "reweighted", "weight",
 )  # fmt: skip
 """Last parts of names of settings that change how a model is trained or run, but not what it computes."""
+ELSEWHERE = ("stack.", "objective.")
+"""Beginnings of names: of settings that are compared by layers, and of those that only training reads."""
 ABSENT = "absent"
 
 
@@ -72,7 +74,7 @@ def _settings(model: Any) -> dict[str, Any]:
 
 def _given_settings(model: Any) -> Iterator[tuple[str, Any]]:
     for name, value in flatten(model).items():
-        if not name.startswith("stack.") and name.rpartition(".")[2] not in TRAINING_ONLY:
+        if not name.startswith(ELSEWHERE) and name.rpartition(".")[2] not in TRAINING_ONLY:
             yield name, value
     for block, numbers in model.stack.stored():
         for name, value in flatten(block).items():

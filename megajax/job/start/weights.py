@@ -28,7 +28,7 @@ from megajax.training.program import Program
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
-IGNORED_SETTINGS = ("sequence_length", "vocabulary_size", "prediction*", "lora*", "quantization*", "objective*")
+IGNORED_SETTINGS = ("sequence_length", "vocabulary_size", "prediction*", "lora*", "quantization*")
 """Settings that may differ from the source's: rows may be shorter, tables may grow, and parts may be added."""
 
 
