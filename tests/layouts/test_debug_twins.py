@@ -20,7 +20,7 @@ CASES = {
     "nemotron3": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "llama4": (8, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.context_strategy=ring")),
     "lfm2": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
-    "minimax": (2, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.pipeline=2")),
+    "minimax": (8, 12, 0.8, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "olmo3": (None, 12, 1.0, SEQUENCE),

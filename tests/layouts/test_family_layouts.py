@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_variant_layouts import FAMILIES
 from tiny_runs import ONE, differentiate, llama
 
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
+from tests.layers.test_variant_layouts import FAMILIES
 
 MODEL = replace(llama(), stack=SegmentsConfig.of(FAMILIES), logit_cap=3.0)
 
