@@ -27,10 +27,10 @@ def debug() -> mj.RunConfig:
 
 
 def qwen3_next_80b_a3b() -> mj.RunConfig:
-    """80 B parameters, 3 B active; 512 experts. 64 GPUs with 80 GB: expert 32 x FSDP over data 2."""
+    """80 B parameters, 3 B active; 512 experts. 64 GPUs with 80 GB: expert 16 x FSDP over data 4."""
     model = replace(mj.qwen3_next("80b-a3b", sequence_length=4096), recompute="full")
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=32, data_sharding="fsdp")
+    parallel = mj.ParallelConfig(expert=16, data_sharding="fsdp")
     return mj.own_text("qwen3_next_80b_a3b", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
 
 

@@ -18,10 +18,12 @@ from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GroupedKernel
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
+from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.kernels.ssm.ssd import Scan, ssd
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
+from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
@@ -32,12 +34,14 @@ ROWS, HIDDEN, HEADS = 4, 1024, 16
 """Of the layers of BERT-large and T5."""
 LAYER = {"length": 8192, "heads": 80, "size": 64, "groups": 1, "states": 128}
 """Mamba-2 2.7B's layer."""
+DELTA_LAYER = {"length": 8192, "heads": 32, "groups": 16, "keys": 128, "size": 128}
+"""Qwen3-Next's gated delta net."""
 MATMULS = ((4096, 14336), (14336, 4096), (4096, 6144), (4096, 4096))
 """In and out of the weights of an 8B model, for fp8."""
 
 
 def compiled_kernels(
-    *, parts: tuple[str, ...] = ("attention", "experts", "state_space", "fp8"), quick: bool = False
+    *, parts: tuple[str, ...] = ("attention", "experts", "state_space", "delta_rule", "fp8"), quick: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Kernels and temporary memory of layers, compiled for virtual GPUs. Needs the extra aot; five minutes, no GPU.
 
@@ -46,8 +50,9 @@ def compiled_kernels(
     4 * 16 * S * T float32 numbers per attention. experts: grouped matmuls of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral
     8x7B, forward and both gradients; operations are relative to the model's, because kernels compute whole blocks. Rows
     of experts are drawn with equal probability, and with the last expert three times as likely as the first.
-    state_space: a layer of Mamba-2 2.7B with several chunk sizes; operations relative to the minimum. fp8: a matmul of
-    a layer and its gradients in 8 bits and in bfloat16. --quick: the first size of each only.
+    state_space: a layer of Mamba-2 2.7B with several chunk sizes; operations relative to the minimum. delta_rule:
+    memory of a layer of Qwen3-Next with several chunk sizes, operations by formula. fp8: a matmul of a layer
+    and its gradients in 8 bits and in bfloat16. --quick: the first size of each only.
     """
     figures: dict[str, Any] = {}
     for part in parts:
@@ -210,6 +215,34 @@ def state_space_rows(quick: bool) -> Iterator[dict[str, Any]]:
         }
 
 
+def delta_shapes(length: int, heads: int, groups: int, keys: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the inputs of one row of a gated delta net."""
+    key, head = (1, length, groups, keys), (1, length, heads)
+    return {"q": key, "k": key, "v": (*head, size), "g": head, "beta": head}
+
+
+def delta_gradients(method: Callable[[DeltaRule], tuple[jax.Array, jax.Array]]) -> Callable:
+    """Gradients of the sum of squares of the outputs with respect to the inputs."""
+    return jax.grad(lambda inputs: jnp.sum(jnp.square(method(DeltaRule(**inputs))[0].astype(jnp.float32))))
+
+
+def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """One for each chunk size. A compiler counts the loop over chunks once: operations are those of the formula."""
+    like = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name in ("g", "beta") else jnp.bfloat16)
+        for name, shape in delta_shapes(**DELTA_LAYER).items()
+    }
+    mixer = GatedDeltaNetConfig(heads=DELTA_LAYER["heads"], key_heads=DELTA_LAYER["groups"])
+    for chunk in (64,) if quick else (32, 64, 128):
+        step = delta_gradients(partial(gated_delta, chunk=chunk))
+        work = replace(mixer, chunk=chunk).kernel_work(0, chunk).multiply_adds
+        yield {
+            "chunk": chunk,
+            "temporary_mib": temporary_mib(compile_for("h100", step, like, options=GPU)),
+            "teraoperations_by_formula": round(3 * 2 * DELTA_LAYER["length"] * work / 1e12, 3),
+        }
+
+
 def fp8_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
     """One for each shape of weights."""
     for inner, outer in MATMULS[: 1 if quick else None]:
@@ -231,5 +264,6 @@ ROWS_OF: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
     "attention": attention_rows,
     "experts": expert_rows,
     "state_space": state_space_rows,
+    "delta_rule": delta_rows,
     "fp8": fp8_rows,
 }

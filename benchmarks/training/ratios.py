@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.compiled import scan_gradients, scan_shapes
+from benchmarks.kernels.compiled import delta_gradients, delta_shapes, scan_gradients, scan_shapes
 from benchmarks.stopwatch import alternate, milliseconds, ratios, timed
 from megajax.compiled.gpus import GIB, MIB, prepare, read_cluster
 from megajax.config import UserError, load
 from megajax.job.description import describe
+from megajax.kernels.ssm.gated_delta import gated_delta, gated_delta_reference
 from megajax.kernels.ssm.ssd import ssd, ssd_reference
 from megajax.planning.program.train_step import compile_train_step
 from megajax.training.run_config import RunConfig
@@ -165,7 +166,29 @@ def state_space(*, rounds: int = 5, length: int = 2048) -> dict[str, Any]:
     inputs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in scan_shapes(**sizes).items()}
     inputs["dt"] = np.exp(rng.uniform(-7, -2, inputs["dt"].shape)).astype(np.float32)
     methods = {"recurrence": ssd_reference, **{f"chunks of {n}": partial(ssd, chunk=n) for n in (64, 128)}}
-    calls = {name: jax.jit(scan_gradients(method)).lower(inputs).compile() for name, method in methods.items()}
+    return {"sizes": sizes, "methods": beside_recurrence(methods, scan_gradients, inputs, rounds)}
+
+
+def delta_rule(*, rounds: int = 5, length: int = 2048) -> dict[str, Any]:
+    """The chunked form of the gated delta rule against the recurrence position by position, on this machine.
+
+    As `state_space`. `compiled_kernels --parts=delta_rule` has memory and operations.
+    """
+    sizes = {"length": length, "heads": 4, "groups": 2, "keys": 128, "size": 128}
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in delta_shapes(**sizes).items()}
+    inputs |= {name: inputs[name] / np.linalg.norm(inputs[name], axis=-1, keepdims=True) for name in ("q", "k")}
+    inputs |= {"g": -np.exp(inputs["g"] - 3), "beta": rng.random(inputs["beta"].shape, np.float32)}
+    chunks = {f"chunks of {n}": partial(gated_delta, chunk=n) for n in (32, 64, 128)}
+    methods = {"recurrence": gated_delta_reference, **chunks}
+    return {"sizes": sizes, "methods": beside_recurrence(methods, delta_gradients, inputs, rounds)}
+
+
+def beside_recurrence(
+    methods: dict[str, Callable], gradients: Callable[[Callable], Callable], inputs: dict[str, np.ndarray], rounds: int
+) -> dict[str, Any]:
+    """Speed, memory and gradients of each method beside those of `recurrence`."""
+    calls = {name: jax.jit(gradients(method)).lower(inputs).compile() for name, method in methods.items()}
     expected = calls["recurrence"](inputs)
     waits = {name: partial(timed, partial(call, inputs), 1, jax.block_until_ready) for name, call in calls.items()}
     seconds, rows = alternate(waits, rounds), {}
@@ -177,4 +200,4 @@ def state_space(*, rounds: int = 5, length: int = 2048) -> dict[str, Any]:
             "gradients_apart": float(max(apart)),
             "temporary_mib": round(call.memory_analysis().temp_size_in_bytes / MIB, 1),
         }
-    return {"sizes": sizes, "methods": rows}
+    return rows
