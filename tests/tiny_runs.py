@@ -160,7 +160,7 @@ def build_program(
     isolated: bool = True,
 ) -> Program:
     """What `megajax.train` compiles for these settings, on as many of the devices as they say."""
-    replicas = parallel.data_size(len(jax.devices())) * parallel.expert
+    replicas = parallel.replicas(len(jax.devices()))
     micro_size, rest = divmod(ROWS, microbatches * replicas)
     assert rest == 0, f"{ROWS} rows are not {microbatches} microbatches on {replicas} devices"
     cfg = RunConfig(

@@ -34,7 +34,7 @@ from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
 from megajax.mesh.processes.peers import Peers
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
@@ -174,7 +174,7 @@ def cache_size(config: InferenceConfig, length: int, models: Sequence[LoadedMode
         # Draft models read no images.
         cfg, drafts = model.cfg, 0 if number else config.speculate
         leaves = (*cfg.cache_leaves(model.layout.plan.tensor, drafts), *(() if number else image_leaves(cfg)))
-        replicas = mesh.shape["data"] * mesh.shape["expert"]
+        replicas = devices_over(mesh.shape, BATCH_AXES)
         like = like_cache(leaves, replace(size, blocks=1), dtype, mesh, model.layout, replicas)
         for leaf in stored_leaves(leaves, dtype):
             bytes_of[leaf.per] += shard_bytes(like[leaf.name])

@@ -6,7 +6,6 @@ more than about one weight.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from megajax.inference.loaded_model import LoadedModel
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import Adapter, Observation, ParamSpec, specs
 from megajax.layers.quantization.replace_matrices import demand_device
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import ParallelConfig, devices_over
 from megajax.mesh.layout import Layout
 from megajax.mesh.replicated_heads import COPIED, copy_heads
 from megajax.mesh.rules import Plan
@@ -154,7 +153,7 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
     """Raises UserError for a weight that the devices of its mesh axes do not divide, such as the scales of groups."""
     for path, spec in declared.items():
         for size, axes in zip(spec.shape, plan.compute.dimensions(spec.axes), strict=True):
-            if size % prod(mesh.shape[axis] for axis in axes):
+            if size % devices_over(mesh.shape, axes):
                 setting = f"parallel.{axes[-1]}"
                 raise UserError(
                     f"{path} has {list(spec.shape)} numbers: {setting}={mesh.shape[axes[-1]]} does not divide {size}.\n"

@@ -67,6 +67,7 @@ from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows
 from megajax.layers.param import Adapter, specs
+from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.mesh.layout import Layout
 
 
@@ -138,7 +139,7 @@ class Programs:
         self.weights = dict(loaded.weights)
         """Those of `loaded`, with the adapters that were loaded since; empty while they are elsewhere."""
         shape = loaded.mesh.shape
-        self.replicas = shape["data"] * shape["expert"]
+        self.replicas = devices_over(shape, BATCH_AXES)
         self.images = image_input(loaded.cfg)
         self.leaves: tuple[CacheLeaf, ...] = (
             *loaded.cfg.cache_leaves(shape["tensor"], self.drafts),

@@ -20,7 +20,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.processes.freed_memory import keeps_freed_memory
 from megajax.mesh.processes.gpus import nccl_variables
@@ -180,7 +180,7 @@ def _pipeline(program: Program) -> list[tuple[str, str]]:
 
 
 def _batch(program: Program) -> list[tuple[str, str]]:
-    cfg, replicas, unit = program.cfg, program.mesh.shape["data"] * program.mesh.shape["expert"], program.summary.unit
+    cfg, replicas, unit = program.cfg, devices_over(program.mesh.shape, BATCH_AXES), program.summary.unit
     rows, length = program.sizes.sizes()[-1].rows, cfg.model.row_positions()
     split = f"{program.microbatches} microbatches x {replicas} data-parallel x {cfg.batch.micro_size} rows"
     positions = program.sizes.samples(cfg.steps) * length

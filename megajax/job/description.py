@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from megajax.layers.expert_facts import ExpertFacts
 from megajax.layers.facts import BlockFacts, Share
+from megajax.mesh.config import SHARDS, devices_over
 from megajax.models.facts import Facts, SectionFacts, block_facts
 from megajax.models.memory import MemoryReport, MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.training.program import Program
@@ -72,7 +73,7 @@ def _by_formula(program: Program, facts: Facts) -> MemoryReport | None:
     setting = MemorySetting.of(
         program.cfg.parallel,
         facts.recomputing().recompute,
-        data=sizes["data"] * sizes["expert"],
+        data=devices_over(sizes, SHARDS),
         micro_size=program.cfg.batch.micro_size,
         microbatches=program.microbatches,
     )

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from megajax.mesh.config import TOKEN_AXES
 from megajax.mesh.layer_observations import Reduction
 from megajax.mesh.mesh import manual_axes
-from megajax.mesh.rules import SHARDS, LogicalAxes, Rules
+from megajax.mesh.rules import LogicalAxes, Rules
 
 type Moves = tuple[tuple[int, str], ...]
 
@@ -59,10 +60,9 @@ def combined_over(x: Array, axes: Sequence[str], reduction: Reduction) -> Array:
     return (lax.pmax if reduction == "max" else lax.psum)(x, tuple(axes))
 
 
-def replica_axes() -> tuple[str, ...]:
+def token_axes() -> tuple[str, ...]:
     """Manual mesh axes with more than one device, over which tokens are sharded."""
-    sizes = manual_axes()
-    return tuple(axis for axis in SHARDS if sizes.get(axis, 1) > 1)
+    return tuple(axis for axis in manual_replicas() if axis in TOKEN_AXES)
 
 
 def manual_replicas() -> tuple[str, ...]:

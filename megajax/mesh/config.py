@@ -1,5 +1,6 @@
 """Settings of the mesh: the size of each axis and the kind of data parallelism. Does not import jax."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -10,10 +11,19 @@ from megajax.config.hints import divisors_of, either
 MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
 """Outermost first: devices along `tensor` communicate most, so they are the closest ones."""
 
-type ContextStrategy = Literal["all_gather", "ring", "all_to_all", "ring+all_to_all"]
-
 BATCH_AXES = ("data", "expert")
 """Mesh axes that the rows of a batch are sharded over; for dense layers `expert` is like `data`."""
+TOKEN_AXES = (*BATCH_AXES, "context")
+"""Mesh axes that the positions of all rows are sharded over."""
+SHARDS = ("data", "expert", "context")
+"""Mesh axes that ZeRO and FSDP shard dense weights over, which are replicated over them otherwise."""
+
+type ContextStrategy = Literal["all_gather", "ring", "all_to_all", "ring+all_to_all"]
+
+
+def devices_over(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Number of devices along these mesh axes together. sizes: mesh axis -> size."""
+    return prod(sizes[axis] for axis in axes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +145,10 @@ class ParallelConfig:
     def data_size(self, devices: int) -> int:
         """Size of the data axis on this number of devices."""
         return self.data if self.data is not None else max(1, devices // self.without_data())
+
+    def replicas(self, devices: int) -> int:
+        """Data-parallel devices, which have different rows."""
+        return self.data_size(devices) * self.expert
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Mesh axis -> size, all five, outermost first."""

@@ -4,7 +4,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import jax
 import numpy as np
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.optional_packages import install
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.config import MESH_AXES, ParallelConfig, devices_over
 from megajax.mesh.processes.installation import find_installation
 
 
@@ -104,8 +103,7 @@ def free_axes() -> dict[str, int]:
 
 def devices_along(axes: Sequence[str]) -> int:
     """Number of devices along these axes of the surrounding mesh, manual or free."""
-    sizes = {**free_axes(), **manual_axes()}
-    return prod(sizes[axis] for axis in axes)
+    return devices_over({**free_axes(), **manual_axes()}, axes)
 
 
 def manual_axes() -> dict[str, int]:

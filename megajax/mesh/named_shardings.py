@@ -1,9 +1,10 @@
 """Functions of `jax.sharding.NamedSharding`s: what an array's sharding becomes without rows or a dimension."""
 
 from collections.abc import Sequence
-from math import prod
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from megajax.mesh.config import devices_over
 
 
 def unsharded_rows(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
@@ -16,7 +17,7 @@ def unsharded_rows(sharding: NamedSharding, shape: Sequence[int]) -> NamedShardi
     freed, spec[0] = spec[0], ()
     for axis in freed:
         for dimension, size in list(enumerate(shape))[1:]:
-            if size % prod(sharding.mesh.shape[name] for name in (*spec[dimension], axis)) == 0:
+            if size % devices_over(sharding.mesh.shape, (*spec[dimension], axis)) == 0:
                 spec[dimension] = (*spec[dimension], axis)
                 break
     entries = [(axes if len(axes) > 1 else axes[0]) if axes else None for axes in spec]
@@ -31,7 +32,7 @@ def axes_of(sharding: NamedSharding, dimension: int) -> tuple[str, ...]:
 
 def shard_count(sharding: NamedSharding, dimension: int) -> int:
     """Number of shards of a dimension."""
-    return prod(sharding.mesh.shape[axis] for axis in axes_of(sharding, dimension))
+    return devices_over(sharding.mesh.shape, axes_of(sharding, dimension))
 
 
 def without_dimension(sharding: NamedSharding, dimensions: int, left_out: int) -> NamedSharding:

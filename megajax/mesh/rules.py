@@ -11,20 +11,17 @@ from jax.sharding import PartitionSpec
 
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import BATCH_AXES, SHARDS, ParallelConfig
 
 type LogicalAxes = Sequence[str | None]
 type MeshAxes = tuple[str, ...]
-
-SHARDS = ("data", "expert", "context")
-"""Mesh axes over which dense weights are replicated; ZeRO and FSDP shard them over these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     """Logical axis -> mesh axes that it is sharded over; (): not sharded. Hashable."""
 
-    batch: MeshAxes = ("data", "expert")
+    batch: MeshAxes = BATCH_AXES
     seq: MeshAxes = ("context",)
     seq_residual: MeshAxes = ("context",)
     """The sequence between the sub-layers of a block; ("context", "tensor") is sequence parallelism."""

@@ -145,9 +145,9 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
         null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={vocabulary}"
         raise UserError(f"{error}\nperplexity:PREFIX reads tokens and needs no tokenizer: {null}") from error
     # The training batch may not fit these devices, so choose one that does.
-    micro_size, shape = rows or cfg.batch.micro_size, resolved.mesh.shape
+    micro_size = rows or cfg.batch.micro_size
     batch = BatchConfig(
-        global_size=shape["data"] * shape["expert"] * shape["pipeline"] * micro_size, micro_size=micro_size
+        global_size=resolved.replicas * resolved.mesh.shape["pipeline"] * micro_size, micro_size=micro_size
     )
     return Program.of(cfg.but(batch=batch), resolved.mesh, resolved.options), tokenizer
 

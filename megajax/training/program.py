@@ -18,7 +18,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization.replace_matrices import demand_device
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import BATCH_AXES, TOKEN_AXES, ParallelConfig, devices_over
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
@@ -162,7 +162,7 @@ class Program:
         if not isinstance(optimizer, Optimizer):
             message = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"
             raise UserError(f"{message}, not a megajax.optim.optimizer.Optimizer")
-        sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
+        sizes = cfg.batch_sizes(devices_over(mesh.shape, BATCH_AXES))
         return cls(
             cfg,
             mesh,
@@ -270,8 +270,7 @@ class Program:
     def _weight(self, batch: Batch) -> int:
         """Largest sum of weights of one device's losses in a step."""
         microbatches, rows = batch[SAMPLE].shape
-        devices = self.mesh.shape["data"] * self.mesh.shape["expert"] * self.mesh.shape["context"]
-        positions = rows * self.cfg.model.row_positions() // devices
+        positions = rows * self.cfg.model.row_positions() // devices_over(self.mesh.shape, TOKEN_AXES)
         return microbatches * (positions if self._reduction.average == "tokens" else 1)
 
     @property
@@ -315,7 +314,7 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
     for path, spec in declared.items():
         for rules in (plan.compute, plan.params, plan.optimizer):
             for size, name, axes in zip(spec.shape, spec.axes, rules.dimensions(spec.axes), strict=True):
-                devices = prod(mesh.shape[axis] for axis in axes)
+                devices = devices_over(mesh.shape, axes)
                 if size % devices:
                     over = " x ".join(axes)
                     raise UserError(

@@ -12,7 +12,7 @@ from megajax.config.compose import demand_fit
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.kernels.attention.capability import Choice, Device
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
 from megajax.mesh.xla_options import Value
 from megajax.training.check_compiler_options import run_options
@@ -40,9 +40,9 @@ class Resolved:
         return flatten(self.cfg)
 
     @property
-    def shards(self) -> int:
+    def replicas(self) -> int:
         """Number of data-parallel devices."""
-        return self.mesh.shape["data"] * self.mesh.shape["expert"]
+        return devices_over(self.mesh.shape, BATCH_AXES)
 
 
 def resolve(

@@ -16,7 +16,7 @@ from megajax.data.configs import DataConfig
 from megajax.data.rows.config import RowsConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
-from megajax.mesh.config import BATCH_AXES, ParallelConfig
+from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
@@ -94,11 +94,6 @@ class RunConfig:
                 problems.extend(check(self, devices))
         return problems
 
-    def replicas(self, devices: int) -> int:
-        """Number of data-parallel devices, which hold different rows."""
-        sizes = self.parallel.sizes(devices)
-        return sizes[BATCH_AXES[0]] * sizes[BATCH_AXES[1]]
-
     def batch_sizes(self, replicas: int) -> Any:
         """The BatchSizes of the run on this many data-parallel devices."""
         return self.batch.build(replicas, sequence_length=self.model.row_positions())
@@ -138,7 +133,7 @@ def _has_sizes(cfg: RunConfig, devices: int) -> bool:
     """Whether the batch sizes of the run are valid."""
     batch = cfg.batch
     invalid = batch.problems() or (batch.ramp is not None and batch.ramp.problems())
-    return not invalid and not batch.replica_problems(cfg.replicas(devices))
+    return not invalid and not batch.replica_problems(cfg.parallel.replicas(devices))
 
 
 def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -194,12 +189,12 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     if total is None or not _has_sizes(cfg, total):
         return
-    for microbatches in {size.microbatches: None for size in cfg.batch_sizes(cfg.replicas(total)).sizes()}:
+    for microbatches in {size.microbatches: None for size in cfg.batch_sizes(cfg.parallel.replicas(total)).sizes()}:
         if parallel.virtual_stages == 1 or microbatches % parallel.pipeline == 0:
             continue
         below = microbatches - microbatches % parallel.pipeline
         nearest = [count for count in (below, below + parallel.pipeline) if count]
-        rows = [count * cfg.batch.micro_size * cfg.replicas(total) for count in nearest]
+        rows = [count * cfg.batch.micro_size * cfg.parallel.replicas(total) for count in nearest]
         yield Problem(
             "parallel.virtual_stages",
             f"microbatches go in groups of parallel.pipeline={parallel.pipeline} with "
@@ -212,7 +207,7 @@ def _model(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Conflicts between the model and the mesh."""
     total = _known_devices(cfg, devices)
     has_mesh = total is not None and not cfg.parallel.problems()
-    shards = cfg.replicas(total) * cfg.parallel.context if has_mesh else None
+    shards = cfg.parallel.replicas(total) * cfg.parallel.context if has_mesh else None
     yield from _under("model", cfg.model.parallel_problems(cfg.parallel, shards))
 
 
@@ -277,13 +272,13 @@ def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     if total is None or cfg.parallel.problems():
         return
-    yield from _under("batch", cfg.batch.replica_problems(cfg.replicas(total)))
+    yield from _under("batch", cfg.batch.replica_problems(cfg.parallel.replicas(total)))
 
 
 def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     fits = total is not None and _has_sizes(cfg, total)
-    samples = cfg.batch_sizes(cfg.replicas(total or 1)).samples if fits else None
+    samples = cfg.batch_sizes(cfg.parallel.replicas(total or 1)).samples if fits else None
     length = {"steps": cfg.steps, "global_size": cfg.batch.global_size}
     yield from _under("schedule", cfg.schedule.run_problems(**length, samples=samples))
     yield from _under("optimizer", cfg.optimizer.rate_problems(cfg.schedule))

@@ -18,6 +18,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE, Loss, Params, Rows
 from megajax.config.errors import UserError
+from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.models.protocol import demand_causal
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.gradients.staged import Head
@@ -217,8 +218,7 @@ class Scorer:
 
     def _devices(self) -> int:
         """Number of device groups with different rows, times the microbatches of a pipeline."""
-        shape = self.program.mesh.shape
-        return shape["data"] * shape["expert"] * shape["pipeline"]
+        return devices_over(self.program.mesh.shape, (*BATCH_AXES, "pipeline"))
 
     def _rows(self, count: int, length: int) -> int:
         """Compiled number of rows for `count` rows: a power of two times the device groups, up to `rows_at_once`."""

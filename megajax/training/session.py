@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from math import prod
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.display.text import count
 from megajax.faults.activity import Activity, Stage
 from megajax.layers.param import bind
+from megajax.mesh.config import devices_over
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
@@ -208,7 +208,7 @@ class Run:
 
     def _multiple(self, axis: str) -> int:
         """Number of shards of a dimension with this logical axis."""
-        return prod(self.mesh.shape[name] for name in self.program.layout.plan.compute.mesh_axes(axis))
+        return devices_over(self.mesh.shape, self.program.layout.plan.compute.mesh_axes(axis))
 
     def steps(self, count: int | None = None) -> Iterator[StepInfo]:
         """Train `count` steps (default: the rest of cfg.steps), yielding the report of each."""
@@ -348,7 +348,7 @@ def parts_of(resolved: Resolved) -> Parts:
 
     def arranged(source: Any, rows: int | None) -> Any:
         """The rows in the order of data.loader; with rows=None, a single pass in the source's own order."""
-        cyclic, shards = cfg.data.loader.cyclic, resolved.shards
+        cyclic, shards = cfg.data.loader.cyclic, resolved.replicas
         if cyclic is None or source is None or rows is None:
             return source
         return cyclic.build(source=source, rows=rows, shards=shards, micro_rows=shards * cfg.batch.micro_size)

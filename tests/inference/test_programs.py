@@ -21,6 +21,7 @@ from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
+from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.models.decoder.config import DecoderConfig
 
 BLOCK, LENGTH, VOCABULARY = 4, 32, 250
@@ -94,7 +95,7 @@ def work_of(rows: list[Row], prompts: list[int], tile: int) -> list[Step]:
 
 def replicas(model: LoadedModel) -> int:
     """Those of a model on its mesh."""
-    return model.mesh.shape["data"] * model.mesh.shape["expert"]
+    return devices_over(model.mesh.shape, BATCH_AXES)
 
 
 def tokens_of(model: LoadedModel) -> np.ndarray:

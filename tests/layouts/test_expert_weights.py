@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.layers.param import Normal, ParamSpec
-from megajax.mesh.collectives import replica_axes
+from megajax.mesh.collectives import token_axes
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -55,7 +55,7 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_sharded(
             return sum(jnp.square(y).sum() for y in products) / 2
 
         value, gradient = jax.value_and_grad(loss)(in_step["up"])
-        return lax.psum(value, replica_axes()), weights.reduce_all({"up": gradient})
+        return lax.psum(value, token_axes()), weights.reduce_all({"up": gradient})
 
     at_rest = plan.params.spec(AXES)
     mapped = jax.shard_map(

@@ -15,6 +15,7 @@ from megajax.batch import Params
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Announced
 from megajax.inference.step_arrays import lengths_up_to, smaller_counts
+from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.mesh.named_shardings import replicated
 
 POOLINGS = ("first", "last", "mean")
@@ -27,8 +28,7 @@ class EncoderPrograms:
     def __init__(self, loaded: LoadedModel, *, rows: int, length: int):
         """rows: maximum number of texts of a replica in a program; length: maximum number of tokens of a text."""
         self.loaded, self.weights = loaded, dict(loaded.weights)
-        shape = loaded.mesh.shape
-        self.replicas = shape["data"] * shape["expert"]
+        self.replicas = devices_over(loaded.mesh.shape, BATCH_AXES)
         self.counts, self.lengths = smaller_counts(rows, least=1), lengths_up_to(length)
         self.announced: Announced = lambda name, arguments: nullcontext()
         self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}

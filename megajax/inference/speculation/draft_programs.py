@@ -22,6 +22,7 @@ from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows
+from megajax.mesh.config import BATCH_AXES, devices_over
 
 
 class DraftPrograms:
@@ -46,8 +47,7 @@ class DraftPrograms:
         buckets, length, dtype: of the programs that verify, see `Programs`; all buckets have drafts."""
         self.loaded, self.leaves, self.buckets = loaded, leaves, tuple(buckets)
         self.vocabulary, self.kernel, self.block, self.width = vocabulary, kernel, size.block, -(-length // size.block)
-        shape = loaded.mesh.shape
-        self.replicas = shape["data"] * shape["expert"]
+        self.replicas = devices_over(loaded.mesh.shape, BATCH_AXES)
         self.cache_like = like_cache(leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.compiled: dict[Bucket, jax.stages.Compiled] = {}
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.batch import Rows
-from megajax.mesh.collectives import replica_axes
+from megajax.mesh.collectives import token_axes
 from megajax.models.answers.answers import Answers, mean_of
 from megajax.models.answers.config import (
     JUDGED_KINDS,
@@ -175,7 +175,7 @@ class KTO:
 
     def baseline(self, total: Array, count: Array) -> Array:
         """The mean log-ratio of answers to other prompts, at least 0; an estimate of KL(policy || reference)."""
-        axes, sums = replica_axes(), lax.stop_gradient((total, count))
+        axes, sums = token_axes(), lax.stop_gradient((total, count))
         return jnp.maximum(mean_of(*(lax.psum(sums, axes) if axes else sums)), 0)
 
 

@@ -111,7 +111,7 @@ class Description:
     @property
     def replicas(self) -> int:
         """Devices that work on different rows."""
-        return (self.parallel.data or 1) * self.parallel.expert
+        return self.parallel.replicas(1)
 
     @property
     def shards(self) -> int:

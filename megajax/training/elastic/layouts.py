@@ -108,7 +108,7 @@ class _Search:
         self.micro_sizes = [cfg.batch.micro_size] if fixed else [*dict.fromkeys([cfg.batch.micro_size, *below])]
         parallel = cfg.parallel
         cyclic = cfg.data.loader.cyclic is not None and parallel.data is not None
-        self.replicas = parallel.data_size(1) * parallel.expert if cyclic else None
+        self.replicas = parallel.replicas(1) if cyclic else None
         """Required number of data-parallel devices; None: any number."""
 
     def _rows(self) -> list[int]:

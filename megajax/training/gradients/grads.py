@@ -22,8 +22,8 @@ from megajax.mesh.collectives import (
     manual_replicas,
     moved_axes,
     reduce_shards,
-    replica_axes,
     row_major,
+    token_axes,
 )
 from megajax.mesh.config import MESH_AXES
 from megajax.mesh.layer_observations import Reduction, reduction_of
@@ -200,7 +200,7 @@ def _moves_between_devices(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[in
 
 def over_replicas[T](sums: T) -> T:
     """Sums over the devices that hold different tokens."""
-    axes = replica_axes()
+    axes = token_axes()
     return lax.psum(sums, axes) if axes else sums
 
 
