@@ -143,6 +143,7 @@ class Combination:
             "sequence": parallel.sequence if parallel.tensor > 1 else None,
             "context": parallel.context,
             "sharding": parallel.data_sharding if parallel.data * parallel.context > 1 else None,
+            "groups": True if parallel.shards else None,
             "recompute": self.recompute,
             "tied": cfg.tied,
             "learned positions": cfg.learned_positions,
@@ -196,6 +197,12 @@ pair-tied-learned 5 selective 3 data=2 tensor=4 fsdp means open
 pair-tied-learned 5 selective 4 data=2 tensor=4 zero1
 gpt 8 none 2 pipeline=4 tensor=2 gpipe open
 pair-tied-rope-dropout 5 selective 1 pipeline=2 tensor=4 sequence gpipe layers=1,4
+llama 8 none 2 pipeline=4 data=2 shards=1 zero1 1f1b wait=1 means
+pair-untied-learned-dropout 8 full 4 pipeline=2 data=2 shards=1 context=2 ring fsdp interleaved virtual=2 wait=0 open
+gpt 8 selective 6 pipeline=2 data=4 shards=2 fsdp gpipe virtual=3
+llama 5 selective 3 pipeline=2 data=2 shards=1 tensor=2 sequence zero1 1f1b wait=1 layers=1,4 means
+pair-tied-rope-dropout 5 none 3 data=2 shards=1 tensor=4 zero1
+pair-tied-learned 5 full 3 data=4 shards=2 tensor=2 fsdp open
 """
 """Model, repeats of its blocks, recomputation, microbatches; settings of the layout. means: every microbatch weighs the
 same; open: documents of a row see each other."""

@@ -70,6 +70,7 @@ LAYOUTS = (
     Layout("fsdp", {}, (FSDP,)),
     Layout("tensor2-sequence", {"tensor": 2}, (SEQUENCE,)),
     Layout("tensor4-fsdp", {"tensor": 4}, (FSDP,)),
+    Layout("fsdp-groups", {}, (FSDP, "--parallel.shards=2")),
     Layout("pipeline2-1f1b", {"pipeline": 2}, ("--parallel.schedule=1f1b",)),
     Layout("pipeline2-tensor2-interleaved", {"pipeline": 2, "tensor": 2}, INTERLEAVED),
     Layout("context2-ring", {"context": 2}, ("--parallel.context_strategy=ring",)),

@@ -194,8 +194,6 @@ def published(record: Mapping[str, Any]) -> Published:
     # Whole experts over devices that are cut over `tensor` elsewhere: Megatron-LM's expert groups include them.
     whole = record.get("etp") == 1 and record["tp"] > 1
     expert = min(max(1, record["ep"] // record["tp"]) if whole else record["ep"], record["dp"])
-    # A shard group of one node keeps its gathers there, where they are hidden: as if gathered once.
-    fsdp = record["sharding"] == "fsdp" or (record["sharding"] == "hsdp" and (record.get("fsdp_size") or 0) > 8)
     return Published(
         name=record["id"],
         source=record["source"],
@@ -213,7 +211,8 @@ def published(record: Mapping[str, Any]) -> Published:
         virtual_stages=record["vp"],
         expert=expert,
         whole_experts=whole,
-        fsdp=fsdp,
+        fsdp=record["sharding"] in ("fsdp", "hsdp"),
+        shards=record.get("fsdp_size") if record["sharding"] == "hsdp" else None,
         replicated=record["sharding"] == "replicate",
         compute={"bf16": "bfloat16", "fp16": "float16"}.get(record["precision"], "fp8"),
         reduce=record.get("reduce_dtype"),

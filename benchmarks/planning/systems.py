@@ -63,6 +63,7 @@ class Published:
     expert: int = 1
     whole_experts: bool = False
     fsdp: bool = False
+    shards: int | None = None
     replicated: bool = False
     compute: str = "bfloat16"
     reduce: str | None = None
@@ -86,6 +87,7 @@ class Published:
                 data=self.devices // apart,
                 sequence=self.tensor > 1,
                 data_sharding="fsdp" if self.fsdp else "replicate" if self.replicated else "zero1",
+                shards=self.shards,
             ),
             device=device,
             per_node=self.per_node or min(device.per_node, self.devices),

@@ -189,7 +189,7 @@ ROWS = (
     Row("dp dp_size data_parallel_size", "parallel.data", note="without it, all devices that the other axes leave"),
     Row("parallelism.data_parallel_replicate_degree parallelism_config_dp_replicate_size dp_replicate "
         "ici_data_parallelism", note="parallel.data has replicas and shards together: all devices that the other axes "
-        "leave; parallel.data_sharding says what is sharded over them"),
+        "leave; parallel.data_sharding says what is sharded over them, in groups of parallel.shards"),
     Row("dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism "
         "dcn_context_parallelism dcn_expert_parallelism", note="the size of an axis here is its ici_ x its dcn_ size"),
     Row("cp cp_size context_parallel_size ici_context_parallelism parallelism.context_parallel_degree "
@@ -205,7 +205,8 @@ ROWS = (
         note="over parallel.data devices, which are all that the other axes leave"),
     Row("fsdp_sharding_strategy fsdp_reshard_after_forward data_parallel_sharding_strategy", "parallel.data_sharding",
         "full_shard=fsdp hybrid_shard=fsdp 1=fsdp true=fsdp optim_grads_params=fsdp shard_grad_op=zero1 2=zero1 "
-        "false=zero1 optim=zero1 optim_grads=zero1 no_shard=replicate 3=replicate"),
+        "false=zero1 optim=zero1 optim_grads=zero1 no_shard=replicate 3=replicate",
+        note="hybrid: with --parallel.shards, the devices of a group"),
     Row("zero_stage zero_optimization zero_optimization.stage", "parallel.data_sharding",
         "0=replicate 1=zero1 2=zero1 3=fsdp", note="stages 1 and 2: zero1; 3: fsdp"),
     Row("use_distributed_optimizer shard_optimizer_over_data", "parallel.data_sharding", "false=replicate true=zero1"),

@@ -34,7 +34,7 @@ from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
-from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
+from megajax.mesh.config import BATCH_AXES, DATA_AXES, ParallelConfig, devices_over
 from megajax.mesh.processes.peers import Peers
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
@@ -261,8 +261,8 @@ def engine_of_run(
     arrays: weights and observations of a training state; options: compiler options; rows, cache_tokens: as in
     `InferenceConfig`; the others: as in `make_engine`.
     """
-    axes = {name: mesh.shape[name] for name in ("data", "expert", "tensor")}
-    parallel = ParallelConfig(**axes, data_sharding="replicate")
+    axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
+    parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **axes, data_sharding="replicate")
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
     config = InferenceConfig(rows=rows, compute=cfg.precision.compute, cache_tokens=cache_tokens)
     return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue)

@@ -20,7 +20,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.recompute import SavePolicy, format_recompute
-from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
+from megajax.mesh.config import BATCH_AXES, SHARDS, ParallelConfig, devices_over
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.processes.freed_memory import keeps_freed_memory
 from megajax.mesh.processes.gpus import nccl_variables
@@ -118,11 +118,13 @@ def _layout(program: Program, description: Description) -> list[tuple[str, str]]
         "zero1": "zero1: master weights and optimizer state",
         "fsdp": "fsdp: weights and optimizer state",
     }
+    groups, of_group = mesh.shape["replica"], devices_over(mesh.shape, SHARDS)
+    copies = f"; {groups} groups of {of_group} devices, each with a copy" if groups > 1 else ""
     return [
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}{rest}, {processes}"),
         *_idle(mesh),
         ("mesh", ", ".join(f"{name} {size}" for name, size in mesh.shape.items())),
-        ("data sharding", sharding[parallel.data_sharding]),
+        ("data sharding", sharding[parallel.data_sharding] + copies),
         ("sequence parallel", "on" if parallel.sequence else "off"),
         *_context(program.layout.rows, program.cfg.model),
         *_experts(parallel, mesh, description.mixtures, known=program.summary.facts is not None),

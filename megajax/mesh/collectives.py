@@ -70,6 +70,6 @@ def manual_replicas() -> tuple[str, ...]:
     return tuple(axis for axis, size in manual_axes().items() if size > 1)
 
 
-def rotated(x: Array, axis: str, size: int) -> Array:
-    """x of the previous device along a mesh axis of `size` devices; the first device gets x of the last."""
-    return lax.ppermute(x, axis, [(place, (place + 1) % size) for place in range(size)])
+def rotated(x: Array, axes: Sequence[str], size: int) -> Array:
+    """x of the previous device along mesh axes of `size` devices together; the first device gets x of the last."""
+    return lax.ppermute(x, tuple(axes), [(place, (place + 1) % size) for place in range(size)])

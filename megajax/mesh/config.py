@@ -8,15 +8,20 @@ from typing import Literal
 from megajax.config.errors import Problem, TooFewDevices
 from megajax.config.hints import divisors_of, either
 
-MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
-"""Outermost first: devices along `tensor` communicate most, so they are the closest ones."""
+MESH_AXES = ("pipeline", "replica", "data", "expert", "context", "tensor")
+"""Outermost first: devices along `tensor` communicate most, so they are the closest ones.
 
-BATCH_AXES = ("data", "expert")
+`replica` x `data` have parallel.data devices: parallel.shards of them are along `data`, by default all."""
+SIZED_AXES = tuple(axis for axis in MESH_AXES if axis != "replica")
+"""Settings of ParallelConfig that are numbers of devices."""
+DATA_AXES = ("replica", "data")
+"""Mesh axes of data parallelism; each index has rows of its own, on the devices of `expert`, `context` and `tensor`."""
+BATCH_AXES = (*DATA_AXES, "expert")
 """Mesh axes that the rows of a batch are sharded over; for dense layers `expert` is like `data`."""
 TOKEN_AXES = (*BATCH_AXES, "context")
 """Mesh axes that the positions of all rows are sharded over."""
 SHARDS = ("data", "expert", "context")
-"""Mesh axes that ZeRO and FSDP shard dense weights over, which are replicated over them otherwise."""
+"""Mesh axes that ZeRO and FSDP shard dense weights over. Over `replica` weights are always replicated."""
 
 type ContextStrategy = Literal["all_gather", "ring", "all_to_all", "ring+all_to_all"]
 
@@ -60,6 +65,9 @@ class ParallelConfig:
     data_sharding: Literal["replicate", "zero1", "fsdp"] = "zero1"
     """Sharding over the data axis. replicate: none; zero1: master weights and optimizer state; fsdp: weights during the
     step as well."""
+    shards: int | None = None
+    """Devices of `data` in a group, for hybrid sharding (HSDP): each group has a copy of what data_sharding shards, and
+    a step sums gradients over the groups once. none: one group of all."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """Pipeline schedule. gpipe: all forwards, then all backwards; 1f1b: each backward as early as possible;
     interleaved: 1f1b over several virtual stages."""
@@ -77,10 +85,15 @@ class ParallelConfig:
 
     def problems(self) -> list[Problem]:
         problems = []
-        for name in MESH_AXES:
+        for name in (*SIZED_AXES, "shards"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 problems.append(Problem(name, f"must be at least 1, got {size}"))
+        if self.shards is not None and self.data_sharding == "replicate":
+            message = f"groups of {self.shards} devices shard nothing with parallel.data_sharding=replicate"
+            problems.append(Problem("shards", message, "set data_sharding=zero1 or fsdp, or shards=none"))
+        if self.data is not None:
+            problems += self._group_problems(self.data)
         if self.expert_tensor == "whole" and self.tensor > 1 and not self.sequence:
             message = "whole experts over `tensor` take each device's own positions, and parallel.sequence is false"
             problems.append(Problem("expert_tensor", message, "set parallel.sequence=true, or expert_tensor=cut"))
@@ -99,6 +112,14 @@ class ParallelConfig:
         if self.context == 1:
             return 1
         return {"all_to_all": self.context, "ring+all_to_all": self.context_heads}.get(self.context_strategy, 1)
+
+    def _group_problems(self, data: int) -> list[Problem]:
+        """Problems of groups of `shards` among this many devices of `data`."""
+        if not self.shards or data % self.shards == 0:
+            return []
+        sizes = either([str(size) for size in divisors_of(data)[:-1]])
+        message = f"groups of {self.shards} devices do not divide parallel.data={data}"
+        return [Problem("shards", message, f"use {sizes}, or none for one group" if data > 1 else "use none")]
 
     def _context_problems(self) -> list[Problem]:
         problems = []
@@ -150,16 +171,23 @@ class ParallelConfig:
         """Data-parallel devices, which have different rows."""
         return self.data_size(devices) * self.expert
 
+    def sharding_devices(self, devices: int) -> int:
+        """Devices that ZeRO and FSDP shard a dense weight over: a group's, those of `expert` and `context` included."""
+        return (self.shards or self.data_size(devices)) * self.expert * self.context
+
     def sizes(self, devices: int) -> dict[str, int]:
-        """Mesh axis -> size, all five, outermost first."""
-        return {name: self.data_size(devices) if name == "data" else getattr(self, name) for name in MESH_AXES}
+        """Mesh axis -> size, of all axes, outermost first."""
+        data = self.data_size(devices)
+        shards = self.shards or data
+        split = {"replica": data // shards, "data": shards}
+        return {name: split[name] if name in split else getattr(self, name) for name in MESH_AXES}
 
     def device_problems(self, devices: int) -> list[Problem]:
         """Problems of this layout on `devices` devices."""
         needed = self.without_data() * (self.data or 1)
         if needed > devices:
             replicas = devices // self.without_data()
-            axes = [(name, size) for name in MESH_AXES if (size := getattr(self, name) or 1) > 1]
+            axes = [(name, size) for name in SIZED_AXES if (size := getattr(self, name) or 1) > 1]
             product = " x ".join(f"{name} {size}" for name, size in axes)
             smaller = " or ".join(f"parallel.{name}" for name, _ in axes)
             hint = f"parallel.data can be at most {replicas}" if replicas else f"make {smaller} smaller"
@@ -168,11 +196,11 @@ class ParallelConfig:
             return [TooFewDevices("", message, f"{hint}, or give more devices", needed)]
         if self.data is None and devices % self.without_data():
             replicas = devices // self.without_data()
-            setting = next((name for name in MESH_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor")
+            setting = next((name for name in SIZED_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor")
             message = (
                 f"{devices} devices are not divisible by {self.without_data()}, the devices of one copy of the model"
             )
             return [
                 Problem(setting, message, f"parallel.data={replicas} uses {replicas * self.without_data()} of them")
             ]
-        return []
+        return self._group_problems(self.data_size(devices))

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from megajax.mesh.processes.installation import find_installation
 
 
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The five-axis mesh over `devices` (default: all). Axes of size 1 are kept, so that all layouts are alike.
+    """The mesh over `devices` (default: all). Axes of size 1 are kept, so that all layouts are alike.
 
     It may use a part of the devices, at least one per process. Raises ConfigError if the sizes don't fit the devices.
     """
@@ -24,13 +25,12 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
     problems = cfg.problems() or cfg.device_problems(len(devices))
     if problems:
         raise ConfigError([replace(problem, setting=f"parallel.{problem.setting}".rstrip(".")) for problem in problems])
-    sizes = cfg.sizes(len(devices))
-    used = cfg.without_data() * sizes["data"]
+    sizes = tuple(cfg.sizes(len(devices)).values())
     return jax.make_mesh(
-        tuple(sizes.values()),
+        sizes,
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=select_devices(devices, used, cfg.tensor),
+        devices=select_devices(devices, prod(sizes), cfg.tensor),
     )
 
 
@@ -65,10 +65,21 @@ def select_devices(devices: Sequence[jax.Device], used: int, neighbours: int = 1
     return [device for index, local in owned.items() for device in local[: counts[index]]]
 
 
-def rotated_mesh(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh with its devices rotated by one place along an axis: each takes the place of the one before it."""
-    devices = np.roll(mesh.devices, -1, mesh.axis_names.index(axis))
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+def rotated_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:
+    """The mesh with its devices rotated by one place along neighbouring axes, which count as one.
+
+    Each device takes the place of the one before it.
+    """
+    devices = np.roll(merged(mesh.devices, mesh.axis_names, axes), -1, mesh.axis_names.index(axes[0]))
+    return Mesh(devices.reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def merged(array: np.ndarray, names: Sequence[str], axes: Sequence[str]) -> np.ndarray:
+    """The array with one dimension for neighbouring axes. names: the axes of its first dimensions."""
+    first = names.index(axes[0])
+    if tuple(names[first : first + len(axes)]) != tuple(axes):
+        raise ValueError(f"{tuple(axes)} are not neighbours in {tuple(names)}")
+    return array.reshape(*array.shape[:first], -1, *array.shape[first + len(axes) :])
 
 
 def find_devices() -> list[jax.Device]:

@@ -14,7 +14,7 @@ from megajax.layers.norm.config import NormConfig
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.recompute import Part, Recompute, Recomputing, format_recompute
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.config import SIZED_AXES, ParallelConfig
 from megajax.models.facts import ParameterCount, count_parameters
 
 
@@ -190,7 +190,7 @@ class TransformerConfig:
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sizes that the mesh does not divide, and recompute settings that it does not allow."""
-        sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
+        sizes = {axis: getattr(parallel, axis) or 1 for axis in SIZED_AXES}
         tensor_shards = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
         sizes |= {"experts": sizes["expert"] * tensor_shards, "expert_mlp": sizes["tensor"] // tensor_shards}
         ring = sizes["context"] // parallel.exchanging() if "ring" in parallel.context_strategy else 1
@@ -209,7 +209,7 @@ class TransformerConfig:
                 "hidden",
                 f"parallel.data_sharding={parallel.data_sharding} shards hidden={self.hidden} over {shards} "
                 "data-parallel devices, which do not divide it",
-                "use data_sharding=replicate or another parallel.data",
+                "use data_sharding=replicate or another parallel.data or parallel.shards",
             )
 
     def _group_problems(self, parallel: ParallelConfig) -> Iterator[Problem]:

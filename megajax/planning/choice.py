@@ -28,6 +28,7 @@ class Choice:
     context: int = 1
     context_strategy: ContextStrategy = "all_gather"
     data_sharding: Literal["replicate", "zero1", "fsdp"]
+    shards: int | None = None
     sequence: bool
     micro_size: int
     dispatch_chunks: int = 1
@@ -54,12 +55,15 @@ class Choice:
         """Mesh axes, virtual stages and other means in use; chunks of the pipeline."""
         sizes = self.tensor, self.pipeline, self.virtual_stages, self.expert, self.context, self.dispatch_chunks
         means = sum(size > 1 for size in sizes) + (self.data_sharding == "fsdp") + (self.offload > 0)
+        means += self.shards is not None
         return means, self.pipeline * self.virtual_stages
 
     @property
     def sharding(self) -> str:
-        """For example "zero1, 50% of moments in host memory"."""
-        return self.data_sharding + (f", {self.offload:.0%} of moments in host memory" if self.offload else "")
+        """For example "zero1, shards 8, 50% of moments in host memory"."""
+        groups = "" if self.shards is None else f", shards {self.shards}"
+        offloaded = f", {self.offload:.0%} of moments in host memory" if self.offload else ""
+        return f"{self.data_sharding}{groups}{offloaded}"
 
     @property
     def recomputing(self) -> str:
@@ -99,7 +103,7 @@ def mixtures(cfg: RunConfig) -> list[MoEConfig]:
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context", "context_strategy", "data_sharding",
-             "sequence")  # fmt: skip
+             "shards", "sequence")  # fmt: skip
 SEARCHED: Mapping[str, str] = MappingProxyType(
     {f"parallel.{name}": name for name in _PARALLEL}
     | {f"model.{name}": name for name in ("recompute", "recompute_layers")}

@@ -216,7 +216,7 @@ class Result:
     def well_known(self) -> list[tuple[str, str]]:
         """Name and verdict of pure FSDP, tensor parallelism without a pipeline, and the config as given."""
         task, groups = self.task, {group.place: group for group in self.groups}
-        pure, fsdp = {"data_sharding": "fsdp", "expert": 1, "context": 1}, None
+        pure, fsdp = {"data_sharding": "fsdp", "shards": None, "expert": 1, "context": 1}, None
         if (1, 1) in groups and all(task.fixed.get(name, value) == value for name, value in pure.items()):
             fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1))
         tensor = max((tensor for tensor, pipeline in groups if pipeline == 1), default=task.case.cluster.per_node)
@@ -389,7 +389,7 @@ MOST_CHANGES = 3
 KINDS = (
     ("micro_size",),
     ("recompute", "recompute_layers"),
-    ("data_sharding",),
+    ("data_sharding", "shards"),
     ("sequence",),
     ("virtual_stages",),
     ("tensor", "data", "sequence"),

@@ -127,7 +127,9 @@ class Task:
                 fields |= {"tensor": tensor, "pipeline": pipeline, "context": context}
                 fields["data"] = replicas // fields["expert"]
                 if fields["data"] == self.fixed.get("data", fields["data"]):
-                    yield Choice(**fields)
+                    for shards in self._shards(fields):
+                        fields["shards"] = shards
+                        yield Choice(**fields)
 
     def recomputes(self) -> list[Recompute]:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
@@ -181,6 +183,17 @@ class Task:
             return 1
         stack = self.case.cfg.model.stack
         return stack.layers() // stack.cut_unit()
+
+    def _shards(self, fields: Mapping[str, Any]) -> Sequence[int | None]:
+        """Sizes of groups that shard weights: all devices of `data`; with FSDP also those of a node.
+
+        Larger groups gather between nodes as all devices do. ZeRO-1 would send more between nodes in groups.
+        """
+        shards, rest = divmod(
+            self.case.cluster.per_node, prod(fields[axis] for axis in ("expert", "context", "tensor"))
+        )
+        fits = shards and not rest and shards < fields["data"] and fields["data"] % shards == 0
+        return self._values("shards", [None, *[shards] * (fits and fields["data_sharding"] == "fsdp")])
 
     def _chunks(self, pipeline: int) -> list[int]:
         """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""

@@ -8,6 +8,7 @@ from megajax.compiled.gpus import GIB, MIB, Device
 from megajax.config.dump import diff
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, count, duration
+from megajax.mesh.config import DATA_AXES, devices_over
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import CACHE_SHARE, Serving, row_counts
@@ -277,7 +278,7 @@ def sweep_report(source: str, axis: str, points: Sequence[Point]) -> Report:
             if "refusal" not in point:
                 speed = point["tokens_per_second_per_device"]
                 base = base or speed
-                counts = point["mesh"]["data"], point["global_size"], point["microbatches"]
+                counts = devices_over(point["mesh"], DATA_AXES), point["global_size"], point["microbatches"]
                 texts = [*(f"{n:,}" for n in counts), f"{speed / base:.1%}", f"{tokens_per_second(point):,.0f}"]
             rows.append([point["value"], *texts, *cells(point)])
         if rows:

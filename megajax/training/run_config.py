@@ -207,7 +207,7 @@ def _model(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Conflicts between the model and the mesh."""
     total = _known_devices(cfg, devices)
     has_mesh = total is not None and not cfg.parallel.problems()
-    shards = cfg.parallel.replicas(total) * cfg.parallel.context if has_mesh else None
+    shards = cfg.parallel.sharding_devices(total) if has_mesh else None
     yield from _under("model", cfg.model.parallel_problems(cfg.parallel, shards))
 
 

@@ -20,7 +20,7 @@ def write(run: Path, losses: list[float]) -> None:
 
 
 def test_ten_layouts_fit_eight_devices():
-    assert len(LAYOUTS) == 10
+    assert len(LAYOUTS) == 11
     for layout in LAYOUTS:
         for chosen, devices in ((layout, 8), (layout.reference, 1), *[(layout, 4)] * layout.fits(4)):
             settings = (*TINY, *chosen.arguments(devices), "--steps=5")

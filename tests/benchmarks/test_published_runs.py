@@ -12,7 +12,7 @@ from benchmarks.planning.accuracy import RUNS
 from benchmarks.planning.held_out import Group
 from benchmarks.planning.systems import MEGATRON, MEGATRON_R08, PYTORCH_FSDP, UNTUNED
 from megajax.compiled.gpus import GPUS
-from megajax.mesh.config import MESH_AXES
+from megajax.mesh.config import SIZED_AXES
 from megajax.planning.cost.ranges import QUANTILES, RANGES, ErrorRange
 
 pytestmark = pytest.mark.smoke
@@ -89,7 +89,7 @@ def test_a_record_is_read(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, [RECORD, *others])))
     (record,) = published.read(file)
     run = published.published(record).described()
-    layout = {name: size for name, size in asdict(run.parallel).items() if name in MESH_AXES}
+    layout = {name: size for name, size in asdict(run.parallel).items() if name in SIZED_AXES}
     assert layout == {"pipeline": 2, "data": 8, "expert": 1, "context": 2, "tensor": 2}
     assert run.parallel.data_sharding == "fsdp" and run.parallel.sequence and run.parallel.virtual_stages == 2
     assert (run.devices, run.microbatches, run.compute, run.model.recompute) == (64, 4, "fp8", "full")

@@ -21,6 +21,8 @@ from megajax.training.session import Parts, prepare
 LAYOUTS = {
     "zero1": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
     "fsdp": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
+    "zero1_groups": ParallelConfig(data=4, data_sharding="zero1", shards=2),
+    "fsdp_groups": ParallelConfig(data=4, data_sharding="fsdp", shards=2),
 }
 LOCKED = "0.12.0.1"
 """The version in uv.lock."""
@@ -31,9 +33,10 @@ STEP, MICROBATCH, LAYER = 0, 1, 2
 
 def _parts(layout: str) -> Parts:
     cfg = load("llama3.py:debug")
-    size = MICROBATCHES * ROWS * 2
+    parallel = LAYOUTS[layout]
+    size = MICROBATCHES * ROWS * parallel.replicas(4)
     cfg = cfg.but(
-        parallel=LAYOUTS[layout],
+        parallel=parallel,
         batch=BatchConfig(global_size=size, micro_size=ROWS),
         model=replace(cfg.model, sequence_length=LENGTH, loss_chunk=16),
     )
@@ -46,11 +49,11 @@ def _compiled(parts: Parts) -> str:
         return step.lower(parts.program.state_like(), parts.program.batch_like()).compile().as_text()
 
 
-def _over_data(actual: list[Collective]) -> dict[tuple[int, str], int]:
-    """(loops, kind) -> arrays moved over the data axis."""
+def _over(axis: str, actual: list[Collective]) -> dict[tuple[int, str], int]:
+    """(loops, kind) -> arrays moved over a mesh axis."""
     moved: dict[tuple[int, str], int] = {}
     for collective in actual:
-        if "data" in collective.groups.axes:
+        if axis in collective.groups.axes:
             place = len(collective.place.path), collective.kind
             moved[place] = moved.get(place, 0) + collective.arrays
     return moved
@@ -70,7 +73,9 @@ def counts(actual: Iterable[Collective]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "zero1_groups" else name for name in LAYOUTS]
+)
 def test_collectives_of_a_step(layout: str, golden: Callable[[str, str], None]) -> None:
     parts = _parts(layout)
     every = read(_compiled(parts), parts.program.mesh.shape).collectives
@@ -82,21 +87,25 @@ def test_collectives_of_a_step(layout: str, golden: Callable[[str, str], None]) 
     # Stacked gains are too small to be gathered layer by layer.
     stacked = sum("layer" in spec.axes and len(spec.axes) > 2 for spec in parts.program.declared.values())
     unstacked = len(parts.program.declared) - stacked
-    if layout == "zero1":
+    if parts.cfg.parallel.data_sharding == "zero1":
         # One gather and one reduction of each weight per step, for any number of microbatches.
         weights = stacked + unstacked
-        assert _over_data(actual) == {(STEP, "all-gather"): weights, (STEP, "reduce-scatter"): weights}
+        assert _over("data", actual) == {(STEP, "all-gather"): weights, (STEP, "reduce-scatter"): weights}
     else:
         # A layer's matrices twice per microbatch (the backward pass gathers them again), the others once per step.
-        assert _over_data(actual) == {
+        assert _over("data", actual) == {
             (STEP, "all-gather"): unstacked,
             (STEP, "reduce-scatter"): unstacked,
             (LAYER, "all-gather"): 2 * stacked,
             (LAYER, "reduce-scatter"): stacked,
         }
-    assert all(len(collective.groups.axes) == 1 for collective in actual), "a collective over data and tensor at once"
+    # Between groups, one sum of each gradient per step.
+    groups = parts.program.mesh.shape["replica"]
+    assert _over("replica", actual) == ({(STEP, "all-reduce"): stacked + unstacked} if groups > 1 else {})
+    assert all(len(collective.groups.axes) == 1 for collective in actual), "a collective over two axes at once"
     assert not {"all-to-all", "collective-permute"} & {collective.kind for collective in actual}
     if jax.__version__ != LOCKED:
         pytest.skip(f"the whole list is kept for jax {LOCKED}; this is {jax.__version__}")
-    lines = [f"data 2 x tensor 2, sequence parallel, {layout}; sums of scalars once a step left out", *counts(actual)]
+    sizes = " x ".join(f"{axis} {size}" for axis, size in parts.program.mesh.shape.items() if size > 1)
+    lines = [f"{sizes}, {layout}; sums of scalars once a step left out", *counts(actual)]
     golden(f"collectives_{layout}", "\n".join(lines) + "\n")

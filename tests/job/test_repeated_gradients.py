@@ -21,14 +21,14 @@ from megajax.job.integrity.recompute import (
     scale_of,
     verdict,
 )
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import DATA_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh, rotated_mesh
 
 ONE = np.float32(1)
 LAYOUTS = {
     "zero1": ParallelConfig(data=4, data_sharding="zero1"),
     "fsdp": ParallelConfig(data=4, context=2, data_sharding="fsdp"),
-    "pipeline": ParallelConfig(pipeline=2, data=4, data_sharding="zero1"),
+    "pipeline": ParallelConfig(pipeline=2, data=4, data_sharding="zero1", shards=2),
 }
 
 
@@ -59,7 +59,7 @@ def test_the_group_with_a_faulty_device_is_named(layout):
     run, mesh = recompute(layout)
     assert run(lambda mesh, number: scale_of(mesh, ONE, None)) is None
     for group in (0, 3):
-        device = np.take(mesh.devices, group, mesh.axis_names.index("data")).flat[-1]
+        device = mesh.devices.reshape(mesh.shape["pipeline"], 4, -1)[:, group].flat[-1]
         always = run(partial(faulty, device, range(4)))
         assert always == Verdict((group,), reproducible=True, alike=2)
         assert device in devices_of(mesh, always)
@@ -97,12 +97,13 @@ def test_messages():
 
 
 def test_devices_change_places():
-    mesh = build_mesh(ParallelConfig(data=4, tensor=2))
-    rotated = rotated_mesh(mesh, "data")
+    mesh = build_mesh(ParallelConfig(data=4, tensor=2, shards=2))
+    rotated = rotated_mesh(mesh, DATA_AXES)
     assert rotated.axis_names == mesh.axis_names and rotated.axis_types == mesh.axis_types
-    ids = np.vectorize(lambda device: device.id)
-    assert (ids(rotated.devices)[0, :3] == ids(mesh.devices)[0, 1:]).all()
-    assert (ids(rotated.devices)[0, 3] == ids(mesh.devices)[0, 0]).all()
+    assert rotated.device_ids.shape == mesh.device_ids.shape
+    assert rotated.device_ids.ravel().tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
+    with pytest.raises(ValueError, match="not neighbours"):
+        rotated_mesh(mesh, ("replica", "expert"))
 
 
 def test_a_single_group_is_refused():

@@ -100,7 +100,7 @@ def calls_of_a_layer(strategy: str, *, manual: bool = True, length: int = 64, **
         index = sharding.local_index(x.shape[1]) if manual else jnp.arange(x.shape[1])
         return bind(module, weights)(x, Context(jnp.zeros(x.shape[:2], jnp.int32), index, None))
 
-    row, outer = P(None, "context"), {"pipeline", "data", "expert", "context"}
+    row, outer = P(None, "context"), {"pipeline", "replica", "data", "expert", "context"}
     mesh, run = build_mesh(parallel), attention
     if manual:
         ins = (P(), row)

@@ -1,20 +1,20 @@
 """Weights of experts, sharded over `expert`, under every data sharding: layout at rest, and gradients."""
 
-from itertools import chain
-from math import prod
-from typing import Any
+from dataclasses import replace
+from itertools import chain, product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.layers.param import Normal, ParamSpec
 from megajax.mesh.collectives import token_axes
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig
 from megajax.training.gradients.grads import MANUAL, Weights
@@ -25,20 +25,25 @@ LAYERS, EXPERTS, TOKENS, HIDDEN, FFN = 2, 4, 16, 16, 8
 AXES = ("layer", "expert", "embed", "mlp")
 SHAPE = (LAYERS, EXPERTS, HIDDEN, FFN)
 SPEC = ParamSpec("up", SHAPE, AXES, Normal(1.0), "weight", "up", tuple(range(LAYERS)))
-PARALLEL = {"expert 2": {"expert": 2, "data": 2, "tensor": 2}, "expert 4": {"expert": 4, "data": 2}}
+PARALLEL = {
+    "expert 2": ParallelConfig(expert=2, data=2, tensor=2),
+    "expert 4": ParallelConfig(expert=4, data=2),
+    "two groups": ParallelConfig(expert=2, data=4, shards=2),
+    "four groups": ParallelConfig(expert=2, data=4, shards=1),
+}
+CASES = {
+    f"{name}, {sharding}": replace(parallel, data_sharding=sharding)
+    for (name, parallel), sharding in product(PARALLEL.items(), ("replicate", "zero1", "fsdp"))
+    if parallel.shards is None or sharding != "replicate"
+}
 W = np.random.default_rng(0).integers(-3, 4, SHAPE).astype(np.float32)
 X = np.random.default_rng(1).integers(-3, 4, (TOKENS, HIDDEN)).astype(np.float32)
 
 
-@pytest.mark.parametrize("sizes", PARALLEL.values(), ids=PARALLEL)
-@pytest.mark.parametrize("sharding", ["replicate", "zero1", "fsdp"])
-def test_gradients_of_experts_equal_one_device_and_their_weights_are_sharded(
-    sharding: Any, sizes: dict[str, int]
-) -> None:
+@pytest.mark.parametrize("parallel", CASES.values(), ids=CASES)
+def test_gradients_of_experts_equal_one_device_and_their_weights_are_sharded(parallel: ParallelConfig) -> None:
     """Every expert sees every token: half the sum of squares of x w has the gradient x^T x w."""
-    parallel = ParallelConfig(data_sharding=sharding, **sizes)
-    plan, kinds = Plan.of(parallel), (AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh([sizes.get(axis, 1) for axis in MESH_AXES], MESH_AXES, axis_types=kinds)
+    plan, mesh = Plan.of(parallel), build_mesh(parallel)
     layout = Layout(plan)
     weights = Weights(None, {"up": SPEC}, {}, layout, PrecisionConfig(compute="float32"))
 
@@ -76,6 +81,7 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_sharded(
     for spec in (at_rest, plan.optimizer.spec(AXES)):
         axes = [*chain.from_iterable((entry,) if isinstance(entry, str) else entry or () for entry in spec)]
         assert len(axes) == len(set(axes))
-    shards = prod(sizes.values()) if sharding != "replicate" else prod(sizes.values()) // sizes["data"]
+    sharded = parallel.expert if parallel.data_sharding == "replicate" else parallel.sharding_devices(1)
+    shards = sharded * parallel.tensor
     assert placed.addressable_shards[0].data.nbytes == W.nbytes // shards
     assert gradients["up"].addressable_shards[0].data.nbytes == W.nbytes // shards

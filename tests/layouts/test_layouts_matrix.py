@@ -52,6 +52,9 @@ def possible(first: tuple[str, object], second: tuple[str, object]) -> bool:
         # These need devices of data or context, and of tensor; without them they have no effect.
         case ("pipeline", 8, "sequence" | "sharding", _) | ("sequence", _, "tensor", 1):
             return False
+        # Groups of devices of data have copies of what is sharded.
+        case ("groups", _, "sharding", "replicate") | ("data", 1, "groups", _) | ("groups", _, "pipeline", 8):
+            return False
         # 24 layers or more.
         case ("pipeline", 8, "virtual stages", 3):
             return False

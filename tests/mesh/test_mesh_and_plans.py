@@ -13,11 +13,11 @@ from megajax.mesh.rules import Plan, Rules
 pytestmark = pytest.mark.smoke
 
 
-def test_the_mesh_has_all_five_axes_with_tensor_innermost():
+def test_the_mesh_has_all_axes_with_tensor_innermost():
     mesh = build_mesh(ParallelConfig(tensor=2))
-    assert mesh.axis_names == MESH_AXES == ("pipeline", "data", "expert", "context", "tensor")
-    assert dict(mesh.shape) == {"pipeline": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2}
-    neighbours = mesh.devices[0, 1, 0, 0]
+    assert mesh.axis_names == MESH_AXES == ("pipeline", "replica", "data", "expert", "context", "tensor")
+    assert dict(mesh.shape) == {"pipeline": 1, "replica": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2}
+    neighbours = mesh.devices[0, 0, 1, 0, 0]
     assert [device.id for device in neighbours] == [2, 3]
 
 
@@ -40,6 +40,22 @@ def test_groups_of_sixteen_devices_match_megatron():
     assert groups(mesh, "tensor") == [[first, first + 1] for first in range(0, 16, 2)]
     assert groups(mesh, "data") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert groups(mesh, "pipeline") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
+def test_groups_of_shards_are_within_nodes(sharding):
+    """A group of parallel.shards x tensor devices is one node of 8, and `replica` connects those of equal places."""
+    parallel = ParallelConfig(tensor=2, pipeline=2, data_sharding=sharding, shards=4)
+    mesh = build_mesh(parallel, [VirtualDevice(number) for number in range(32)])
+    assert dict(mesh.shape) == {"pipeline": 2, "replica": 2, "data": 4, "expert": 1, "context": 1, "tensor": 2}
+    assert groups(mesh, "data") == [
+        [*range(first, first + 8, 2)] for node in range(0, 32, 8) for first in (node, node + 1)
+    ]
+    assert groups(mesh, "replica") == [[n, n + 8] for n in (*range(8), *range(16, 24))]
+    plan = Plan.of(parallel)
+    assert plan.compute.spec(("batch", "seq")) == P(("replica", "data", "expert"), "context")
+    assert plan.optimizer.spec(("embed", "mlp")) == P(("data", "expert", "context"), "tensor")
+    assert plan == Plan.of(ParallelConfig(tensor=2, data_sharding=sharding)), "shards change the mesh alone"
 
 
 def test_one_process_may_leave_devices_unused():
@@ -70,6 +86,11 @@ def test_one_process_may_leave_devices_unused():
         (ParallelConfig(pipeline=2, virtual_stages=0), "parallel.virtual_stages: must be at least 1, got 0"),
         (ParallelConfig(pipeline=2, loss_wait=2), "parallel.loss_wait: must be 0 or 1, got 2"),
         (ParallelConfig(sequence=True), "parallel.sequence: sequence parallelism needs parallel.tensor > 1"),
+        (ParallelConfig(data=8, shards=0), "parallel.shards: must be at least 1, got 0"),
+        (ParallelConfig(data=8, shards=3), "parallel.shards: groups of 3 devices do not divide parallel.data=8"),
+        (ParallelConfig(tensor=2, shards=8), "parallel.shards: groups of 8 devices do not divide parallel.data=4"),
+        (ParallelConfig(tensor=2, shards=8), "use 1 or 2, or none for one group"),
+        (ParallelConfig(shards=4, data_sharding="replicate"), "shard nothing with parallel.data_sharding=replicate"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(parallel, message):
@@ -80,7 +101,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(parallel, message):
 
 def test_sizes_without_devices_at_hand():
     parallel = ParallelConfig(tensor=4)
-    assert parallel.sizes(32) == {"pipeline": 1, "data": 8, "expert": 1, "context": 1, "tensor": 4}
+    assert parallel.sizes(32) == {"pipeline": 1, "replica": 1, "data": 8, "expert": 1, "context": 1, "tensor": 4}
     assert parallel.without_data() == 4
     assert parallel.data_size(2) == 1
     assert next(str(p) for p in parallel.device_problems(2)).startswith(
@@ -92,7 +113,7 @@ def test_sizes_without_devices_at_hand():
 def test_specs_from_logical_axes():
     rules = Rules()
     assert rules.spec(("vocab", "embed")) == P(("pipeline", "tensor"), None)
-    assert rules.spec((None, "batch", "seq")) == P(None, ("data", "expert"), "context")
+    assert rules.spec((None, "batch", "seq")) == P(None, ("replica", "data", "expert"), "context")
     assert rules.spec(("batch", "heads"), keep=("data", "tensor")) == P("data", "tensor")
     assert rules.spec(("batch", "heads"), keep=()) == P(None, None)
     with pytest.raises(ValueError, match="mesh axis on two dimensions"):
@@ -121,7 +142,7 @@ def test_plans_differ_in_the_sharding_of_embed():
 def test_sequence_parallelism_shards_only_the_residual_stream():
     plain, sequence_parallel = (Plan.of(ParallelConfig(tensor=2, sequence=flag)).compute for flag in (False, True))
     residual = ("batch", "seq_residual", "embed")
-    assert plain.spec(residual) == P(("data", "expert"), "context", None)
-    assert sequence_parallel.spec(residual) == P(("data", "expert"), ("context", "tensor"), None)
+    assert plain.spec(residual) == P(("replica", "data", "expert"), "context", None)
+    assert sequence_parallel.spec(residual) == P(("replica", "data", "expert"), ("context", "tensor"), None)
     assert sequence_parallel.spec(("batch", "seq", "heads")) == plain.spec(("batch", "seq", "heads"))
     assert hash(Plan.of(ParallelConfig())) == hash(Plan.of(ParallelConfig()))

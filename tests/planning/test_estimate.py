@@ -12,6 +12,7 @@ import pytest
 from descriptions import llama3_8b
 
 from megajax.compiled.gpus import GPUS
+from megajax.compiled.links import Span, seconds
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
@@ -128,6 +129,27 @@ def test_fsdp_gathers_in_compute_dtype_and_reduces_in_the_dtype_of_gradients(red
     layout = ParallelConfig(data=8, data_sharding="fsdp")
     rows = {row.what: row.bytes for row in estimate(run(parallel=layout, reduce=reduce)).traffic}
     assert rows["a layer's gradients"] / width == rows["a layer's weights, forward"] / 2
+
+
+def test_groups_gather_inside_nodes_and_sum_gradients_between_them() -> None:
+    """Llama-3 8B on 8 nodes, with a copy of the weights in each: what a node alone does, and one all-reduce."""
+    whole = run(parallel=ParallelConfig(data=64, data_sharding="fsdp"), global_size=64)
+    node, groups = (replace(whole.parallel, **sizes) for sizes in ({"data": 8}, {"shards": 8}))
+    alone, hybrid = estimate(replace(whole, parallel=node, global_size=8)), estimate(replace(whole, parallel=groups))
+    (between,) = [row for row in hybrid.traffic if row.axis == "replica"]
+    assert [row for row in hybrid.traffic if row is not between] == list(alone.traffic)
+    parameters = whole.model.parameter_count().total
+    assert (between.kind, between.count) == ("all-reduce", 1)
+    assert between.bytes == pytest.approx(4 * parameters / 8, rel=1e-3)
+    assert between.seconds == seconds("all-reduce", between.bytes, Span(8, 1), H100)
+    assert hybrid.memory == alone.memory
+    assert hybrid.memory.parameters == pytest.approx(8 * estimate(whole).memory.parameters)
+    zero1 = replace(groups, data_sharding="zero1", tensor=2, data=32, shards=4)
+    rows = {(row.kind, row.axis): row for row in estimate(replace(whole, parallel=zero1)).traffic}
+    assert rows["all-reduce", "replica"].bytes == pytest.approx(rows["reduce-scatter", "data"].bytes / 4)
+    assert rows["all-gather", "data"].seconds == pytest.approx(
+        seconds("all-gather", rows["all-gather", "data"].bytes, Span(4, 4), H100)
+    )
 
 
 def test_settings_change_only_their_own_figures() -> None:

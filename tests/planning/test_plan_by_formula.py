@@ -23,7 +23,7 @@ def plan_json(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def test_json_and_printed_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = plan_json(tmp_path)
-    assert figures["mesh"] == {"pipeline": 4, "data": 4, "expert": 1, "context": 1, "tensor": 8}
+    assert figures["mesh"] == {"pipeline": 4, "replica": 1, "data": 4, "expert": 1, "context": 1, "tensor": 8}
     assert figures["fits"] is True and figures["ring_slots"] == 24 and figures["devices"] == 128
     for name in ("step_seconds", "mfu_full", "mfu_causal", "tokens_per_second_per_device", "gpu_hours", "days"):
         assert figures[name] > 0, name

@@ -140,6 +140,22 @@ def test_the_fewest_layers_that_fit_are_recomputed() -> None:
     assert entry.peak <= request.limit < request.with_choice(one_less).estimate.memory.peak
 
 
+def test_fsdp_in_groups_of_a_node_is_the_best_where_the_network_is_slow() -> None:
+    """8B on 2 nodes: an all-reduce a step between nodes against gathers and scatters of each microbatch."""
+    request = task("llama3_8b", 16)
+    tried = {(layout.data_sharding, layout.shards) for layout in request.layouts((2, 1)) if layout.context == 1}
+    assert tried == {("zero1", None), ("fsdp", None), ("fsdp", 4)}
+    fixed = {"tensor": 1, "pipeline": 1, "context": 1}
+    cluster = request.case.cluster
+    for network, shards in ((50e9, None), (12.5e9, 8)):
+        nodes = cluster._replace(device=replace(H100, network=network))
+        best = best_of(Task(replace(request.case, cluster=nodes), fixed))[0]
+        assert (best.choice.data_sharding, best.choice.shards) == ("fsdp", shards)
+    assert best.choice.sharding == "fsdp, shards 8"
+    assert apply(best.choice, request.case.cfg).parallel.shards == 8
+    assert {choice.shards for choice in replace(request, fixed={"shards": 16}).layouts((1, 1))} == {16}
+
+
 def test_long_rows_are_sharded_if_they_do_not_fit() -> None:
     """A row of 131,072 tokens of Llama-3 8B does not fit on one H100, even with full recomputation."""
     few = {"data_sharding": "fsdp", "pipeline": 1, "tensor": 1, "micro_size": 1, "recompute": "full"}

@@ -50,7 +50,7 @@ def test_weak_and_strong_scaling(tmp_path: Path) -> None:
     weak, strong = ([point for point in points if point["mode"] == mode] for mode in ("weak", "strong"))
     assert [point["devices"] for point in weak] == [64 * 2**n for n in range(9)]
     assert [point["global_size"] for point in weak] == [512 * 2**n for n in range(9)]
-    assert weak[-1]["mesh"] == {"pipeline": 4, "data": 512, "expert": 1, "context": 1, "tensor": 8}
+    assert weak[-1]["mesh"] == {"pipeline": 4, "replica": 1, "data": 512, "expert": 1, "context": 1, "tensor": 8}
     # Devices wait for the slowest of 2048 nodes instead of 8.
     waited = (1 + 11 * GPUS["h100"].straggling) / (1 + 3 * GPUS["h100"].straggling)
     assert weak[-1]["step_seconds"] == pytest.approx(waited * weak[0]["step_seconds"], rel=0.01)

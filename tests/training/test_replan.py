@@ -11,7 +11,7 @@ from megajax.config import load
 from megajax.config.errors import ConfigError, Problem, TooFewDevices
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.config import SIZED_AXES, ParallelConfig
 from megajax.training.config import BatchConfig, LinearRampConfig
 from megajax.training.elastic.replan import Replan, elastic_hint, replanned
 from megajax.training.run_config import RunConfig
@@ -46,7 +46,7 @@ def every_layout(cfg: RunConfig, devices: int, least: int) -> Iterator[RunConfig
     shardings = ("replicate", "zero1", "fsdp")
     shardings = shardings[: shardings.index(now.data_sharding) + 1]
     for axes in product(range(1, devices + 1), repeat=5):
-        parallel = ParallelConfig(**dict(zip(MESH_AXES, axes, strict=True)))
+        parallel = ParallelConfig(**dict(zip(SIZED_AXES, axes, strict=True)))
         if not least <= parallel.without_data() * axes[1] <= devices:
             continue
         for micro_size, sharding, virtual, rounds in product(
@@ -56,7 +56,7 @@ def every_layout(cfg: RunConfig, devices: int, least: int) -> Iterator[RunConfig
                 continue
             kept = now.layers if parallel.pipeline * virtual == now.chunks() else None
             layout = replace(
-                now, **dict(zip(MESH_AXES, axes, strict=True)), data_sharding=sharding, virtual_stages=virtual,
+                now, **dict(zip(SIZED_AXES, axes, strict=True)), data_sharding=sharding, virtual_stages=virtual,
                 context_rounds=rounds, layers=kept, sequence=now.sequence and axes[4] > 1,
                 schedule="1f1b" if virtual == 1 and now.schedule == "interleaved" else now.schedule,
                 context_heads=1 if axes[3] % now.context_heads else now.context_heads,

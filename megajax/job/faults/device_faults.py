@@ -14,7 +14,7 @@ import jax
 from megajax.config.compose import override
 from megajax.config.errors import UserError
 from megajax.job.device_memory import compiled_memory, size
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.config import SIZED_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.installation import find_installation
 from megajax.mesh.xla_options import memory_fraction
@@ -107,7 +107,7 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
     elif state is not None:
         lines.append(f"  needed:  {size(state)} for weights and optimizer alone; the step is not compiled")
     parallel, model = cfg.parallel, facts_of(cfg.model)
-    mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in MESH_AXES)
+    mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in SIZED_AXES)
     lines.append(
         f"  used:    micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
         f"{mesh.replace('None', 'the rest')}{'' if model is None else f', loss_chunk {model.head_facts().chunk}'}"
@@ -172,6 +172,8 @@ def _state_changes(parallel: ParallelConfig) -> Iterator[Change]:
         yield Change("parallel.data_sharding=zero1", "shards optimizer and master weights over data")
     if parallel.data_sharding != "fsdp":
         yield Change("parallel.data_sharding=fsdp", "shards weights too, and gathers them layer by layer")
+    if parallel.shards is not None:
+        yield Change("parallel.shards=none", "one copy over all devices of data, none for each group")
     yield Change(f"parallel.tensor={2 * parallel.tensor}", "shards each layer further")
     yield Change(f"parallel.pipeline={2 * parallel.pipeline}", "fewer layers on each device")
 

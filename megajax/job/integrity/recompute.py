@@ -22,8 +22,9 @@ from megajax.faults.config import RecomputeConfig
 from megajax.faults.drills import Drill
 from megajax.job.integrity.state_hash import array_hash
 from megajax.mesh.collectives import rotated
+from megajax.mesh.config import DATA_AXES, devices_over
 from megajax.mesh.layer_observations import reduction_of
-from megajax.mesh.mesh import rotated_mesh
+from megajax.mesh.mesh import merged, rotated_mesh
 from megajax.mesh.named_shardings import one_for_each_group, replicated
 from megajax.precision.loss_scale import in_range
 from megajax.training.gradients.grads import MANUAL, Weights
@@ -32,7 +33,6 @@ from megajax.training.guarded.phase_timers import INTEGRITY
 from megajax.training.program import Program
 from megajax.training.session import Run
 
-AXIS = "data"
 HASHES, NORM = "hashes", "norm"
 DRILL_FACTOR = 1 + 2**-10
 """Factor on the loss of the device that computes wrong gradients in a drill."""
@@ -81,7 +81,7 @@ class Verdict(NamedTuple):
     """Groups whose results differ."""
 
     groups: tuple[int, ...]
-    """Indices along `data` of the groups that are most likely at fault."""
+    """Indices along DATA_AXES of the groups that are most likely at fault."""
     reproducible: bool
     """Whether each order of devices repeated its result."""
     alike: int
@@ -95,10 +95,10 @@ class Recompute:
     """
 
     def __init__(self, program: Program):
-        self._program, self.groups = program, program.mesh.shape[AXIS]
+        self._program, self.groups = program, devices_over(program.mesh.shape, DATA_AXES)
         if self.groups < 2:
             raise ValueError("comparing gradients needs at least 2 data-parallel groups, the mesh has 1")
-        self._rotated = Program.of(program.cfg, rotated_mesh(program.mesh, AXIS), program.options)
+        self._rotated = Program.of(program.cfg, rotated_mesh(program.mesh, DATA_AXES), program.options)
         self._steps = [_compiled(variant) for variant in (program, self._rotated)]
         self._moves: dict[str, Callable] = {}
 
@@ -125,14 +125,15 @@ class Recompute:
 
     def _by_group(self, rows: np.ndarray) -> np.ndarray:
         sizes = [self._program.mesh.shape[axis] for axis in MANUAL]
-        return np.moveaxis(rows.reshape(*sizes, *rows.shape[1:]), MANUAL.index(AXIS), 0)
+        by_axis = merged(rows.reshape(*sizes, *rows.shape[1:]), MANUAL, DATA_AXES)
+        return np.moveaxis(by_axis, MANUAL.index(DATA_AXES[0]), 0)
 
     def _moved(self, name: str, tree: Mapping[str, Array]) -> dict[str, Array]:
         """The tree on the rotated mesh: every device sends its shards to the device that replaces it."""
         mesh, specs = self._program.mesh, {path: _spec(x) for path, x in tree.items()}
         if name not in self._moves:
             send = jax.shard_map(
-                partial(jax.tree.map, lambda x: rotated(x, AXIS, self.groups)),
+                partial(jax.tree.map, lambda x: rotated(x, DATA_AXES, self.groups)),
                 mesh=mesh,
                 in_specs=(specs,),
                 out_specs=specs,
@@ -210,7 +211,7 @@ class CheckGradients:
         """Raises UserError for a layout with a single data-parallel group that parallel.elastic did not choose."""
         self.cfg, self._run, self._event, self._say = cfg, run, event, say
         self._drills = [drill for drill in drills if drill.kind == "wrong_gradients"]
-        if cfg.every is not None and run.mesh.shape[AXIS] < 2:
+        if cfg.every is not None and devices_over(run.mesh.shape, DATA_AXES) < 2:
             why = "resilience.recompute compares data-parallel groups, and parallel.data is 1"
             if not run.cfg.parallel.elastic:
                 raise UserError(f"{why}: set resilience.recompute.every=none, or use more devices for data")
@@ -265,7 +266,8 @@ class CheckGradients:
 
 def devices_of(mesh: Mesh, verdict: Verdict) -> list[jax.Device]:
     """The devices of the suspected groups."""
-    return list(np.take(mesh.devices, verdict.groups, mesh.axis_names.index(AXIS)).flat)
+    devices = merged(mesh.devices, mesh.axis_names, DATA_AXES)
+    return list(np.take(devices, verdict.groups, mesh.axis_names.index(DATA_AXES[0])).flat)
 
 
 def mismatch_message(step: int, verdict: Verdict, devices: Sequence[jax.Device]) -> str:

@@ -115,7 +115,12 @@ class Description:
 
     @property
     def shards(self) -> int:
-        """Devices that hold the same dense weights: those that ZeRO and FSDP spread them over."""
+        """Devices that ZeRO and FSDP shard dense weights over."""
+        return self.parallel.sharding_devices(1)
+
+    @property
+    def copies(self) -> int:
+        """Devices that hold the same dense weights during the step, without FSDP; their gradients are summed."""
         return self.replicas * self.parallel.context
 
     @property

@@ -315,7 +315,7 @@ def once_work(run: Description, weights_in_use: float, weights: float) -> Work:
     )
     gradient = BYTES[run.gradients]
     # Zeros, and the transpose before what is reduced over devices is cut.
-    turned = 2 * gradient * weights_in_use * (run.shards > 1)
+    turned = 2 * gradient * weights_in_use * (run.copies > 1)
     copies = gradient * weights_in_use + (ring + turned) * run.system.xla
     # Gradients are read twice, for the norm and the update; weights and moments read and written; a copy is made.
     return Work(copies=copies, elementwise=weights * (8 + 8 + 2 * run.moment_bytes + run.width))

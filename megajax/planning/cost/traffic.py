@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megajax.compiled.links import Span, seconds
 from megajax.planning.cost.description import Description, Tower
 from megajax.planning.cost.device_work import Halves, recomputed
-from megajax.planning.cost.memory import copied_weights, held_weights
+from megajax.planning.cost.memory import copied_weights, footprint, held_weights
 
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
@@ -51,7 +51,7 @@ class Traffic:
 def traffic(run: Description, layers: Halves) -> list[Traffic]:
     """Every kind of collective of a step. layers: computing of all layers of a device and microbatch."""
     rows = (*_tensor(run), *_experts(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run))
-    return [row for row in (*rows, *_data(run, layers)) if row.count]
+    return [row for row in (*rows, *_data(run, layers), *_groups(run, layers)) if row.count]
 
 
 def memory_bytes(run: Description, row: Traffic) -> float:
@@ -277,6 +277,15 @@ def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
         for axis, whose, share in parts if experts else [(_shared_axis(run), "", 1.0)]:
             row = _row(run, (kind, axis, f"{whose}{what}, once a step"), 1, share * size)
             yield row.beside(room * group) if run.system.data_hidden else row
+
+
+def _groups(run: Description, layers: Halves) -> Iterator[Traffic]:
+    """With parallel.shards: each device has its group's sum of the gradients of the weights that it updates."""
+    if run.sizes["replica"] == 1:
+        return
+    size = footprint(run).updated * run.reduced_width
+    row = _row(run, ("all-reduce", "replica", "gradients of the groups, once a step"), 1, size)
+    yield row.beside(layers.backward.seconds) if run.system.data_hidden else row
 
 
 def _shared_axis(run: Description) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
 from megajax.layers.facts import HasExperts
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.config import SIZED_AXES, ParallelConfig
 from megajax.training.check_row_balance import weighs_by_microbatch, written_blocks
 from megajax.training.run_config import RunConfig
 
 MAX_AXIS_SIZE = 512
 """Limit of the size of an axis, unless the config's is larger: it bounds the time of the search."""
 
-MODEL_AXES = tuple(axis for axis in MESH_AXES if axis != "data")
+MODEL_AXES = tuple(axis for axis in SIZED_AXES if axis != "data")
 SHARDINGS = ("replicate", "zero1", "fsdp")
 """Values of parallel.data_sharding, least sharded first."""
 
@@ -215,7 +215,7 @@ class _Search:
         """The layouts with these sizes, those with the fewest other changes first."""
         now, batch = self.cfg.parallel, replace(self.cfg.batch, micro_size=sizes.micro_size)
         used = sizes.used()
-        axes = {axis.name: getattr(sizes, axis.name) for axis in fields(sizes) if axis.name in MESH_AXES}
+        axes = {axis.name: getattr(sizes, axis.name) for axis in fields(sizes) if axis.name in SIZED_AXES}
         # data=None uses all devices.
         axes["data"] = None if now.data is None and used == self.devices else sizes.data
         microbatches = max(1, batch.global_size // (batch.micro_size * sizes.data * sizes.expert))
@@ -230,6 +230,7 @@ def _dependent(now: ParallelConfig, sizes: _Sizes) -> Iterator[dict[str, Any]]:
     virtual += [] if sizes.pipeline == 1 else divisors_of(now.virtual_stages)[::-1]
     rounds = [now.context_rounds] if sizes.context in (1, now.context) else []
     rounds += [] if sizes.context == 1 else divisors_of(now.context_rounds)[::-1]
+    shards = now.shards if now.shards and sizes.data % now.shards == 0 and sizes.sharding != "replicate" else None
     heads = now.context_heads
     if sizes.context != now.context and sizes.context % heads:
         heads = max(size for size in divisors_of(sizes.context) if size <= heads)
@@ -241,5 +242,6 @@ def _dependent(now: ParallelConfig, sizes: _Sizes) -> Iterator[dict[str, Any]]:
             "layers": now.layers if chunks == now.chunks() else None,
             "context_rounds": context_rounds,
             "context_heads": heads,
+            "shards": shards,
             "sequence": now.sequence and sizes.tensor > 1,
         }

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.mesh.config import MESH_AXES
+from megajax.mesh.config import SIZED_AXES
 from megajax.training.check_row_balance import settings_comparing_rows
 from megajax.training.elastic.layouts import MODEL_AXES, Candidate, candidates, fixed_micro_size, has_experts
 from megajax.training.run_config import RunConfig
@@ -132,7 +132,7 @@ def _changes(cfg: RunConfig, candidate: Candidate) -> dict[str, tuple[Any, Any]]
     if before_parallel.data is not None:
         before = max(1, cfg.batch.global_size // (cfg.batch.micro_size * before_parallel.data * before_parallel.expert))
     pairs["microbatches"] = (before, candidate.microbatches)
-    axes = {name: pair for name, pair in pairs.items() if name.rpartition(".")[2] in MESH_AXES}
+    axes = {name: pair for name, pair in pairs.items() if name.rpartition(".")[2] in SIZED_AXES}
     return {name: (before, after) for name, (before, after) in (axes | pairs).items() if before != after}
 
 
@@ -189,10 +189,11 @@ def _refusal(cfg: RunConfig, per_process: Sequence[int], requested: int | None) 
 
 def _refused_axis(cfg: RunConfig, axis: str, devices: int) -> list[Problem]:
     """Why one axis can't use all devices."""
-    sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1) | {axis: devices}
+    sizes: dict[str, Any] = dict.fromkeys(SIZED_AXES, 1) | {axis: devices}
     parallel = replace(
         cfg.parallel,
         **sizes,
+        shards=None,
         virtual_stages=1,
         schedule="1f1b",
         layers=None,

@@ -173,7 +173,8 @@ NOT_ALONE = (
     "main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "use-checkpoint-opt_param-scheduler",
     "accumulate-allreduce-grads-in-fp32", "ddp-reduce-scatter-with-fp32-accumulation",
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "data-args-path",
-    "per-split-data-args-path", "mock-data", "tokenizer-sentencepiece-legacy", "async-save", "exit-signal-handler",
+    "per-split-data-args-path", "mock-data", "num-distributed-optimizer-instances",
+    "tokenizer-sentencepiece-legacy", "async-save", "exit-signal-handler",
 )  # fmt: skip
 """Flags that change nothing by themselves, which other tests cover."""
 CASES: dict[str, str | None] = {

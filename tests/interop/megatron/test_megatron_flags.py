@@ -371,7 +371,7 @@ def test_harmless_flags() -> None:
     assert convert_line("--no-data-sharding").idle == ("--no-data-sharding",)
     assert convert_line("--eval-global-batch-size 8 --dataloader-type single").refused == ()
     # A refused flag is accepted with its default value.
-    harmless = convert_line("--num-distributed-optimizer-instances 1 --timing-log-level 0")
+    harmless = convert_line("--outer-dp-sharding-strategy no_shard --timing-log-level 0")
     assert not harmless.refused and len(harmless.unnecessary) == 2
     assert convert_line("--context-parallel-size 1 --expert-model-parallel-size 1").refused == ()
 
@@ -486,6 +486,20 @@ def test_sharded_weights_are_gathered_again() -> None:
     assert config("--use-megatron-fsdp --recompute-granularity full").model.recompute == "full"
     zero1 = config("--use-megatron-fsdp --data-parallel-sharding-strategy optim")
     assert (zero1.model.recompute, zero1.parallel.data_sharding) == ("none", "zero1")
+
+
+def test_instances_of_the_optimizer_are_groups_of_devices() -> None:
+    """Megatron-LM gives the number of groups, parallel.shards the devices of one; experts are a part of a group."""
+    two = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    assert config(f"{two} --tensor-model-parallel-size 2", devices=16).parallel.shards == 4
+    fsdp = config("--use-megatron-fsdp --num-distributed-optimizer-instances 4", devices=8).parallel
+    assert (fsdp.data_sharding, fsdp.shards) == ("fsdp", 2)
+    experts = config(f"{two} --num-experts 4 --expert-model-parallel-size 2", devices=8).parallel
+    assert (experts.sizes(8)["replica"], experts.shards, experts.expert) == (2, 2, 2)
+    assert "the number of devices is unknown" in problem(two)
+    assert "needs --use-distributed-optimizer" in problem("--num-distributed-optimizer-instances 2")
+    (uneven,) = convert_line("--use-distributed-optimizer --num-distributed-optimizer-instances 3", devices=8).problems
+    assert uneven.message == "does not divide the 8 data-parallel devices: 3"
 
 
 def test_changing_a_row_maps_a_flag() -> None:

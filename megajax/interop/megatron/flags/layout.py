@@ -42,6 +42,7 @@ def parallel(args: Arguments) -> Settings:
     }
     settings |= _context(args)
     settings |= _experts(args, max(tensor, 1))
+    settings |= _groups(args, settings)
     layers_per_chunk = _layers_per_chunk(args, max(pipeline, 1), chunks)
     return settings | ({"parallel.layers": layers_per_chunk} if layers_per_chunk else {}) | dict(hybrid_layout(args))
 
@@ -106,6 +107,25 @@ def _sharding(args: Arguments) -> str:
             args.remark("data-parallel-sharding-strategy", text)
         return kind
     return "zero1" if args["use-distributed-optimizer"] else "replicate"
+
+
+def _groups(args: Arguments, settings: Settings) -> Settings:
+    """The size of the groups that shard optimizer state, of which Megatron-LM's flag gives the number."""
+    name, model, expert = "num-distributed-optimizer-instances", model_devices(args), settings.get("parallel.expert", 1)
+    if (groups := args[name]) == 1:
+        return {}
+    if settings["parallel.data_sharding"] == "replicate":
+        args.problem(name, "needs --use-distributed-optimizer", "give it as well, or leave this flag out")
+    elif args.devices is None:
+        hint = "leave it out, and set parallel.shards to the data-parallel devices of an instance"
+        args.problem(name, "can't be read, because the number of devices is unknown", hint)
+    elif groups < 1 or args.devices % (model * expert * groups):
+        data = f"{args.devices // model} data-parallel devices"
+        experts = f" of --expert-model-parallel-size {expert}" if expert > 1 else ""
+        args.problem(name, f"does not divide the {data}{experts}: {groups}", "give a divisor")
+    else:
+        return {"parallel.shards": args.devices // (model * expert * groups)}
+    return {}
 
 
 def _demand_equal_stages(args: Arguments, pipeline: int) -> None:
