@@ -15,7 +15,7 @@ from benchmarks.gpu import calibrate
 from benchmarks.kernels.compiled import HEADS, ROWS, attention_program, layers
 from benchmarks.outcome import ROOT
 from benchmarks.planning import accuracy as planner_accuracy
-from benchmarks.planning import compiled_peaks
+from benchmarks.planning import compiled_peaks, shipped
 from benchmarks.planning.compiled_peaks import (
     CONFIGS,
     FIGURES,
@@ -161,3 +161,12 @@ def test_the_compiler_reproduces_a_stored_figure() -> None:
     pytest.importorskip("jax_cuda12_plugin")
     plan = next(plan for plan in PLANS if plan.key == "llama3_8b, 8")
     assert list(differences(stored_figures()[plan.key], compiled_peaks.compiled(plan))) == []
+
+
+@pytest.mark.parametrize("key", json.loads(shipped.FIGURES.read_text(encoding="utf-8")))
+def test_searched_layouts_on_file_fit_and_are_no_slower_than_the_shipped_ones(key: str) -> None:
+    (row,) = (row for row in shipped.ROWS if row.key == key)
+    found = json.loads(shipped.FIGURES.read_text(encoding="utf-8"))[key]
+    best, own = shipped.case_of(row, *found), shipped.case_of(row)
+    assert best.estimate.memory.peak_gib <= 0.95 * best.usable_gib
+    assert best.estimate.step_seconds <= own.estimate.step_seconds
