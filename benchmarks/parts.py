@@ -35,6 +35,7 @@ PARTS = {
                     prints=True),
     "xla_options": Part(SPEED, "training.xla_options:xla_options", "the train step with and without each XLA option",
                         prints=True),
+    "schedules": Part(SPEED, "training.schedules:schedules", "the train step by each schedule of XLA", prints=True),
     "optimizer": Part(SPEED, "training.ratios:optimizer", "Muon relative to AdamW"),
     "recompute": Part(SPEED, "training.ratios:recompute", "each recomputation setting: step time and memory"),
     "freed_memory": Part(SPEED, "training.freed_memory:freed_memory", "CPU steps that keep the memory they free"),

@@ -70,6 +70,11 @@ READERS: Mapping[str, Callable[[Any], Figures]] = {
     "kernels": _kernels,
     "calibrate": lambda figures: {name: value for name, value in figures["constants"].items() if name in CONSTANTS},
     "experts": lambda figures: {"wrong": figures["wrong"]},
+    "schedules": lambda figures: {
+        "default over costs": figures["default"]["over_costs"],
+        "measured over costs": figures["measured"]["over_costs"],
+        "share of names": figures["costs"]["matched"],
+    },
 }
 
 

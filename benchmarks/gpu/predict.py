@@ -62,6 +62,8 @@ def predicted(step: Step, name: str, *, tiny: bool) -> Figures:
             return {"failed": 0}
         case "experts":
             return {"wrong": 0}
+        case "schedules":  # on one GPU there is nothing to hide
+            return {"default over costs": 1.0, "measured over costs": 1.0, "share of names": 1.0}
     return {}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-type Kind = Literal["device", "mfu", "trace", "peers", "tests", "kernels", "calibrate", "experts"]
+type Kind = Literal["device", "mfu", "trace", "peers", "tests", "kernels", "calibrate", "experts", "schedules"]
 
 BUDGET = 570
 """Seconds of one call: commands on a lent machine are ended after 600."""
@@ -115,6 +115,14 @@ EXPERTS = Step(
     real=("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.recompute=full"),
     tiny=("--config=mixtral.py:debug", "--model.stack.repeats=1", "--devices=cpu:2"),
 )
+SCHEDULES = Step(
+    name="schedules",
+    kind="schedules",
+    limit=150,
+    program=(*BENCHMARKS, "schedules", "--json={json}"),
+    real=("--config=bench.py:llama_1b", "--steps=6"),
+    tiny=("--config=bench.py:debug", "--steps=1", "--devices=cpu:2"),
+)
 ROWS_OF_2048 = ("--model.sequence_length=2048", "--batch.micro_size=16", "--batch.global_size=64")
 
 LISTS: Mapping[str, tuple[Step, ...]] = {
@@ -149,6 +157,7 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
     ),
     "layers": (
         EXPERTS,
+        SCHEDULES,
         _kernels("faults", 120),
         _kernels("grouped", 120),
         _kernels("state_space", 60),

@@ -23,6 +23,10 @@ class Timeline(NamedTuple):
     exposed: Mapping[str, float]
     """Name of the instruction of a collective -> seconds in which nothing runs but it, all its runs together."""
 
+    @property
+    def exposed_seconds(self) -> float:
+        return self.seconds - self.computing
+
 
 def timeline(costs: Costs, unknown_trips: int = 1) -> Timeline:
     """The timeline of a program. unknown_trips: see `hlo.rounds`."""

@@ -34,6 +34,7 @@ from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
 from megajax.training.program import Program
 from megajax.training.reference import Reference
+from megajax.training.scheduled_step import scheduling_gpu
 from megajax.training.session import Parts, Run
 
 type Section = tuple[str, list[tuple[str, str]]]
@@ -302,12 +303,14 @@ def _compiler(program: Program) -> list[tuple[str, str]]:
     user_options = settings.options
     defaults = ", ".join(f"{name}={value}" for name, value in options.items() if name not in user_options)
     user_text = ", ".join(f"{name}={options[name]}" for name in user_options)
+    gpu = scheduling_gpu(settings, program.mesh)
     on_gpus = program.mesh.devices.flat[0].platform == "gpu"
     share, nccl = (memory_fraction(), nccl_variables()) if on_gpus else (None, "")
     return [
         *([("XLA", defaults)] if defaults else []),
         *([("XLA, as asked", user_text)] if user_text else []),
         *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
+        *([("schedule", f"by kernel times of the cost model for {gpu.name}; compiled twice")] if gpu else []),
         *([("deterministic", "on: no autotuning, sums in a fixed order")] if settings.deterministic else []),
         *([("NCCL", nccl)] if nccl else []),
         *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),

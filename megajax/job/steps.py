@@ -115,6 +115,9 @@ class Steps:
             job.event("compiled", **asdict(memory))
             on_cpu = job.run.mesh.devices.flat[0].platform == "cpu"
             job.console.say(memory.description() + banner.memory_formula(None if on_cpu else job.description.memory))
+        for scheduled in job.run.program.schedules():
+            job.event("schedule", **scheduled.to_dict())
+            job.console.say(f"schedule of the train step: {scheduled.summary()}")
         for info in chain([first], infos):
             record = step_record(job.run, info, rate, detailed=self._detailed(info.step))
             with job.activity.phase(LOGGING, info.step):  # a file system may not answer

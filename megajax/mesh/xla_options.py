@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
@@ -77,6 +77,12 @@ FP8 = (
     ),
 )
 """In addition to GPU, for programs with precision.fp8."""
+
+PROFILE = "fdo_profile"
+"""Compile option of jax, for all platforms: times of a program's instructions, by which XLA's scheduler orders them. A
+ProfiledInstructionsProto, binary or as text."""
+PROFILES = ("xla_gpu_pgle_profile_file_or_directory_path", PROFILE)
+"""Options by which users give a profile of their own."""
 
 INFERENCE = (
     Option(
@@ -168,6 +174,9 @@ class XlaConfig:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """XLA options by name; they override MegaJAX's. On the command line --xla=name=value,name=value adds to them."""
+    schedule: Literal["auto", "costs", "default"] = "auto"
+    """How XLA orders kernels and collectives of the train step. costs: by the kernel times of plans, which takes a
+    second compilation; default: by its own; auto: by costs on several GPUs."""
     deterministic: bool = False
     """Make runs on GPUs bitwise reproducible: no kernels with a varying order of sums, and no autotuning."""
     memory_fraction: float = 0.92

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
+from megajax.compiled.schedule import Scheduled
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice, Device, Request
@@ -49,6 +50,7 @@ from megajax.training.guarded.nonfinite import NonfiniteGradients, make_nonfinit
 from megajax.training.guarded.step import guarded
 from megajax.training.guarded.stop_flags import exchanging
 from megajax.training.run_config import RunConfig
+from megajax.training.scheduled_step import ScheduledStep, costs_of, scheduling_gpu
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
@@ -225,7 +227,13 @@ class Program:
     def train_step(self) -> TrainStep:
         """(state, batch) or (state, batch, StepControl) -> (state, metrics); compiled when it is called or lowered."""
         step = guarded(self.step_parts, drills=bool(self.cfg.resilience.drills()))
-        return compiled(exchanging(step, self.shardings.step), self.step_parts, self.options)
+        jitted = compiled(exchanging(step, self.shardings.step), self.step_parts, self.options)
+        gpu = scheduling_gpu(self.cfg.xla, self.mesh)
+        return jitted if gpu is None else ScheduledStep(jitted, costs_of(gpu, self.mesh))
+
+    def schedules(self) -> list[Scheduled]:
+        """The programs of the train step that are compiled with the times of the cost model; none by default."""
+        return [*self.train_step.scheduled.values()] if isinstance(self.train_step, ScheduledStep) else []
 
     @cached_property
     def step_parts(self) -> StepParts:

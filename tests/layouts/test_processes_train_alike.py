@@ -49,8 +49,8 @@ def run(start, processes: int, layout: str, run_dir: Path, *settings: str) -> di
     """Train with the devices of a layout divided among so many processes. -> step -> loss."""
     devices, parallel = LAYOUTS[layout]
     rows = ["--batch.micro_size=2", f"--devices=cpu:{devices // processes}", f"--run_dir={run_dir}"]
-    # Each process chooses the options with a compiler of its own, beside its defaults.
-    rows += ["--xla=xla_cpu_enable_fast_math=false"]
+    # Each process chooses the options with a compiler of its own, beside its defaults, and schedules its own program.
+    rows += ["--xla=xla_cpu_enable_fast_math=false", "--xla.schedule=costs"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *rows, *parallel, *settings]
     gang = start(*(gangs.launcher(processes=processes) if processes > 1 else ()), *command)
     assert gang.wait() == 0, gang.text

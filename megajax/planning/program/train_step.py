@@ -17,6 +17,7 @@ from megajax.compiled.costs import Costs
 from megajax.compiled.gpus import GIB, GPU, Cluster
 from megajax.compiled.hlo import Collective, Contents, read, rounds
 from megajax.compiled.hlo import Program as HloProgram
+from megajax.compiled.schedule import Scheduled
 from megajax.compiled.timeline import Timeline, timeline
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, duration
@@ -79,6 +80,8 @@ class TrainPlan:
     compile_seconds: float
     text: str
     """HLO of the compiled program."""
+    scheduled: Scheduled | None = None
+    """How it was scheduled by the times of the cost model; None: by XLA's own."""
 
     @property
     def unknown_trips(self) -> int:
@@ -156,6 +159,7 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
         schedule=program.pipeline,
         compile_seconds=seconds,
         text=text,
+        scheduled=next(iter(program.schedules()), None),
     )
 
 
@@ -313,6 +317,7 @@ def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str,
         figures |= program.to_dict()
         blocks.append(_streams(plan.timeline, rows))
     compiled = [("time", duration(plan.compile_seconds)), ("jax", jax.__version__)]
+    compiled.append(("schedule", "XLA's own" if plan.scheduled is None else plan.scheduled.summary()))
     if options:
         compiled.append(("XLA, as asked", ", ".join(f"{name}={value}" for name, value in options.items())))
     blocks += [("compile", compiled), _collectives(plan, rows), *([] if plan.fits else [largest_arrays(plan.text)])]
@@ -341,6 +346,7 @@ def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ring_slots": None if schedule is None else schedule.ring_slots,
         "collectives": rows,
         "exposed_by_axis": exposed_by_axis(rows),
+        "scheduled": {"by": "default"} if plan.scheduled is None else plan.scheduled.to_dict(),
         "streams": {"seconds": plan.timeline.seconds, "computing": plan.timeline.computing},
         "loops": [
             {

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import Sharding
 
 from megajax.batch import Batch
+from megajax.config.errors import UserError
 from megajax.mesh.processes.agreement import StopFlags
 from megajax.mesh.processes.peers import Peers
 from megajax.training.guarded.step import StepControl
@@ -64,7 +65,12 @@ class ExchangingSteps(Steps):
             self._compiled.add(step_input.rows)
             with computing(self.run):
                 self.run.train_step.lower(self.run.state, step_input.batch, with_flags).compile()
-            self._peers.agree()
+            digests = self._peers.gather([scheduled.digest for scheduled in self.run.program.schedules()])
+            if any(digest != digests[0] for digest in digests):
+                raise UserError(
+                    "the processes have different schedules of the train step and would wait for each other.\n"
+                    "Set xla.schedule=default, or start all with the same jax, XLA_FLAGS and compile cache."
+                )
         return super().dispatch(step_input, with_flags)
 
     def fetch(self, flight: Flight) -> StepInfo:

@@ -1,0 +1,96 @@
+"""Train steps that are compiled twice: the same numbers, and what chooses them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import build_program, llama
+
+from megajax.batch import SAMPLE
+from megajax.compiled.gpus import GPUS, gpu_of
+from megajax.config.errors import UserError
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla_options import PROFILES, XlaConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.training.guarded.step import StepControl
+from megajax.training.guarded.stop_flags import ExchangingSteps
+from megajax.training.loop import StepInput
+from megajax.training.program import Program
+from megajax.training.scheduled_step import ScheduledStep, scheduling_gpu
+
+TENSOR = ParallelConfig(data=4, tensor=2, sequence=True, data_sharding="zero1")
+"""Collectives in layers and once a step."""
+
+
+def losses(program: Program) -> list[float]:
+    state, results = program.fresh_state()(), []
+    like = program.batch_like()
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        arrays = {name: rng.integers(0, 2, leaf.shape).astype(leaf.dtype) for name, leaf in like.items()}
+        batch = {name: jax.device_put(array, like[name].sharding) for name, array in arrays.items()}
+        with jax.set_mesh(program.mesh):
+            state, metrics = program.train_step(state, batch)
+        results += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return results
+
+
+def test_a_step_by_costs_has_the_same_numbers() -> None:
+    program = build_program(llama(), TENSOR, microbatches=2)
+    by_costs = Program.of(program.cfg.but(xla=replace(program.cfg.xla, schedule="costs")), program.mesh)
+    assert losses(by_costs) == losses(program)
+    assert not program.schedules() and isinstance(by_costs.train_step, ScheduledStep)
+    (scheduled,) = by_costs.schedules()
+    # Compilers for CPUs know no profile: the second program is the first, and nothing is asynchronous.
+    assert scheduled.takes_costs and scheduled.matched == 1 and scheduled.device == "h100"
+    assert scheduled.by_costs == scheduled.default and scheduled.default.exposed_seconds > 0
+    assert len([line for line in scheduled.profile.splitlines() if "costs" in line]) > 50
+
+
+def test_processes_with_different_schedules_say_so() -> None:
+    """Before the first step: in different orders, their collectives would wait for each other."""
+    lowered = SimpleNamespace(compile=lambda: None)
+    run: Any = SimpleNamespace(
+        mesh=build_mesh(ParallelConfig(data=1)),
+        cfg=SimpleNamespace(precision=PrecisionConfig()),
+        state=None,
+        train_step=SimpleNamespace(lower=lambda *arguments: lowered),
+        program=SimpleNamespace(schedules=lambda: [SimpleNamespace(digest="ours")]),
+    )
+    steps = ExchangingSteps(run, lambda: False)
+    steps._peers = SimpleNamespace(gather=lambda own: [own, ["another"]])
+    with pytest.raises(UserError, match=r"different schedules.*\nSet xla\.schedule=default"):
+        steps.dispatch(StepInput(1, {SAMPLE: np.zeros((1, 1))}, 0), StepControl())
+
+
+def test_costs_are_the_default_on_several_gpus() -> None:
+    def mesh(platform: str, size: int) -> Any:
+        device = type("Device", (), {"platform": platform, "device_kind": "NVIDIA H200"})
+        return type("Mesh", (), {"devices": np.array([device]), "size": size})
+
+    auto = XlaConfig()
+    assert scheduling_gpu(auto, mesh("gpu", 8)) is GPUS["h200"] is scheduling_gpu(auto, mesh("cuda", 8))
+    assert scheduling_gpu(auto, mesh("gpu", 1)) is None is scheduling_gpu(auto, mesh("cpu", 8))
+    assert scheduling_gpu(XlaConfig(schedule="default"), mesh("gpu", 8)) is None
+    assert scheduling_gpu(XlaConfig(schedule="costs"), mesh("cpu", 8)) is GPUS["h200"]
+    assert scheduling_gpu(XlaConfig(options={PROFILES[0]: "measured.pbtxt"}), mesh("gpu", 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("cpu", "h100"),
+    ],
+)
+def test_the_gpu_of_a_device(kind: str, name: str) -> None:
+    assert gpu_of(kind).name == name
