@@ -139,12 +139,24 @@ FSDP = (
 """Override those of GPU, for weights that are gathered layer by layer, without a pipeline."""
 
 
+SIDE_BY_SIDE = (
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        1,
+        "one collective of a microbatch at a time, beside the kernels of the other; with more, fewer are hidden",
+    ),
+)
+"""Override those of GPU, with batch.side_by_side."""
+
+
 class Defaults(NamedTuple):
     """The default options of a platform."""
 
     always: tuple[Option, ...] = ()
     fsdp: tuple[Option, ...] = ()
     """With data_sharding=fsdp and without a pipeline."""
+    side_by_side: tuple[Option, ...] = ()
+    """With batch.side_by_side above 1."""
     fp8: tuple[Option, ...] = ()
     """With precision.fp8."""
     deterministic: tuple[Option, ...] = ()
@@ -157,7 +169,7 @@ class Defaults(NamedTuple):
     """For the program of the initial weights."""
 
 
-_ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC, INFERENCE, termination)
+_ON_GPU = Defaults(GPU, FSDP, SIDE_BY_SIDE, FP8, DETERMINISTIC, INFERENCE, termination)
 
 _ON_CPU = Defaults(CPU, once=CPU_ONCE)
 

@@ -343,10 +343,12 @@ class Stage:
         """(output, rings) of the tick's forward."""
         x, ctx, chunk, slot = self.enter(tick, c.x, c.embedded)
         if self.schedule.chunks == 1:
-            return self.layers.forward(0, x, ctx, c.rings, slot)
+            (y,), rings = self.layers.forward(0, (x,), (ctx,), c.rings, (slot,))
+            return y, rings
 
         def run_layers(chunk: Array | int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
-            return self.layers.forward(chunk, carry[0], ctx, carry[1], slot)
+            (y,), rings = self.layers.forward(chunk, carry[:1], (ctx,), carry[1], (slot,))
+            return y, rings
 
         return self.in_chunk(loop, self.schedule.forward, chunk, run_layers, (x, c.rings))
 
@@ -401,7 +403,8 @@ class Stage:
         def run_layers(
             chunk: Array | int, carry: tuple[Array, tuple[Params, Params]]
         ) -> tuple[Array, tuple[Params, Params]]:
-            return self.layers.backward(chunk, carry[0], ctx, c.rings, slot, carry[1])
+            (dx,), totals = self.layers.backward(chunk, carry[:1], (ctx,), c.rings, (slot,), carry[1])
+            return dx, totals
 
         kind, chunk = self.schedule.input_gradient, jnp.where(microbatch >= 0, chunk, -1)
         dx, (stacked, common) = self.in_chunk(loop, kind, chunk, run_layers, (dy, totals))

@@ -33,6 +33,8 @@ RESIDUAL = ("batch", "seq_residual", "embed")
 
 type Rings = list[list[Array]]
 """For each ring of the spans: [slots, units, ...] for each residual of a unit."""
+type Slots = Sequence[Array | int]
+"""The slot of each microbatch that runs."""
 
 
 def entry(tree: Any, index: Array) -> Any:
@@ -125,34 +127,58 @@ class LayerLoop:
     """Index of the device's stage."""
     stages: int = 1
 
-    def forward(self, chunk: Array | int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
-        """(output, rings with the residuals at `slot`) of a chunk of this stage."""
+    def forward(
+        self, chunk: Array | int, xs: tuple[Array, ...], ctxs: Sequence[Any], rings: Rings, slots: Slots
+    ) -> tuple[tuple[Array, ...], Rings]:
+        """(outputs, rings with the residuals at `slots`) of a chunk of this stage, for microbatches side by side.
+
+        xs, ctxs, slots: input, context and slot of each microbatch. A layer computes all of them in one iteration.
+        """
         rings = [*rings]
         for turn in self.turns(chunk):
 
-            def step(n: Array, carry: tuple, turn: Turn = turn) -> tuple[Array, list[Array]]:
-                x, ring = carry
-                y, pullback = self._differentiated(turn, n, x, ctx)
-                residuals = zip(ring, jax.tree.leaves(pullback), strict=True)
-                ring = [put(a, value, slot, turn.kept_at + n) for a, value in residuals]
-                return self._skip_padding(turn, n, y, x), ring
+            def step(n: Array, carry: tuple, turn: Turn = turn) -> tuple[tuple[Array, ...], list[Array]]:
+                xs, ring = carry
+                ys = []
+                for x, ctx, slot in zip(xs, ctxs, slots, strict=True):
+                    y, pullback = self._differentiated(turn, n, x, ctx)
+                    residuals = zip(ring, jax.tree.leaves(pullback), strict=True)
+                    ring = [put(a, value, slot, turn.kept_at + n) for a, value in residuals]
+                    ys.append(self._skip_padding(turn, n, y, x))
+                return tuple(ys), ring
 
-            x, rings[turn.span.ring] = self._loop(turn, step, (x, rings[turn.span.ring]))
-        return x, rings
+            xs, rings[turn.span.ring] = self._loop(turn, step, (xs, rings[turn.span.ring]))
+        return xs, rings
 
     def backward(
-        self, chunk: Array | int, dy: Array, ctx: Any, rings: Rings, slot: Array | int, totals: tuple[Params, Params]
-    ) -> tuple[Array, tuple[Params, Params]]:
-        """(gradient of the chunk's input, totals with the gradients added).
+        self,
+        chunk: Array | int,
+        dys: tuple[Array, ...],
+        ctxs: Sequence[Any],
+        rings: Rings,
+        slots: Slots,
+        totals: tuple[Params, Params],
+    ) -> tuple[tuple[Array, ...], tuple[Params, Params]]:
+        """(gradients of the chunk's inputs, totals with the gradients added); see `forward`.
 
         totals: of the stacked and of the common weights. The gradients of padding rows are arbitrary: see
         `without_padding`.
         """
         for turn in reversed(self.turns(chunk)):
-            step = self._backward_step(turn, rings[turn.span.ring], slot, ctx)
-            dy, stacked, common = self._loop(turn, step, (dy, *totals))
+            ring = rings[turn.span.ring]
+            steps = [self._backward_step(turn, ring, slot, ctx) for slot, ctx in zip(slots, ctxs, strict=True)]
+
+            def step(finished: Array, carry: tuple, steps: Sequence[Callable] = steps) -> tuple:
+                dys, *sums = carry
+                dxs = []
+                for one, dy in zip(steps, dys, strict=True):
+                    dx, *sums = one(finished, (dy, *sums))
+                    dxs.append(dx)
+                return tuple(dxs), *sums
+
+            dys, stacked, common = self._loop(turn, step, (dys, *totals))
             totals = stacked, common
-        return dy, totals
+        return dys, totals
 
     def output(self, chunk: Array | int, x: Array, ctx: Any) -> Array:
         """Output of a chunk of this stage, without saving residuals."""

@@ -31,6 +31,7 @@ class Choice:
     shards: int | None = None
     sequence: bool
     micro_size: int
+    side_by_side: int = 1
     dispatch_chunks: int = 1
     """Of all layers with experts; see DispatchConfig."""
     recompute: Recompute = "selective"
@@ -54,6 +55,7 @@ class Choice:
     def complexity(self) -> tuple[int, int]:
         """Mesh axes, virtual stages and other means in use; chunks of the pipeline."""
         sizes = self.tensor, self.pipeline, self.virtual_stages, self.expert, self.context, self.dispatch_chunks
+        sizes += (self.side_by_side,)
         means = sum(size > 1 for size in sizes) + (self.data_sharding == "fsdp") + (self.offload > 0)
         means += self.shards is not None
         return means, self.pipeline * self.virtual_stages
@@ -76,7 +78,7 @@ class Choice:
     def details(self) -> str:
         """For example "zero1, 2 rows, recompute full"."""
         chunks = f", experts in {self.dispatch_chunks} chunks" * (self.dispatch_chunks > 1)
-        rows = f"{self.micro_size} row{'s' * (self.micro_size > 1)}"
+        rows = f"{self.micro_size} row{'s' * (self.micro_size > 1)}" + " x 2 side by side" * (self.side_by_side > 1)
         return f"{self.sharding}, {rows}, recompute {self.recomputing}{chunks}"
 
     @property
@@ -91,6 +93,7 @@ class Choice:
         recomputing = demand_facts(cfg.model).recomputing()
         fields: dict[str, Any] = {name: getattr(cfg.parallel, name) for name in _PARALLEL}
         fields |= {"data": cfg.parallel.data_size(devices), "micro_size": cfg.batch.micro_size}
+        fields["side_by_side"] = cfg.batch.side_by_side
         fields |= {"recompute": recomputing.recompute, "recompute_layers": recomputing.layers}
         fields["dispatch_chunks"] = max((mlp.dispatch.chunks for mlp in mixtures(cfg)), default=1)
         return cls(**fields, offload=cfg.optimizer.offload)
@@ -107,7 +110,7 @@ _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context"
 SEARCHED: Mapping[str, str] = MappingProxyType(
     {f"parallel.{name}": name for name in _PARALLEL}
     | {f"model.{name}": name for name in ("recompute", "recompute_layers")}
-    | {"batch.micro_size": "micro_size", "optimizer.offload": "offload"}
+    | {"batch.micro_size": "micro_size", "batch.side_by_side": "side_by_side", "optimizer.offload": "offload"}
 )
 """Settings that a search chooses -> their names in a Choice."""
 
@@ -135,7 +138,7 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
     return cfg.but(
         parallel=parallel,
         model=model,
-        batch=replace(cfg.batch, micro_size=choice.micro_size),
+        batch=replace(cfg.batch, micro_size=choice.micro_size, side_by_side=choice.side_by_side),
         # Every config is a dataclass; a Protocol cannot express that.
         optimizer=replace(cfg.optimizer, offload=choice.offload),  # ty: ignore[invalid-argument-type]
     )

@@ -45,6 +45,7 @@ def default_options(cfg: RunConfig, platform: str) -> list[Option]:
     options = list(defaults.always)
     if cfg.parallel.data_sharding == "fsdp" and cfg.parallel.pipeline == 1:
         options += defaults.fsdp
+    options += defaults.side_by_side if cfg.batch.side_by_side > 1 else ()
     options += defaults.fp8 if cfg.precision.fp8 is not None else ()
     options += defaults.deterministic if cfg.xla.deterministic else ()
     if (watchdog := cfg.resilience.watchdog) is not None:

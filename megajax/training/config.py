@@ -162,6 +162,9 @@ class BatchConfig(Builds):
     """Rows per step over all devices; with a ramp, at its end."""
     micro_size: int = 1
     """Rows of a microbatch on each data-parallel device. The microbatches of a step run one after another."""
+    side_by_side: int = 1
+    """2: two microbatches at a time, each layer of both in one loop, so that one computes beside the collectives over
+    `tensor` of the other. Needs the memory of both."""
     loss_average: Literal["tokens", "microbatches"] = "tokens"
     """tokens: the mean over all counted tokens. microbatches: the mean over microbatches of their mean losses, as in
     Megatron-LM without --calculate-per-token-loss. The reported loss is the mean over tokens in both cases."""
@@ -177,6 +180,9 @@ class BatchConfig(Builds):
             for name in ("global_size", "micro_size")
             if not 1 <= getattr(self, name) <= LARGEST
         ]
+        if self.side_by_side not in (1, 2):
+            message = f"must be 1 or 2 microbatches, got {self.side_by_side}"
+            problems.append(Problem("side_by_side", message, "two hide the collectives of each other"))
         if not problems and self.ramp is not None and not self.ramp.problems():
             sizes = self.ramp.size_problems(self.global_size)
             problems += [replace(problem, setting=f"ramp.{problem.setting}") for problem in sizes]

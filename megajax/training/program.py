@@ -216,7 +216,7 @@ class Program:
         key = jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM)
         if self.pipeline is None:
             parts = staged(self.abstract, self.arrays, self._reduction, key)
-            return accumulate(moving, parts, self.mesh)
+            return accumulate(moving, parts, self.mesh, self.cfg.batch.side_by_side)
         return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:

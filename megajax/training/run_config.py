@@ -275,6 +275,26 @@ def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     yield from _under("batch", cfg.batch.replica_problems(cfg.parallel.replicas(total)))
 
 
+def _side_by_side(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """Two microbatches at a time hide collectives over `tensor`, and need an even number of microbatches."""
+    parallel, batch, total = cfg.parallel, cfg.batch, _known_devices(cfg, devices)
+    if batch.side_by_side == 1 or parallel.problems():
+        return
+    refusals = {
+        f"parallel.pipeline={parallel.pipeline} already computes beside its transfers": parallel.pipeline > 1,
+        "parallel.tensor=1 has no collectives over tensor": parallel.tensor == 1,
+        "parallel.data_sharding=fsdp would hold two microbatches and hide less": parallel.data_sharding == "fsdp",
+        "the model has several sections": len(cfg.model.stacks()) > 1,
+    }
+    reason = next((reason for reason, refused in refusals.items() if refused), None)
+    if reason is None and total is not None and _has_sizes(cfg, total):
+        counts = [size.microbatches for size in cfg.batch_sizes(cfg.replicas(total)).sizes()]
+        odd = next((count for count in counts if count % batch.side_by_side), None)
+        reason = None if odd is None else f"a step has {odd} microbatches, not a multiple of {batch.side_by_side}"
+    if reason is not None:
+        yield Problem("batch.side_by_side", f"can't be {batch.side_by_side}: {reason}", "set batch.side_by_side=1")
+
+
 def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     fits = total is not None and _has_sizes(cfg, total)
@@ -393,6 +413,7 @@ _CHECKS: tuple[Check, ...] = (
     _context,
     balance_problems,
     _batch,
+    _side_by_side,
     _pipeline,
     _schedule,
     _fp8,

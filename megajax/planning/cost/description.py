@@ -77,6 +77,8 @@ class Description:
     per_node: int
     global_size: int
     micro_size: int = 1
+    side_by_side: int = 1
+    """Microbatches whose layers run in one loop."""
     compute: Compute = "bfloat16"
     gradients: str = "float32"
     """Dtype in which gradients are accumulated over microbatches."""
@@ -137,8 +139,8 @@ class Description:
         """Ticks, bubble and slots of the pipeline's schedule."""
         parallel = self.parallel
         sizes = {"stages": parallel.pipeline, "chunks": parallel.virtual_stages, "microbatches": self.microbatches}
-        if parallel.pipeline == 1:  # no bubble, and one microbatch is kept
-            return ClosedForm(Fraction(0), self.microbatches * parallel.virtual_stages, 0, (1,))
+        if parallel.pipeline == 1:  # no bubble
+            return ClosedForm(Fraction(0), self.microbatches * parallel.virtual_stages, 0, (self.side_by_side,))
         if self.system.lockstep:
             return closed_form(parallel.schedule, **sizes, loss_wait=parallel.loss_wait)
         return free_running(**sizes)
@@ -399,6 +401,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         per_node=per_node or device.per_node,
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
+        side_by_side=cfg.batch.side_by_side,
         compute=cfg.precision.compute if cfg.precision.fp8 is None else "fp8",
         gradients=cfg.precision.gradients,
         reduce=cfg.precision.reduce,

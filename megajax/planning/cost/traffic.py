@@ -20,6 +20,9 @@ from megajax.planning.cost.memory import copied_weights, footprint, held_weights
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
 
+BESIDE_ANOTHER = 0.85
+"""Share of the time of collectives over `tensor` that another microbatch hides, with batch.side_by_side."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -89,7 +92,8 @@ def _tensor(run: Description) -> Iterator[Traffic]:
 
 def _tower_tensor(tower: Tower) -> Iterator[Traffic]:
     """Collectives of one section: around each part of each block, and of inputs from the section before."""
-    run, policy, overlap = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
+    run, policy = tower.run, tower.section.recomputing.policy()
+    overlap = run.system.tensor_hidden if run.side_by_side == 1 else BESIDE_ANOTHER
     size, source = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.source_tokens))
     passes = run.microbatches * tower.repeats
     parts, readers = (

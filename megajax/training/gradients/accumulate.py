@@ -17,15 +17,15 @@ from megajax.training.gradients.staged import SplitWeights
 
 
 class Forward(NamedTuple):
-    """The forward pass of a section on one microbatch, and its pullbacks."""
+    """The forward pass of a section on microbatches side by side, and its pullbacks, one of each for a microbatch."""
 
-    ctx: Any
-    memory: Array | None
+    ctxs: tuple[Any, ...]
+    memories: tuple[Array | None, ...]
     """The output of the section before."""
-    output: Array
-    to_layers: Callable | None
-    """Cotangent of `output` -> cotangents of the shared weights and the layers' output; None for the last section."""
-    to_inputs: Callable
+    outputs: tuple[Array, ...]
+    to_layers: tuple[Callable, ...]
+    """Cotangent of `output` -> cotangents of the shared weights and the layers' output; empty for the last section."""
+    to_inputs: tuple[Callable, ...]
     """Cotangent of the first layer's input -> cotangents of the shared weights and of `memory`."""
 
 
@@ -38,7 +38,7 @@ class SectionRun:
     shared: Params
 
     def start(self, rows: Rows, memory: Array | None) -> tuple[Any, Array, Callable]:
-        """Context, the first layer's input, and `Forward.to_inputs`."""
+        """Context, the first layer's input, and one of `Forward.to_inputs`."""
         section, ctx = self.section, self.section.context(rows)
 
         def enter(shared: Params, memory: Array | None) -> Array:
@@ -50,40 +50,56 @@ class SectionRun:
         """The loop over layers, with the output of the section before as their common input."""
         return self.layers if memory is None else replace(self.layers, common={**self.layers.common, MEMORY: memory})
 
-    def forward(self, rows: Rows, memory: Array | None, rings: Rings) -> tuple[Forward, Rings]:
-        """The forward pass of a microbatch; writes the tensors that layers save into the rings."""
-        ctx, x, to_inputs = self.start(rows, memory)
-        y, rings = self.layers_with(memory).forward(0, x, ctx, rings, 0)
-        leave, to_layers = self.section.leave, None
+    def forward(
+        self, group: tuple[Rows, ...], memories: tuple[Array | None, ...], rings: Rings
+    ) -> tuple[Forward, Rings]:
+        """The forward pass of microbatches; writes the tensors that layers save into the rings.
+
+        Several microbatches have no memories: the settings refuse them for models with several sections.
+        """
+        starts = (self.start(rows, memory) for rows, memory in zip(group, memories, strict=True))
+        ctxs, xs, to_inputs = zip(*starts, strict=True)
+        ys, rings = self.layers_with(memories[0]).forward(0, xs, ctxs, rings, range(len(group)))
+        leave, to_layers = self.section.leave, ()
         if leave is not None:
-            y, to_layers = jax.vjp(lambda shared, y: leave(shared, y, ctx), self.shared, y)
-        return Forward(ctx, memory, y, to_layers, to_inputs), rings
+            outputs = []
+            for y, ctx in zip(ys, ctxs, strict=True):
+                output, pullback = jax.vjp(lambda shared, y, ctx=ctx: leave(shared, y, ctx), self.shared, y)
+                outputs, to_layers = [*outputs, output], (*to_layers, pullback)
+            ys = tuple(outputs)
+        return Forward(ctxs, memories, ys, to_layers, to_inputs), rings
 
     def backward(
-        self, section_pass: Forward, dy: Any, rings: Rings, totals: SplitWeights
-    ) -> tuple[Array | None, SplitWeights]:
-        """-> (cotangent of the section's `memory`, totals plus its gradients). dy: cotangent of its output."""
-        path, shared = self.section.path, totals.shared
-        if section_pass.to_layers is not None:
-            gradients, dy = section_pass.to_layers(dy)
-            shared = add(shared, gradients)
+        self, section_pass: Forward, dys: tuple[Any, ...], rings: Rings, totals: SplitWeights
+    ) -> tuple[tuple[Array | None, ...], SplitWeights]:
+        """-> (cotangent of each of the section's `memories`, totals plus its gradients). dys: of its outputs."""
+        path, shared, memory = self.section.path, totals.shared, section_pass.memories[0]
+        if section_pass.to_layers:
+            cotangents = []
+            for to_layers, dy in zip(section_pass.to_layers, dys, strict=True):
+                gradients, dy = to_layers(dy)
+                shared, cotangents = add(shared, gradients), [*cotangents, dy]
+            dys = tuple(cotangents)
         common = {name: shared[name] for name in self.layers.common if name in shared}
-        if section_pass.memory is not None:
-            common[MEMORY] = jnp.zeros_like(section_pass.memory, jnp.float32)
-        sums = totals.stacked[path], common
-        dx, (stacked, summed) = self.layers_with(section_pass.memory).backward(0, dy, section_pass.ctx, rings, 0, sums)
-        gradients, dmemory = section_pass.to_inputs(dx)
-        if section_pass.memory is not None:
-            dmemory = (summed[MEMORY] + dmemory).astype(section_pass.memory.dtype)
+        if memory is not None:
+            common[MEMORY] = jnp.zeros_like(memory, jnp.float32)
+        sums, slots = (totals.stacked[path], common), range(len(dys))
+        dxs, (stacked, summed) = self.layers_with(memory).backward(0, dys, section_pass.ctxs, rings, slots, sums)
         shared = {**shared, **{name: g for name, g in summed.items() if name in shared}}
-        return dmemory, SplitWeights({**totals.stacked, path: stacked}, add(shared, gradients))
+        dmemories = []
+        for to_inputs, dx in zip(section_pass.to_inputs, dxs, strict=True):
+            gradients, dmemory = to_inputs(dx)
+            if memory is not None:
+                dmemory = (summed[MEMORY] + dmemory).astype(memory.dtype)
+            shared, dmemories = add(shared, gradients), [*dmemories, dmemory]
+        return tuple(dmemories), SplitWeights({**totals.stacked, path: stacked}, shared)
 
-    def buffers(self, rows: Rows, memory: Array | None) -> tuple[Rings, Array]:
-        """Empty rings for one microbatch, and zeros in the shape of the section's output."""
+    def buffers(self, slots: int, rows: Rows, memory: Array | None) -> tuple[Rings, Array]:
+        """Empty rings for so many microbatches, and zeros in the shape of the section's output."""
         ctx, x, _ = self.start(rows, memory)
         leave = self.section.leave
         like = x if leave is None else jax.eval_shape(lambda x: leave(self.shared, x, ctx), x)
-        return self.layers_with(memory).buffers(1, x, ctx, 0.0), jnp.zeros(like.shape, like.dtype)
+        return self.layers_with(memory).buffers(slots, x, ctx, 0.0), jnp.zeros(like.shape, like.dtype)
 
 
 def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[SectionRun]:
@@ -109,10 +125,10 @@ def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[Secti
     ]
 
 
-def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
-    """A gradient function that runs the microbatches in sequence and accumulates in place.
+def accumulate(weights: Weights, parts: Staged, mesh: Mesh, side_by_side: int = 1) -> GradFn:
+    """A gradient function that runs groups of microbatches in sequence and accumulates in place.
 
-    parts: each stack is one chunk.
+    parts: each stack is one chunk; side_by_side: microbatches of a group, whose layers run in one loop.
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
@@ -120,29 +136,36 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
         runs = section_runs(weights, parts, in_step)
         shared = runs[-1].shared
 
-        def microbatch(carry: tuple, rows: Rows) -> tuple[tuple, None]:
+        def microbatches(carry: tuple, group: tuple[Rows, ...]) -> tuple[tuple, None]:
             sums, totals, buffers = carry
-            memory, passes, rings = None, [], []
+            memories, passes, rings = (None,) * len(group), [], []
             for run, ring in zip(runs, buffers, strict=True):
-                section_pass, ring = run.forward(rows, memory, ring)
-                memory = section_pass.output
+                section_pass, ring = run.forward(group, memories, ring)
+                memories = section_pass.outputs
                 passes, rings = [*passes, section_pass], [*rings, ring]
-            _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows, scale), shared, memory, has_aux=True)
-            gradients, dy = to_head(scale)
-            totals = totals._replace(shared=add(totals.shared, gradients))
+            dys = ()
+            for rows, output in zip(group, memories, strict=True):
+
+                def head(w: Params, x: Array, rows: Rows = rows) -> Any:
+                    return parts.head(w, x, rows, scale)
+
+                _, to_head, new = jax.vjp(head, shared, output, has_aux=True)
+                gradients, dy = to_head(scale)
+                totals = totals._replace(shared=add(totals.shared, gradients))
+                sums, dys = jax.tree.map(jnp.add, sums, new), (*dys, dy)
             for run, section_pass, ring in reversed([*zip(runs, passes, rings, strict=True)]):
-                dy, totals = run.backward(section_pass, dy, ring, totals)
-            return (jax.tree.map(jnp.add, sums, new), totals, rings), None
+                dys, totals = run.backward(section_pass, dys, ring, totals)
+            return (sums, totals, rings), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         memory, buffers = None, []
         for run in runs:
-            rings, memory = run.buffers(first, memory)
+            rings, memory = run.buffers(side_by_side, first, memory)
             buffers.append(rings)
         shapes = jax.eval_shape(lambda x: parts.head(shared, x, first)[1], memory)
         sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         totals = SplitWeights.of(weights.zeros(in_step), [section.path for section in parts.sections])
-        (sums, totals, _), _ = lax.scan(microbatch, (sums, totals, buffers), batch)
+        (sums, totals, _), _ = lax.scan(microbatches, (sums, totals, buffers), groups(batch, side_by_side))
         return over_replicas(sums), weights.reduce_all(totals.joined())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
@@ -151,3 +174,10 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
         return weights.grads(*mapped(dict(params), dict(batch), scale))
 
     return grad_fn
+
+
+def groups(batch: Batch, size: int) -> tuple[Batch, ...]:
+    """Microbatches [M, ...] -> for each place in a group of this size, its microbatches [M / size, ...]."""
+    if size == 1:
+        return (batch,)
+    return tuple(jax.tree.map(lambda leaf, place=place: leaf[place::size], batch) for place in range(size))
