@@ -13,10 +13,11 @@ from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.program.train_step import compile_train_step, exposed_by_axis, timed
 from megajax.training.run_config import RunConfig
 
 TIB = 2**40
+FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
 CHUNKS = (1024, 2048, 4096, 8192)
 RUNS = re.compile(r"runs_\d+_of_\d+/")
 
@@ -55,6 +56,7 @@ def programs() -> dict[str, tuple[RunConfig, str]]:
         "gpt3_1_3b, h100:1": (one_gpu, "h100:1"),
         "gpt3_1_3b, h100:8": (gpt, "h100:8"),
         "llama3_8b, h100:8": (llama, "h100:8"),
+        "llama3_8b, fsdp, h100:8": (load("llama3.py", *FSDP), "h100:8"),
     }
 
 
@@ -83,6 +85,8 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "aliased_bytes": plan.memory.aliased,
         "attention_calls": calls,
         **contents.to_dict(),
+        "schedule": None if plan.scheduled is None else plan.scheduled.to_dict(),
+        "exposed_by_axis": {axis: round(waits, 4) for axis, waits in exposed_by_axis(timed(plan)).items()},
         "largest_kernels": rows(kernels)[:12],
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(contents.by_work().items())},
     }
@@ -130,7 +134,6 @@ def chunked(cfg: RunConfig, devices: str, chunk: int) -> dict[str, Any]:
     }
 
 
-FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
 TRAFFIC: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "llama3_8b": ("llama3.py", 8, ()),
     "llama3_8b, fsdp": ("llama3.py", 8, FSDP),

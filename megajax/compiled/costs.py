@@ -34,6 +34,8 @@ class Costs:
     device: Device
     per_node: int
     """Devices of a node."""
+    over_mean: float = 1.0
+    """Rows that experts have room for over those that a balanced router fills; grouped matmuls skip the others."""
     _collectives: dict[str, float | None] = field(default_factory=dict)
     _kernels: dict[str, float] = field(default_factory=dict)
     _branches: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Costs:
             return 0.0
         kind, compute = operands[0][0], "bfloat16"
         compute = "fp8" if kind.startswith("f8") else "float32" if kind == "f32" else compute
-        matmuls, sizes = _dot(op, operands[0][1], results[0][1]) or _grouped([*operands, *results])
+        matmuls, sizes = _dot(op, operands[0][1], results[0][1]) or _grouped([*operands, *results], self.over_mean)
         return self.device.matmul_seconds(compute, sizes, matmuls)
 
     def _attention(self, op: hlo.Instruction, arrays: Sequence[tuple[int, ...]]) -> float:
@@ -121,7 +123,7 @@ def _dot(op: hlo.Instruction, left: tuple[int, ...], result: tuple[int, ...]) ->
     return matmuls, (rows, inner, prod(result) / (rows * matmuls))
 
 
-def _grouped(arrays: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[float, Sizes]:
+def _grouped(arrays: Sequence[tuple[str, tuple[int, ...]]], over_mean: float) -> tuple[float, Sizes]:
     """(experts, sizes of the matmul of each) of a grouped matmul: matrices of experts, and rows of tokens."""
     floats = [dims for kind, dims in arrays if kind[0] in "fb"]
     matrices = next((dims for dims in floats if len(dims) == 3), None)
@@ -129,4 +131,4 @@ def _grouped(arrays: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[float, Size
     if matrices is None or rows is None:
         return 0, (1, 1, 1)
     experts, inner, outer = matrices
-    return experts, (rows[0] / experts, inner, outer)
+    return experts, (rows[0] / experts / over_mean, inner, outer)

@@ -171,8 +171,8 @@ class LayerLoop:
             def step(finished: Array, carry: tuple, steps: Sequence[Callable] = steps) -> tuple:
                 dys, *sums = carry
                 dxs = []
-                for one, dy in zip(steps, dys, strict=True):
-                    dx, *sums = one(finished, (dy, *sums))
+                for of_microbatch, dy in zip(steps, dys, strict=True):
+                    dx, *sums = of_microbatch(finished, (dy, *sums))
                     dxs.append(dx)
                 return tuple(dxs), *sums
 

@@ -50,7 +50,7 @@ from megajax.training.guarded.nonfinite import NonfiniteGradients, make_nonfinit
 from megajax.training.guarded.step import guarded
 from megajax.training.guarded.stop_flags import exchanging
 from megajax.training.run_config import RunConfig
-from megajax.training.scheduled_step import ScheduledStep, costs_of, scheduling_gpu
+from megajax.training.scheduled_step import ScheduledStep, costs_of, rows_over_mean, scheduling_gpu
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
@@ -229,7 +229,9 @@ class Program:
         step = guarded(self.step_parts, drills=bool(self.cfg.resilience.drills()))
         jitted = compiled(exchanging(step, self.shardings.step), self.step_parts, self.options)
         gpu = scheduling_gpu(self.cfg.xla, self.mesh)
-        return jitted if gpu is None else ScheduledStep(jitted, costs_of(gpu, self.mesh))
+        if gpu is None:
+            return jitted
+        return ScheduledStep(jitted, costs_of(gpu, self.mesh, rows_over_mean(self.cfg)))
 
     def schedules(self) -> list[Scheduled]:
         """The programs of the train step that are compiled with the times of the cost model; none by default."""

@@ -288,7 +288,7 @@ def _side_by_side(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     }
     reason = next((reason for reason, refused in refusals.items() if refused), None)
     if reason is None and total is not None and _has_sizes(cfg, total):
-        counts = [size.microbatches for size in cfg.batch_sizes(cfg.replicas(total)).sizes()]
+        counts = [size.microbatches for size in cfg.batch_sizes(cfg.parallel.replicas(total)).sizes()]
         odd = next((count for count in counts if count % batch.side_by_side), None)
         reason = None if odd is None else f"a step has {odd} microbatches, not a multiple of {batch.side_by_side}"
     if reason is not None:

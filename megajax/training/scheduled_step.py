@@ -13,7 +13,10 @@ from megajax.compiled.costs import Costs
 from megajax.compiled.gpus import GPU, gpu_of
 from megajax.compiled.hlo import Program
 from megajax.compiled.schedule import Scheduled, compile_scheduled
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.mesh.xla_options import PROFILES, Value, XlaConfig
+from megajax.models.facts import block_facts, facts_of
+from megajax.training.run_config import RunConfig
 
 type CostsOf = Callable[[str], Costs]
 """Text of a compiled program -> the costs of its instructions."""
@@ -31,10 +34,22 @@ def scheduling_gpu(xla: XlaConfig, mesh: Mesh) -> GPU | None:
     return gpu_of(device.device_kind) if chosen else None
 
 
-def costs_of(gpu: GPU, mesh: Mesh) -> CostsOf:
-    """The costs of programs on a mesh of GPUs in their usual nodes, by the data sheet: a plan has those of the run."""
+def costs_of(gpu: GPU, mesh: Mesh, over_mean: float = 1.0) -> CostsOf:
+    """The costs of programs on a mesh of GPUs in their usual nodes, by the data sheet: a plan has those of the run.
+
+    over_mean: of `rows_over_mean`.
+    """
     sizes = dict(mesh.shape)
-    return lambda text: Costs(Program.read(text), sizes, gpu, gpu.per_node)
+    return lambda text: Costs(Program.read(text), sizes, gpu, gpu.per_node, over_mean)
+
+
+def rows_over_mean(cfg: RunConfig) -> float:
+    """Rows that a device's experts have room for over the mean, the most of all layers; 1 without experts or facts."""
+    facts, sharding = facts_of(cfg.model), ExpertSharding.of(cfg.parallel)
+    sections = () if facts is None else facts.section_facts()
+    blocks = (block_facts(section, section.stack.pattern, cfg.precision.compute) for section in sections)
+    experts = (experts for pattern in blocks for block in pattern for experts in block.experts)
+    return max((layer.over_mean(sharding) for layer in experts), default=1.0)
 
 
 class ScheduledStep:

@@ -42,6 +42,7 @@ def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunCon
         model=replace(cfg.model, hidden=1024, sequence_length=2048, stack=stack),
         parallel=parallel,
         precision=PrecisionConfig(fp8=fp8),
+        xla=replace(cfg.xla, schedule="default"),  # one compilation
         batch=replace(cfg.batch, global_size=2 * 2 * parallel.pipeline, micro_size=1),
     )
 

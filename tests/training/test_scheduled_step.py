@@ -11,6 +11,7 @@ from tiny_runs import build_program, llama
 
 from megajax.batch import SAMPLE
 from megajax.compiled.gpus import GPUS, gpu_of
+from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -20,7 +21,7 @@ from megajax.training.guarded.step import StepControl
 from megajax.training.guarded.stop_flags import ExchangingSteps
 from megajax.training.loop import StepInput
 from megajax.training.program import Program
-from megajax.training.scheduled_step import ScheduledStep, scheduling_gpu
+from megajax.training.scheduled_step import ScheduledStep, rows_over_mean, scheduling_gpu
 
 TENSOR = ParallelConfig(data=4, tensor=2, sequence=True, data_sharding="zero1")
 """Collectives in layers and once a step."""
@@ -78,6 +79,14 @@ def test_costs_are_the_default_on_several_gpus() -> None:
     assert scheduling_gpu(XlaConfig(schedule="default"), mesh("gpu", 8)) is None
     assert scheduling_gpu(XlaConfig(schedule="costs"), mesh("cpu", 8)) is GPUS["h200"]
     assert scheduling_gpu(XlaConfig(options={PROFILES[0]: "measured.pbtxt"}), mesh("gpu", 8)) is None
+
+
+def test_rows_of_experts_that_a_router_does_not_fill() -> None:
+    mixtral: Any = load("mixtral.py:debug", "parallel.expert=8")
+    (experts,) = [block.mlp for block in mixtral.model.stack.pattern]
+    assert (experts.experts, experts.top_k) == (8, 2)
+    assert rows_over_mean(mixtral) == pytest.approx(8 / 2, rel=0.1), "room for all tokens"
+    assert rows_over_mean(load("llama3.py:debug")) == 1
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from megajax.planning.show import layout, memory_rows, placement, times, traffic
 from megajax.training.program import Program
 from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
+from megajax.training.scheduled_step import rows_over_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,8 @@ class TrainPlan:
     @cached_property
     def costs(self) -> Costs:
         """Of the instructions of the program."""
-        return Costs(HloProgram.read(self.text), self.mesh, self.cluster.device, self.cluster.per_node)
+        device, _, per_node = self.cluster
+        return Costs(HloProgram.read(self.text), self.mesh, device, per_node, rows_over_mean(self.cfg))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -69,7 +69,7 @@ class ExchangingSteps(Steps):
             if any(digest != digests[0] for digest in digests):
                 raise UserError(
                     "the processes have different schedules of the train step and would wait for each other.\n"
-                    "Set xla.schedule=default, or start all with the same jax, XLA_FLAGS and compile cache."
+                    "Set xla.schedule=default, or start all with the same jax, compiler flags and compile cache."
                 )
         return super().dispatch(step_input, with_flags)
 
