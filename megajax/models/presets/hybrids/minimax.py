@@ -6,7 +6,7 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.linear.config import LightningAttentionConfig
 from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.moe.config import MoEConfig, RouterConfig
+from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.norm.config import RMSNormConfig, SumWeightsConfig
 from megajax.layers.position.config import RopeConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -20,7 +20,13 @@ STREAM = 3.5565588200778455
 """Factor on the residual stream: (2 * 80)^0.25, as in DeepNorm (Wang et al. 2022)."""
 
 
-def minimax(size: str, *, sequence_length: int = 8192, vocabulary_size: int = 200064) -> DecoderConfig:
+def minimax(
+    size: str,
+    *,
+    sequence_length: int = 8192,
+    vocabulary_size: int = 200064,
+    dispatch: DispatchConfig | None = None,
+) -> DecoderConfig:
     """MiniMax: seven layers of lightning attention, then one of attention; experts in all. `debug` has three, then one.
 
     Raises UserError for an unknown size.
@@ -29,7 +35,11 @@ def minimax(size: str, *, sequence_length: int = 8192, vocabulary_size: int = 20
     """
     row = pick("minimax", MINIMAX, size)
     moe = MoEConfig(
-        experts=row.experts, top_k=row.top_k, expert=GatedMLPConfig(ffn=row.ffn), router=RouterConfig(aux_loss=0.001)
+        dispatch=dispatch or DispatchConfig(),
+        experts=row.experts,
+        top_k=row.top_k,
+        expert=GatedMLPConfig(ffn=row.ffn),
+        router=RouterConfig(aux_loss=0.001),
     )
     lightning = LightningAttentionConfig(heads=row.heads, head_dim=row.head_dim, layers=row.layers)
     weights = SumWeightsConfig(mixer_stream=STREAM, mlp_stream=STREAM)
