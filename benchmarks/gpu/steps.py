@@ -118,7 +118,7 @@ EXPERTS = Step(
 SCHEDULES = Step(
     name="schedules",
     kind="schedules",
-    limit=150,
+    limit=120,
     program=(*BENCHMARKS, "schedules", "--json={json}"),
     real=("--config=bench.py:llama_1b", "--steps=6"),
     tiny=("--config=bench.py:debug", "--steps=1", "--devices=cpu:2"),

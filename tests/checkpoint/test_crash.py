@@ -27,7 +27,7 @@ def run_trials(folder, trials, mode, seed):
     return results
 
 
-@pytest.mark.parametrize("mode", ["asynchronous", "retention"])
+@pytest.mark.parametrize("mode", ["asynchronous", pytest.param("retention", marks=pytest.mark.slow)])
 def test_five_kills(tmp_path, mode):
     run_trials(tmp_path / "checkpoints", 5, mode, 0)
 

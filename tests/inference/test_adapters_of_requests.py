@@ -141,7 +141,7 @@ def answered(merged: dict[str | None, Engine], asked: list[Client]) -> list[Clie
     return clients
 
 
-@pytest.mark.parametrize("blocks", [64, 14])
+@pytest.mark.parametrize("blocks", [pytest.param(64, marks=pytest.mark.slow), 14])
 def test_rows_of_different_adapters_in_the_same_steps(
     slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn], blocks: int
 ) -> None:

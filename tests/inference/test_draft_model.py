@@ -143,7 +143,8 @@ def test_a_model_without_states_drafts_for_one_with_states() -> None:
 LAYOUTS = {"sharded": True, "whole": False}
 
 
-@pytest.mark.parametrize("name", [pytest.param("sharded", marks=pytest.mark.slow), "whole"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharded", "whole"])
 def test_answers_on_several_devices(name: str, plain: Answers, drafted: Answers) -> None:
     """Of replicas and `tensor`; the draft model is sharded, or each device has all of it."""
     sizes = {"data": 2, "tensor": 2}
@@ -174,6 +175,7 @@ def test_rows_without_drafts_of_their_own_keep_the_cache_of_the_draft_model(itse
     assert counts.shared_tokens_total >= 36 and 0 < counts.accepted_tokens_total == counts.drafted_tokens_total
 
 
+@pytest.mark.slow
 def test_blocks_behind_the_windows_of_both_models_are_freed() -> None:
     """The wider window counts; without one in a model, none is freed."""
     windows = [decoder(replace(HEADS, rope=ROPE, window=window)) for window in (5, 9, None)]

@@ -81,7 +81,7 @@ def predicting() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def device(predicting: LoadedModel) -> ModelDevice:
-    return device_of(predicting)
+    return device_of(predicting, blocks=16)
 
 
 def test_drafts_are_those_of_the_trainers_head(predicting: LoadedModel, device: ModelDevice) -> None:

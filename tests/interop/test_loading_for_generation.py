@@ -318,8 +318,8 @@ def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({}, id="one device", marks=pytest.mark.slow),
-        pytest.param({"tensor": 4}, id="copied heads"),
+        pytest.param({}, id="one device"),
+        pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow),
     ],
 )
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:

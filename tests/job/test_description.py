@@ -11,7 +11,11 @@ from megajax.training.session import setup
 
 @pytest.mark.parametrize(
     ("config", "experts", "sections"),
-    [("deepseek.py:debug", 1, [""]), ("gpt3.py:debug", 0, [""]), ("t5.py:debug", 0, ["encoder", ""])],
+    [
+        ("deepseek.py:debug", 1, [""]),
+        ("gpt3.py:debug", 0, [""]),
+        pytest.param("t5.py:debug", 0, ["encoder", ""], marks=pytest.mark.slow),
+    ],
 )
 def test_equal_expert_layers_and_every_section_have_one_line(config: str, experts: int, sections: list[str]) -> None:
     run = setup(load(config, "evaluation.every=none"), devices=jax.devices()[:8])

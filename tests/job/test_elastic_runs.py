@@ -101,6 +101,7 @@ def test_a_run_resumes_on_the_devices_that_are_present(tmp_path, present, name):
     assert [(event["wanted"], event["devices"], event["used"]) for event in replans] == [(8, 6, 6)]
 
 
+@pytest.mark.slow
 def test_idle_devices_are_named(tmp_path, present, capsys):
     """Eight rows on eight devices; then from the first step again on six devices, of which four are used."""
     cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=2, rows=8)

@@ -109,7 +109,8 @@ def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, 
     assert "GPU memory 0.92 of it for arrays" in single_spaced and "start step 2 of" in single_spaced
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
     assert "throughput per GPU (TFLOP/s/GPU): 0.0" in text and "Megatron-LM's formula" in text
-    assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 1
+    # By XLA's own times, and by those of the cost model.
+    assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 2
     first = lines(tmp_path / "run")[0]
     assert first["memory_device"] == 2**20 < MEMORY and first["mfu_causal"] > 0
 

@@ -19,13 +19,13 @@ from megajax.checkpoint.reader import DamagedStep
 from megajax.faults.activity import Activity
 from megajax.job.job import train
 from megajax.job.saves.local_saves import LocalSaves, intact_step
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.storage import disk
 from megajax.training.config import BatchConfig
 from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 
-ONE = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
+ONE = dict.fromkeys(MESH_AXES, 1)
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:

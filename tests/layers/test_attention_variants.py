@@ -156,7 +156,7 @@ def test_the_shortest_pattern_of_blocks():
         (RelativeBiasConfig(buckets=32, distance=16), "distance: must be above 16"),
         (RopeConfig(fraction=0.0), "fraction: must be above 0 and at most 1, got 0.0"),
         (RopeConfig(interpolation=0.0), "interpolation: must be a number above 0"),
-        (YarnScalingConfig(factor=2.0, slow=40.0), "slow: must be below fast"),
+        (YarnScalingConfig(factor=2.0, slow=40.0), "slow: must be at most fast, got slow=40.0 and fast=32.0"),
         (YarnScalingConfig(factor=2.0, mscale=1.0), "mscale: must be given together with mscale_all"),
         (GatedMLPConfig(ffn=8, clamp=-1.0), "clamp: must be a number above 0"),
     ],

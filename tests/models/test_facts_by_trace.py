@@ -304,6 +304,7 @@ def traced(case: Case) -> tuple[tuple[Weight, ...], Trace]:
         leaves.append((parts, type(leaf)(jax.ShapeDtypeStruct(leaf.shape, dtype), **leaf.get_metadata())))
     like, ids = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, case.length), jnp.int32)
     ctx, x = Context(positions=ids, index=like((case.length,), jnp.int32), segments=ids), [case.length]
+    ctx = ctx._replace(layer=like((), jnp.int32))
     if case.memory_length:
         x.append(case.memory_length)
         ctx = ctx._replace(memory_segments=like((1, case.memory_length), jnp.int32))

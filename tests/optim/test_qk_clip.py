@@ -103,6 +103,7 @@ def program(cfg: DecoderConfig, parallel: ParallelConfig) -> Program:
     return Program.of(replace(plain.cfg, optimizer=MuonConfig(qk_clip=LIMIT)), plain.mesh)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_training_clips_as_one_device() -> None:
     """The scores of the second step are near the limit that those of the first exceed."""
     results = {}

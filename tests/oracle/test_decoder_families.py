@@ -94,6 +94,7 @@ def test_documents_of_a_row_have_the_logits_of_each_alone() -> None:
         np.testing.assert_allclose(actual["logits"], io[f"{part}logits"], rtol=0, atol=DELTA_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_of_the_engine(folder: Path) -> None:
     """From prompts in chunks."""
     origin = Origin(hf=folder)

@@ -278,7 +278,7 @@ class ForeignFolder:
         declared: Mapping[str, ParamSpec],
         paths: set[str],
         ignore: Sequence[str],
-        quantizing: Quantizing | None,
+        quantizing: Quantizing | None = None,
     ):
         self.where, self._stored, self._quantizing = str(name), open_stored(name, Reading(ignore=ignore)), quantizing
         if (foreign := self._stored.foreign) is None:

@@ -14,8 +14,8 @@ from browser import CHROMIUM, Browser
 from served import Running, start, stop
 
 from megajax.config import load
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.server import parameter_count
 
 NODE = shutil.which("node")
 
@@ -79,6 +79,6 @@ def test_the_first_send_is_answered(running: tuple[Running, bool]) -> None:
 def test_the_banner_counts_weights_as_training_does() -> None:
     """The quickstart's token tables have 257 rows, padded to 384."""
     padded: Any = SimpleNamespace(cfg=load("quickstart.py").model, weights={"tokens": np.zeros((384, 128))})
-    assert parameter_count(padded) == 918_912
+    assert LoadedModel.parameter_count(padded) == 918_912
     padded.cfg = object()  # without facts
-    assert parameter_count(padded) == 384 * 128
+    assert LoadedModel.parameter_count(padded) == 384 * 128
