@@ -120,10 +120,11 @@ def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
         path for path in own_shapes if not path.endswith((LORA_A, LORA_B)) and stored.declared[path].updater is None
     ]
     differing = [path for path in paths if shapes.get(path) != own_shapes[path]]
-    tokens = ids_below(stored.model) or 0
+    tokens = ids_below(stored.model)
     for path in (path for path in paths if path not in differing):
         axes, shape = stored.declared[path].axes, own_shapes[path]
-        sizes = [tokens if axis == "vocab" else size for axis, size in zip(axes, shape, strict=True)]
+        unpadded = {} if tokens is None else {"vocab": tokens}
+        sizes = [unpadded.get(axis, size) for axis, size in zip(axes, shape, strict=True)]
         for number in (0, -1):
             box = tuple(slice(max(0, number % size - SAMPLE), min(number % size + SAMPLE, size)) for size in sizes)
             values = stored.weights.read(path, box)
