@@ -11,12 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from megajax.config.errors import UserError
+
 
 def serving_load(
     *, url: str = "http://127.0.0.1:5000", clients: int = 64, seconds: float = 60.0, max_tokens: int = 32
 ) -> dict[str, Any]:
-    """Many clients at once against a running server: answers and tokens per second, latency, wrong answers."""
-    totals = load(url, clients=clients, seconds=seconds, max_tokens=max_tokens)
+    """Many clients at once against a running server: answers and tokens per second, latency, wrong answers.
+
+    `--clients=16 --seconds=0` is a burst: each client sends one request.
+
+    Raises UserError if no server answers at the address.
+    """
+    try:
+        totals = load(url, clients=clients, seconds=seconds, max_tokens=max_tokens)
+    except OSError as error:
+        raise UserError(f"no server answers at {url} ({error}): start one with python -m megajax.serve") from None
     print("\n".join(totals.lines()))
     return totals.figures()
 
@@ -73,7 +83,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def load(url: str, *, clients: int, seconds: float, prompt: str = "Once upon a time", max_tokens: int = 32) -> Load:
-    """Each client requests one stream after another until the time is over, and waits for its last answer.
+    """Each client requests streams, at least one, until the time is over, and waits for its last answer.
 
     Its prompt is `prompt` and its number.
     """
@@ -96,12 +106,14 @@ async def _client(url: str, end: float, prompt: str, max_tokens: int, totals: Lo
     request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
-        while time.monotonic() < end:
+        while True:
             try:
                 await _request(reader, writer, request, totals)
             except (OSError, asyncio.IncompleteReadError):
                 totals.statuses[0] += 1
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            if time.monotonic() >= end:
+                break
     finally:
         writer.close()
 

@@ -76,7 +76,7 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
         folder = Path(name)
         mixture = isinstance(cfg.model.stack.pattern[0].mlp, mj.MoEConfig)
         paths = [folder / name for name in ("spec.json", "start.npz", "torch.json")]
-        for _ in range(rounds):
+        for turn in range(rounds):
             own = measure_ours(cfg, folder, f"--steps={steps}")
             spec = (optimizer_of(cfg) if mixture else spec_of(cfg)) | {
                 "learning_rates": own["learning_rates"],
@@ -87,7 +87,7 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
             }
             paths[0].write_text(json.dumps(spec))
             if mixture:
-                paths[1] = write_for_transformers(cfg.model, folder)
+                paths[1] = write_for_transformers(cfg.model, folder / f"transformers_{turn}")
             baseline = "transformers_baseline" if mixture else "torch_baseline"
             program = [str(torch_python), "-m", f"benchmarks.training.{baseline}", *map(str, paths)]
             theirs = measure_torch(program, paths[-1], torch_environment(), 1200)
@@ -109,10 +109,10 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
     return {"eager": eager, "best": max(ratios.values()), "ratios": ratios, "seconds": seconds, "equal_work": equal}
 
 
-def write_for_transformers(model: mj.DecoderConfig, folder: Path) -> Path:
-    """A Hugging Face folder of start.npz, with its batch."""
-    start, target = np.load(folder / "start.npz"), folder / "transformers"
-    target.mkdir(exist_ok=True)
+def write_for_transformers(model: mj.DecoderConfig, target: Path) -> Path:
+    """A new Hugging Face folder of the start.npz beside it, with its batch."""
+    start = np.load(target.parent / "start.npz")
+    target.mkdir()
     weights = Arrays({name: start[name] for name in start.files if not name.startswith("batch.")})
     kind: Any = np.dtype(np.float32)
     write_model(target, model, weights, family_for(model), dtype=kind, dtypes=lambda _: kind, recorded={}, names={})
