@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -26,6 +27,8 @@ from megajax.config.errors import UserError
 from megajax.display.banner import plain
 from megajax.interop.huggingface.format import family_for, write_model
 
+WAYS = {"none": "eager", "blocks": "compiled blocks", "whole": "compiled whole"}
+
 
 def processor(
     *, torch_python: Path = Path(sys.executable), models: str = "all", steps: int = 10, rounds: int = 3
@@ -40,9 +43,10 @@ def processor(
     mixtral_20m  4 Mixtral layers of 256, 8 experts of which each token takes 2, 4 rows of 128 tokens, 8,192 ids
 
     PyTorch runs training/torch_baseline.py: eager, with compiled blocks, compiled as a whole, and with a loss in
-    chunks; of the mixture, the model of transformers, eager and compiled. All start from the same weights and train the
-    same batch; the losses of the first steps must agree. Processes take turns, and processor seconds count, so other
-    load on the machine matters little.
+    chunks; of the mixture, the model of transformers, eager and compiled. If that Python has megatron-core, its
+    GPTModel without Transformer Engine trains the others too. All start from the same weights and train the same
+    batch; the losses of the first steps must agree. Processes take turns, and processor seconds count, so other load on
+    the machine matters little.
 
     --torch-python: the Python that has torch. --models: names, separated by commas. --steps: counted ones of each
     process. --rounds: processes of each trainer; the median of their ratios counts.
@@ -71,11 +75,11 @@ def processor(
 def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> dict[str, Any]:
     """Seconds of each trainer in each round, and the ratios."""
     seconds: dict[str, list[float]] = {"megajax": []}
-    equal = True
+    equal, megatron = True, has_megatron(torch_python)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mixture = isinstance(cfg.model.stack.pattern[0].mlp, mj.MoEConfig)
-        paths = [folder / name for name in ("spec.json", "start.npz", "torch.json")]
+        paths = [folder / name for name in ("spec.json", "start.npz")]
         for turn in range(rounds):
             own = measure_ours(cfg, folder, f"--steps={steps}")
             spec = (optimizer_of(cfg) if mixture else spec_of(cfg)) | {
@@ -88,17 +92,22 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
             paths[0].write_text(json.dumps(spec))
             if mixture:
                 paths[1] = write_for_transformers(cfg.model, folder / f"transformers_{turn}")
-            baseline = "transformers_baseline" if mixture else "torch_baseline"
-            program = [str(torch_python), "-m", f"benchmarks.training.{baseline}", *map(str, paths)]
-            theirs = measure_torch(program, paths[-1], torch_environment(), 1200)
             seconds["megajax"].append(own["processor_seconds"])
-            for measured in theirs["variants"]:
+            baselines = (
+                ["transformers_baseline"] if mixture else ["torch_baseline", "megatron_baseline"][: 1 + megatron]
+            )
+            measurements = []
+            for baseline in baselines:
+                out = folder / f"{baseline}_{turn}.json"
+                program = [str(torch_python), "-m", f"benchmarks.training.{baseline}", *map(str, paths), str(out)]
+                measurements += measure_torch(program, out, torch_environment(), 1200)["variants"]
+            for measured in measurements:
                 variant = measured["variant"]
                 if "error" in measured:
                     print(f"torch, {variant}: {measured['error']}")
                     continue
                 equal = equal and agree(own["losses"], measured["losses"], "float32")
-                way = {"none": "eager", "blocks": "compiled blocks", "whole": "compiled whole"}[variant["compile"]]
+                way = WAYS.get(variant["compile"], variant["compile"])
                 seconds.setdefault(f"{way}, {variant['loss']} loss", []).append(measured["processor_seconds"])
     ratios = {
         name: round(statistics.median(own / other for own, other in zip(seconds["megajax"], taken, strict=True)), 3)
@@ -107,6 +116,11 @@ def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> 
     }
     eager = ratios["eager, whole loss"]
     return {"eager": eager, "best": max(ratios.values()), "ratios": ratios, "seconds": seconds, "equal_work": equal}
+
+
+def has_megatron(python: Path) -> bool:
+    """Whether that Python has megatron-core."""
+    return subprocess.run([str(python), "-c", "import megatron.core"], check=False, capture_output=True).returncode == 0
 
 
 def write_for_transformers(model: mj.DecoderConfig, target: Path) -> Path:

@@ -21,6 +21,7 @@ from benchmarks.kernels import measure as measuring
 from benchmarks.parts import PARTS
 from benchmarks.roofline import roof_of
 from benchmarks.training import peers
+from benchmarks.training.processor import compared, has_megatron, nanogpt
 from megajax.config import load
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
@@ -180,7 +181,7 @@ def test_a_python_without_torch_is_refused_before_measuring(tmp_path: Path) -> N
         peers.peers(cfg=load("bench.py:debug"), torch_python=tmp_path / "none")
 
 
-@pytest.mark.parametrize("name", ["training/torch_baseline.py", "stopwatch.py"])
+@pytest.mark.parametrize("name", ["training/torch_baseline.py", "training/megatron_baseline.py", "stopwatch.py"])
 def test_the_baseline_runs_on_an_older_python(name: str) -> None:
     """The Python with torch may be an older one."""
     ast.parse((ROOT / "benchmarks" / name).read_text(), feature_version=(3, 11))
@@ -265,3 +266,14 @@ print(seconds["compile_cached"])
     for expected in ("False", "True"):
         ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert ended.stdout.strip() == expected, ended.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TORCH is None, reason="needs torch, here or in the Python that MEGAJAX_TORCH_PYTHON names")
+def test_megatron_core_trains_to_the_same_losses(capsys: pytest.CaptureFixture) -> None:
+    """A GPT with biases: the first losses of each peer agree, Megatron-Core's too."""
+    assert TORCH is not None
+    if not has_megatron(Path(TORCH)):
+        pytest.skip("that Python has no megatron-core")
+    figures = compared(nanogpt(), Path(TORCH), 2, 1)
+    assert figures["equal_work"] and "megatron-core, whole loss" in figures["ratios"]
