@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from megajax.pipeline.closed_form import closed_form
 from megajax.pipeline.schedule import Schedule, Work, entering
 
-KINDS = ("forward", "input_gradient", "weight_gradient")
+KINDS = ("forward", "backward")
 
 
 class Violation(NamedTuple):
@@ -62,11 +61,11 @@ def formulas(schedule: Schedule) -> Figures | None:
 
 
 def measure(schedule: Schedule) -> Figures:
-    """The cost measured on the table. A tick costs the kinds of work in its phase, each of the same duration."""
-    time = sum(phase.ticks * sum(phase[2:]) for phase in schedule.phases)
+    """The cost measured on the table. A tick costs the kinds of work in its phase, a backward twice a forward."""
+    time = sum(phase.ticks * (phase.forward + 2 * phase.backward) for phase in schedule.phases)
     ideal = 3 * schedule.microbatches * schedule.chunks
     started = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
-    finished = np.cumsum(schedule.weight_gradient.microbatch >= 0, axis=0)
+    finished = np.cumsum(schedule.backward.microbatch >= 0, axis=0)
     in_flight = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
     return Figures(schedule.ticks, Fraction(time, ideal) - 1, tuple(in_flight.max(axis=0).tolist()), schedule.slots)
 
@@ -84,9 +83,9 @@ def violations(schedule: Schedule) -> list[Violation]:
     - phases: phases cover all ticks in order, and contain only their kinds of work.
     - once: each (microbatch, chunk, stage) has each kind of work once.
     - order: a forward comes after the previous chunk's forward; a backward after the next chunk's backward, and not
-      before its own forward; a weight gradient not before its input gradient.
+      before its own forward.
     - arrival: a value from a neighbour is used in the next tick, because the next value arrives after it.
-    - slots: no forward, including idle ones, overwrites activations that are still needed; gradients read the slot of
+    - slots: no forward, including idle ones, overwrites activations that are still needed; backwards read the slot of
       their own forward.
     - outputs: no output overwrites one that still waits for its loss, and each loss reads its own output.
     - borders: embed, head and embed_gradient are the microbatches that enter and leave the pipeline in a tick.
@@ -147,8 +146,8 @@ def _borders(schedule: Schedule) -> Iterator[Violation]:
     last = (schedule.stages - 1, schedule.chunks - 1)
     for name, work, place in (
         ("embed", schedule.forward, (0, 0)),
-        ("head", schedule.input_gradient, last),
-        ("embed_gradient", schedule.input_gradient, (0, 0)),
+        ("head", schedule.backward, last),
+        ("embed_gradient", schedule.backward, (0, 0)),
     ):
         actual, expected = getattr(schedule, name), entering(work, *place)
         for tick in np.flatnonzero(actual != expected):
@@ -184,7 +183,7 @@ def _times(schedule: Schedule) -> Iterator[Violation]:
     ticks_of = [_when(schedule, kind) for kind in KINDS]
     places = schedule.chunks * schedule.stages
     # [M, V, P] -> [M, V·P]: the chunks in the order of the model's layers.
-    along = [when.reshape(schedule.microbatches, places) for when in ticks_of[:2]]
+    along = [when.reshape(schedule.microbatches, places) for when in ticks_of]
     # Ticks between producing an input and using it, and the first user.
     for kind, wait, user in ((KINDS[0], np.diff(along[0]), 1), (KINDS[1], -np.diff(along[1]), 0)):
         for i, place in np.argwhere(wait != 1):
@@ -193,9 +192,8 @@ def _times(schedule: Schedule) -> Iterator[Violation]:
                 yield Violation("order", f"{kind} of {item} starts before its input arrives")
             else:
                 yield Violation("arrival", f"input of {kind} of {item} came {ticks} ticks before, must be 1")
-    for (first, before), (second, after) in pairwise(zip(KINDS, ticks_of, strict=True)):
-        for item in np.argwhere(after < before):
-            yield Violation("order", f"{second} of {_item(*item)} comes before its {first}")
+    for item in np.argwhere(ticks_of[1] < ticks_of[0]):
+        yield Violation("order", f"backward of {_item(*item)} comes before its forward")
 
 
 def _slots(schedule: Schedule) -> Iterator[Violation]:
@@ -217,8 +215,7 @@ def _slots(schedule: Schedule) -> Iterator[Violation]:
                             f"{kind} of {_item(*divmod(int(number[s]), schedule.chunks), int(s))} at tick {tick}"
                         )
                         yield Violation("slots", f"{work_name} reads slot {slot[s]}, which is not its own")
-                if kind != "input_gradient":
-                    ring[stages[busy], slot[busy]] = number[busy] if kind == "forward" else empty
+                ring[stages[busy], slot[busy]] = number[busy] if kind == "forward" else empty
 
 
 def _outputs(schedule: Schedule) -> Iterator[Violation]:

@@ -56,8 +56,8 @@ def draw(flags: Mapping[str, Any]) -> None:
 def table(schedule: Schedule, width: int | None = None) -> str:
     """The table as text: a column per tick, a row per stage and kind of work, an entry per microbatch.
 
-    With several chunks, a letter says which one. F is a forward, B a backward, I and W are input and weight gradients
-    with ticks of their own. Ticks that don't fit into `width` columns follow below; None: no limit.
+    With several chunks, a letter says which one. F is a forward, B a backward. Ticks that don't fit into `width`
+    columns follow below; None: no limit.
     """
     cell = 1 + max(2, len(str(schedule.ticks - 1)), len(_entry(schedule, schedule.microbatches - 1, 0)))
     label = LABEL + len(str(schedule.stages - 1)) - 1
@@ -123,12 +123,10 @@ def _block(schedule: Schedule, ticks: range, label: int, cell: int) -> str:
 
 def _rows(schedule: Schedule) -> list[tuple[str, Work, int]]:
     """Kinds of work with a letter of NAMES, and how long they take, in forwards."""
-    if not schedule.split_backward:
-        return [("F", schedule.forward, 1), ("B", schedule.input_gradient, 2)]
-    return [("F", schedule.forward, 1), ("I", schedule.input_gradient, 1), ("W", schedule.weight_gradient, 1)]
+    return [("F", schedule.forward, 1), ("B", schedule.backward, 2)]
 
 
-NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+NAMES = {"F": "forward", "B": "backward"}
 
 
 def _span(phase: Phase, ticks: range, cell: int) -> str:
@@ -199,7 +197,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
         names=names,
         end=start,
         title=f"{heading(schedule)}; bubble {float(measure(schedule).pipeline_bubble):.1%} over ideal time",
-        x_label="time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)") + numbers,
+        x_label="time, in forwards of a chunk (backward: 2)" + numbers,
         y_label="stage",
         breaks=breaks,
     )
@@ -207,7 +205,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
 
 
 def _color(letter: str, chunk: int, chunks: int) -> tuple[float, ...]:
-    """Blue forwards, orange input gradients, green weight gradients; later chunks paler."""
-    base = {"F": (0.36, 0.60, 0.88), "W": (0.45, 0.75, 0.45)}.get(letter, (0.95, 0.62, 0.30))
+    """Blue forwards, orange backwards; later chunks paler."""
+    base = {"F": (0.36, 0.60, 0.88), "B": (0.95, 0.62, 0.30)}[letter]
     pale = 0.65 * chunk / max(1, chunks - 1)
     return tuple(value + (1 - value) * pale for value in base)

@@ -97,9 +97,7 @@ class Carry(NamedTuple):
 
 
 def tick_loops(schedule: Schedule) -> list[TickLoop]:
-    """The phases of the schedule, split where losses begin and end. Raises ValueError for a split backward."""
-    if schedule.split_backward:
-        raise ValueError(f"schedule {schedule.name} has separate weight gradients, which the executor does not run")
+    """The phases of the schedule, split where losses begin and end."""
     losses = np.flatnonzero(schedule.head >= 0)
     edges = {edge for phase in schedule.phases for edge in phase[:2]} | {int(losses[0]), int(losses[-1]) + 1}
     loops = []
@@ -111,7 +109,7 @@ def tick_loops(schedule: Schedule) -> list[TickLoop]:
             _which_collective(schedule, before(schedule.embed_gradient)[start:stop]),
         )
         head = _which(schedule.head[start:stop])
-        loops.append(TickLoop(start, stop, phase.forward, phase.input_gradient, head, *collectives))
+        loops.append(TickLoop(start, stop, phase.forward, phase.backward, head, *collectives))
     return loops
 
 
@@ -392,7 +390,7 @@ class Stage:
         self, loop: TickLoop, tick: Array, from_next: Array, from_loss: Array | None, c: Carry
     ) -> tuple[Array, Params, Params]:
         """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
-        microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
+        microbatch, chunk, slot = self.entry(self.schedule.backward, tick)
         ctx, dy = self.section.context(self.rows(microbatch)), from_next
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
@@ -406,7 +404,7 @@ class Stage:
             (dx,), totals = self.layers.backward(chunk, carry[:1], (ctx,), c.rings, (slot,), carry[1])
             return dx, totals
 
-        kind, chunk = self.schedule.input_gradient, jnp.where(microbatch >= 0, chunk, -1)
+        kind, chunk = self.schedule.backward, jnp.where(microbatch >= 0, chunk, -1)
         dx, (stacked, common) = self.in_chunk(loop, kind, chunk, run_layers, (dy, totals))
         return dx, stacked, {**c.shared, **common}
 

@@ -3,10 +3,10 @@
 P stages, V chunks per stage (virtual stages), M microbatches, T ticks; s stage, c chunk, i microbatch.
 The layers of a model are divided into P·V chunks; stage s has chunks s, P+s, 2P+s, ..., numbered c = 0, 1, 2, ...
 
-All stages run each tick together. In a tick, a stage runs at most one forward, then at most one gradient with respect
-to a chunk's input, then at most one with respect to its weights. It sends the results to its neighbours, which must use
-them in the next tick. A tick takes the time of all kinds of work in its phase, even if a stage is idle. So forwards
-come first, then ticks with both kinds, then backwards, and the bubble is the usual one.
+All stages run each tick together. In a tick, a stage runs at most one forward, then at most one backward. It sends the
+results to its neighbours, which must use them in the next tick. A tick takes the time of all kinds of work in its
+phase, even if a stage is idle. So forwards come first, then ticks with both kinds, then backwards, and the bubble is
+the usual one.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     chunk: np.ndarray
     """Chunk of the stage."""
     slot: np.ndarray
-    """Slot in the stage's ring of saved activations: a forward writes it, gradients read it."""
+    """Slot in the stage's ring of saved activations: a forward writes it, a backward reads it."""
 
 
 class Phase(NamedTuple):
@@ -43,8 +43,7 @@ class Phase(NamedTuple):
     start: int
     stop: int
     forward: bool
-    input_gradient: bool
-    weight_gradient: bool
+    backward: bool
 
     @property
     def ticks(self) -> int:
@@ -52,19 +51,13 @@ class Phase(NamedTuple):
 
     @property
     def label(self) -> str:
-        """F, F+B or B; with separate weight gradients, I and W instead of B."""
-        gradients = "I" * self.input_gradient, "W" * self.weight_gradient
-        names = ("F" * self.forward, *(["B"] if all(gradients) else gradients))
-        return "+".join(filter(None, names)) or "idle"
+        """F, F+B or B."""
+        return "+".join(filter(None, ("F" * self.forward, "B" * self.backward))) or "idle"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The schedule of one step; `megajax.pipeline.check` defines which tables are valid.
-
-    An undivided backward is in `input_gradient` and in `weight_gradient` in the same tick. A schedule that delays
-    weight gradients (zero bubble) has them in later ticks; their slot stays in use until then.
-    """
+    """The schedule of one step; `megajax.pipeline.check` defines which tables are valid."""
 
     name: str
     stages: int
@@ -82,8 +75,7 @@ class Schedule:
     phases: tuple[Phase, ...]
     """All ticks, in order."""
     forward: Work
-    input_gradient: Work
-    weight_gradient: Work
+    backward: Work
     embed: np.ndarray
     """Int32 [T]: microbatch to embed for stage 0, before the tick's forward; -1 for none."""
     head: np.ndarray
@@ -103,11 +95,6 @@ class Schedule:
     def ring_slots(self) -> int:
         """Slots to allocate."""
         return self.slots + self.spare_slot
-
-    @property
-    def split_backward(self) -> bool:
-        """Whether any weight gradient is in another tick than its input gradient."""
-        return not all(map(np.array_equal, self.input_gradient[:2], self.weight_gradient[:2]))
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1, *, loss_wait: int = 0) -> Schedule:
@@ -182,27 +169,25 @@ def _in_turn(
     start = group * stages * chunks + member
     forward = start + c * stages + s
     backward = first_backward + loss_wait + start + (chunks - 1 - c) * stages + (stages - 1 - s)
-    return assemble(name, forward=forward, input_gradient=backward, weight_gradient=backward, loss_wait=loss_wait)
+    return assemble(name, forward=forward, backward=backward, loss_wait=loss_wait)
 
 
-def assemble(
-    name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weight_gradient: np.ndarray, loss_wait: int = 0
-) -> Schedule:
+def assemble(name: str, *, forward: np.ndarray, backward: np.ndarray, loss_wait: int = 0) -> Schedule:
     """A schedule from the ticks of each kind of work, int [M, V, P] each; assigns slots, and does not check the result.
 
     Each forward gets the lowest free slot, so a ring is no larger than necessary. A forward writes its slot before the
-    tick's gradients free theirs. Raises ValueError if a stage has two pieces of work of one kind in one tick, or a
-    weight gradient before its forward.
+    tick's backward frees its own. Raises ValueError if a stage has two pieces of work of one kind in one tick, or a
+    backward before its forward.
     """
     microbatches, chunks, stages = forward.shape
-    kinds = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
+    kinds = {"forward": forward, "backward": backward}
     by_stage = {kind: when.reshape(microbatches * chunks, stages) for kind, when in kinds.items()}
     for kind, when in by_stage.items():
         if (np.diff(np.sort(when, axis=0), axis=0) == 0).any():
             raise ValueError(f"schedule {name}: a stage has two pieces of work of kind {kind} in one tick")
-    first, last = by_stage["forward"], by_stage["weight_gradient"]
+    first, last = by_stage["forward"], by_stage["backward"]
     if (last < first).any():
-        raise ValueError(f"schedule {name}: weight_gradient comes before forward")
+        raise ValueError(f"schedule {name}: backward comes before forward")
     ticks = 1 + max(int(when.max()) for when in kinds.values())
     slots = max(int(_alive(first[:, s], last[:, s], ticks).max()) for s in range(stages))
     assigned = [_assign(first[:, s], last[:, s], ticks) for s in range(stages)]
@@ -211,7 +196,7 @@ def assemble(
     phases = _phases(tables)
     free = np.stack([free for _, free in assigned], axis=1)
     spare_slot = _idle_slots(tables[0], free, phases, slots)
-    output_first, output_last = forward[:, -1, -1], input_gradient[:, -1, -1]
+    output_first, output_last = forward[:, -1, -1], backward[:, -1, -1]
     output_written, output_read = np.full((2, ticks), -1, np.int32)
     if (output_first != output_last).any():
         output_slot, _ = _assign(output_first, output_last, ticks)
@@ -227,8 +212,7 @@ def assemble(
         output_slots=int(output_written.max()) + 1,
         phases=phases,
         forward=tables[0],
-        input_gradient=tables[1],
-        weight_gradient=tables[2],
+        backward=tables[1],
         embed=entering(tables[0], 0, 0),
         head=entering(tables[1], stages - 1, chunks - 1),
         embed_gradient=entering(tables[1], 0, 0),
@@ -236,7 +220,7 @@ def assemble(
         output_read=output_read,
     )
     lines = (schedule.embed, schedule.head, schedule.embed_gradient, output_written, output_read)
-    for array in (*schedule.forward, *schedule.input_gradient, *schedule.weight_gradient, *lines):
+    for array in (*schedule.forward, *schedule.backward, *lines):
         array.setflags(write=False)
     return schedule
 

@@ -27,7 +27,7 @@ def line(schedule: Schedule, name: str, tick: int, value: int) -> Schedule:
 
 def ticks_of(schedule: Schedule) -> dict[str, np.ndarray]:
     actual = {}
-    for kind in ("forward", "input_gradient", "weight_gradient"):
+    for kind in ("forward", "backward"):
         work = getattr(schedule, kind)
         when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
         for tick, stage in np.argwhere(work.microbatch >= 0):
@@ -48,7 +48,7 @@ TWO_CHUNKS = one_f_one_b(2, 4, 2)
 ALL_FIRST = gpipe(2, 3)
 
 
-EARLY = Work(*(np.roll(array, -2, axis=0) for array in FOUR.input_gradient))
+EARLY = Work(*(np.roll(array, -2, axis=0) for array in FOUR.backward))
 """All gradients two ticks earlier, with unchanged slots (assemble refuses such ticks)."""
 EARLY_LINES = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}
 LATER = np.array(1)
@@ -59,7 +59,7 @@ SWAPPED = changed(FOUR, "forward", "microbatch", {(5, 1): 5, (6, 1): 4})
 MUTATIONS: dict[str, tuple[str, Schedule]] = {
     "forward left out": ("once", changed(FOUR, "forward", "microbatch", {(5, 1): -1})),
     "forward done twice": ("once", changed(FOUR, "forward", "microbatch", {(10, 0): 0})),
-    "weight gradient left out": ("once", changed(FOUR, "weight_gradient", "microbatch", {(8, 2): -1})),
+    "backward left out": ("once", changed(FOUR, "backward", "microbatch", {(8, 2): -1})),
     "wrong chunk": ("once", changed(TWO_CHUNKS, "forward", "chunk", {(0, 0): 1})),
     "chunks in the wrong order": ("order", changed(TWO_CHUNKS, "forward", "chunk", {(0, 0): 1, (2, 0): 0})),
     "forward before its input": (
@@ -68,32 +68,27 @@ MUTATIONS: dict[str, tuple[str, Schedule]] = {
     ),
     "backward before its forward": (
         "order",
-        replace(FOUR, input_gradient=EARLY, weight_gradient=EARLY, **EARLY_LINES),
+        replace(FOUR, backward=EARLY, **EARLY_LINES),
     ),
-    "weight gradient before its input gradient": ("order", moved(FOUR, input_gradient=LATER)),
     # Stages 2 and 3 a tick late with every forward pass, and everything after with them.
     "input that waits two ticks": (
         "arrival",
-        moved(FOUR, forward=np.array([0, 0, 1, 1]), input_gradient=LATER, weight_gradient=LATER),
+        moved(FOUR, forward=np.array([0, 0, 1, 1]), backward=LATER),
     ),
     "slot of another forward": ("slots", changed(FOUR, "forward", "slot", {(2, 0): SLOTS[1, 0]})),
     # Stage 0 is idle at tick 9, with the backward passes of microbatches 3 to 7 still to come.
     "idle forward on a taken slot": ("slots", changed(FOUR, "forward", "slot", {(9, 0): SLOTS[7, 0]})),
-    "backward that reads another slot": ("slots", changed(FOUR, "input_gradient", "slot", {(6, 0): SLOTS[1, 0]})),
-    "weight gradient that frees another slot": (
-        "slots",
-        changed(FOUR, "weight_gradient", "slot", {(6, 0): SLOTS[1, 0]}),
-    ),
+    "backward that reads another slot": ("slots", changed(FOUR, "backward", "slot", {(6, 0): SLOTS[1, 0]})),
     "slot outside the ring": ("form", changed(FOUR, "forward", "slot", {(0, 0): FOUR.ring_slots})),
     "microbatch that does not exist": ("form", changed(FOUR, "forward", "microbatch", {(7, 0): 8})),
     "wrong dtype": ("form", replace(FOUR, forward=FOUR.forward._replace(chunk=FOUR.forward.chunk.astype(np.int64)))),
     "a stage too few": (
         "form",
-        replace(FOUR, input_gradient=Work(*(array[:, :3] for array in FOUR.input_gradient))),
+        replace(FOUR, backward=Work(*(array[:, :3] for array in FOUR.backward))),
     ),
     "phase that ends early": (
         "phases",
-        replace(FOUR, phases=(Phase(0, 4, True, False, False), Phase(4, 11, True, True, True), FOUR.phases[2])),
+        replace(FOUR, phases=(Phase(0, 4, True, False), Phase(4, 11, True, True), FOUR.phases[2])),
     ),
     "phases with a gap": ("phases", replace(FOUR, phases=(*FOUR.phases[:2], FOUR.phases[2]._replace(start=12)))),
     "embedding of another microbatch": ("borders", line(FOUR, "embed", 3, 4)),
@@ -103,7 +98,7 @@ MUTATIONS: dict[str, tuple[str, Schedule]] = {
     "loss of another output": ("outputs", line(ALL_FIRST, "output_read", 4, int(ALL_FIRST.output_written[2]))),
     "loss of an output not made now": ("outputs", line(ALL_FIRST, "output_read", 4, -1)),
     # Valid otherwise, with a longer bubble.
-    "backwards a tick later than need be": ("figures", moved(FOUR, input_gradient=LATER, weight_gradient=LATER)),
+    "backwards a tick later than need be": ("figures", moved(FOUR, backward=LATER)),
     "more slots than the formula": ("figures", replace(FOUR, slots=FOUR.slots + 1)),
 }
 """Fault -> the rule that it breaks, and a table with it."""
@@ -131,7 +126,7 @@ def test_every_changed_number_is_found(schedule: Schedule) -> None:
         "slot": schedule.ring_slots,
     }
     missed = []
-    for kind in ("forward", "input_gradient", "weight_gradient"):
+    for kind in ("forward", "backward"):
         for tick, stage in np.argwhere(getattr(schedule, kind).microbatch >= 0):
             for column, bound in bounds.items():
                 value = int(getattr(getattr(schedule, kind), column)[tick, stage])

@@ -20,7 +20,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.pipeline import executor
 from megajax.pipeline.executor import Stage, TickLoop, tick_loops
 from megajax.pipeline.layer_loop import LayerLoop
-from megajax.pipeline.schedule import Work, assemble, build, one_f_one_b
+from megajax.pipeline.schedule import Work, build
 from megajax.training.program import Program
 
 
@@ -108,7 +108,7 @@ def test_work_in_some_ticks_is_named_after_their_number() -> None:
     schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
     actual = tick_loops(schedule)
     for chunk in range(2):
-        matches = [re.fullmatch(r"runs_(\d+)_of_(\d+)", loop.runs(schedule.input_gradient, chunk)) for loop in actual]
+        matches = [re.fullmatch(r"runs_(\d+)_of_(\d+)", loop.runs(schedule.backward, chunk)) for loop in actual]
         ticks = [loop.stop - loop.start for loop in actual]
         shares = [int(match[1]) / int(match[2]) for match in matches if match]
         assert sum(share * count for share, count in zip(shares, ticks, strict=True)) == pytest.approx(4)
@@ -268,15 +268,4 @@ def test_segments_cover_the_ticks_and_have_the_losses_of_the_table(name: str, wa
         losses = schedule.head[loop.start : loop.stop] >= 0
         assert loop.head == ("all" if losses.all() else "some" if losses.any() else "none")
         assert loop.forward == (schedule.forward.microbatch[loop.start : loop.stop] >= 0).any()
-        assert loop.backward == (schedule.input_gradient.microbatch[loop.start : loop.stop] >= 0).any()
-
-
-def test_separate_weight_gradients_are_refused() -> None:
-    when = {kind: np.array([[[0, 1]], [[1, 2]]]) for kind in ("forward", "input_gradient", "weight_gradient")}
-    when["input_gradient"] = np.array([[[2, 1]], [[3, 2]]])
-    when["weight_gradient"] = when["input_gradient"] + 2
-    split = assemble("apart", **when)
-    assert split.split_backward
-    with pytest.raises(ValueError, match="apart has separate weight gradients"):
-        tick_loops(split)
-    assert tick_loops(one_f_one_b(2, 2))
+        assert loop.backward == (schedule.backward.microbatch[loop.start : loop.stop] >= 0).any()

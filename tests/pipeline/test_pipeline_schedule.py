@@ -53,8 +53,7 @@ def run(schedule: Schedule) -> dict[str, list]:
     waiting = ["nothing"] * schedule.output_slots
     log: dict[str, list] = {
         "forward": [],
-        "input_gradient": [],
-        "weight_gradient": [],
+        "backward": [],
         "embed": [],
         "head": [],
         "end": [],
@@ -80,17 +79,12 @@ def run(schedule: Schedule) -> dict[str, list]:
                 assert (outputs[-1] if slot < 0 else waiting[slot]) == ("x", i, stages * chunks)
                 returning[-1] = ("g", i, stages * chunks)
                 log["head"].append(int(i))
-            for s in range(stages if phase.input_gradient else 0):
-                if work := work_at(schedule.input_gradient, tick, s):
+            for s in range(stages if phase.backward else 0):
+                if work := work_at(schedule.backward, tick, s):
                     assert returning[s] == ("g", work[0], work[1] * stages + s + 1)
-                    assert rings[s][schedule.input_gradient.slot[tick, s]] == work
+                    assert rings[s][schedule.backward.slot[tick, s]] == work
                     gradients[s] = ("g", work[0], work[1] * stages + s)
-                    log["input_gradient"].append((*work, s))
-            for s in range(stages if phase.weight_gradient else 0):
-                if work := work_at(schedule.weight_gradient, tick, s):
-                    assert (*work, s) in log["input_gradient"]
-                    assert rings[s][schedule.weight_gradient.slot[tick, s]] == work
-                    log["weight_gradient"].append((*work, s))
+                    log["backward"].append((*work, s))
             if (i := schedule.embed_gradient[tick]) >= 0:
                 assert gradients[0] == ("g", i, 0)
                 log["end"].append(int(i))
@@ -102,7 +96,7 @@ def run(schedule: Schedule) -> dict[str, list]:
 def assert_complete(schedule: Schedule) -> None:
     log = run(schedule)
     sizes = (schedule.microbatches, schedule.chunks, schedule.stages)
-    for kind in ("forward", "input_gradient", "weight_gradient"):
+    for kind in ("forward", "backward"):
         assert sorted(log[kind]) == list(np.ndindex(sizes)), kind
     for kind in ("embed", "head", "end"):
         assert sorted(log[kind]) == list(range(schedule.microbatches)), kind
@@ -154,30 +148,9 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
 
 def test_tables_cannot_be_changed() -> None:
     schedule = one_f_one_b(2, 2)
-    for array in (*schedule.forward, *schedule.input_gradient, schedule.embed, schedule.output_written):
+    for array in (*schedule.forward, *schedule.backward, schedule.embed, schedule.output_written):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(schedules(), st.integers(1, 5))
-def test_delayed_weight_gradients_are_valid(schedule: Schedule, delay: int) -> None:
-    """A zero-bubble schedule is three arrays of ticks: weight gradients some ticks after their input gradients."""
-    ticks = {}
-    for kind in ("forward", "input_gradient"):
-        work = getattr(schedule, kind)
-        tick, stage = np.nonzero(work.microbatch >= 0)
-        when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
-        when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick
-        ticks[kind] = when
-    split = assemble("put off", **ticks, weight_gradient=ticks["input_gradient"] + delay)
-    assert_complete(split)
-    check(split)
-    assert split.split_backward and not schedule.split_backward
-    assert split.ticks == schedule.ticks + delay
-    more = np.subtract(measure(split).in_flight, measure(schedule).in_flight)
-    assert ((more >= 0) & (more <= delay)).all(), "activations stay alive for those ticks"
-    assert split.phases[-1].label == "W"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +178,7 @@ def test_invalid_sizes_are_refused_with_the_remedy(
 def test_two_pieces_of_work_in_one_tick_are_refused() -> None:
     when = np.zeros((2, 1, 1), int)
     with pytest.raises(ValueError, match="two pieces of work of kind forward"):
-        assemble("wrong", forward=when, input_gradient=when, weight_gradient=when)
+        assemble("wrong", forward=when, backward=when)
     ticks = np.arange(1, 3).reshape(2, 1, 1)
     with pytest.raises(ValueError, match="before forward"):
-        assemble("wrong", forward=ticks, input_gradient=ticks, weight_gradient=ticks - 1)
+        assemble("wrong", forward=ticks, backward=ticks - 1)

@@ -11,7 +11,7 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.pipeline.check import measure
 from megajax.pipeline.drawing import report, save_picture, table
-from megajax.pipeline.schedule import assemble, one_f_one_b
+from megajax.pipeline.schedule import one_f_one_b
 from megajax.plan import main
 
 ROOT = Path(__file__).parents[2]
@@ -91,18 +91,6 @@ def test_columns_are_aligned_for_large_numbers() -> None:
     assert "0.29" in rows[1], "more chunks than letters"
     column_ends = np.cumsum([len(part) for part in rows[0].replace(" ", "\0 ").split("\0")])
     assert column_ends[-1] == len(rows[0])
-
-
-def test_separate_weight_gradients_have_their_own_rows() -> None:
-    forward = np.arange(2).reshape(2, 1, 1)
-    split = assemble("apart", forward=forward, input_gradient=forward, weight_gradient=forward + 1)
-    assert table(split).splitlines() == [
-        "tick    0  1  2",
-        "F s0    0  1  .",
-        "I s0    0  1  .",
-        "W s0    .  0  1",
-        "phase  |- |- |W |",
-    ]
 
 
 def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
