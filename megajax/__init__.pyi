@@ -101,6 +101,7 @@ from megajax.metrics.config import ProfileConfig as ProfileConfig
 from megajax.metrics.config import WandbConfig as WandbConfig
 from megajax.models.answers.config import AnswerDecoderConfig as AnswerDecoderConfig
 from megajax.models.answers.config import DPOConfig as DPOConfig
+from megajax.models.answers.config import GRPOConfig as GRPOConfig
 from megajax.models.answers.config import KTOConfig as KTOConfig
 from megajax.models.answers.config import ORPOConfig as ORPOConfig
 from megajax.models.answers.config import SimPOConfig as SimPOConfig
@@ -206,5 +207,7 @@ from megajax.training.presets import library_debug_config as library_debug_confi
 from megajax.training.presets import own_text as own_text
 from megajax.training.run_config import RunConfig as RunConfig
 from megajax.training.show_placement import visualize as visualize
+from megajax.tuning.config import DigitSumsConfig as DigitSumsConfig
+from megajax.tuning.config import RolloutsConfig as RolloutsConfig
 
 __version__: str

@@ -249,20 +249,18 @@ def engine_of_run(
     mesh: Mesh,
     options: Mapping[str, Any],
     tokenizer: Tokenizer,
+    config: InferenceConfig,
     *,
-    rows: int,
-    cache_tokens: int | None,
     end_tokens: Collection[int],
     length: int,
     queue: int,
 ) -> Engine:
-    """An engine for a mesh without `engine_refusal`.
+    """An engine for a mesh without `engine_refusal`, in the run's dtype.
 
-    arrays: weights and observations of a training state; options: compiler options; rows, cache_tokens: as in
-    `InferenceConfig`; the others: as in `make_engine`.
+    arrays: weights and observations of a training state; options: compiler options; the others: as in `make_engine`.
     """
     axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
     parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **axes, data_sharding="replicate")
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
-    config = InferenceConfig(rows=rows, compute=cfg.precision.compute, cache_tokens=cache_tokens)
+    config = replace(config, compute=cfg.precision.compute)
     return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue)

@@ -352,8 +352,11 @@ class StartedStep(Protocol):
 class Weights(Protocol):
     """The weights of a device's steps: `megajax.inference.weights.refit.ModelWeights`, or a stand-in in tests."""
 
-    def prepare(self, weights: Any) -> Callable[[], Any]:
-        """Check other weights -> a function that makes those of the steps. Raises UserError; changes nothing."""
+    def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Any]:
+        """Check other weights -> a function that makes those of the steps; shared: see `Engine.refit`.
+
+        Raises UserError; changes nothing.
+        """
         ...
 
     def replace(self, make: Callable[[], Any]) -> None:

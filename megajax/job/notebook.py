@@ -6,6 +6,7 @@ import jax
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
+from megajax.inference.config import InferenceConfig
 from megajax.inference.completion import complete
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.prompts import Prompt, encode
@@ -57,8 +58,7 @@ class Run(session.Run):
                 self.mesh,
                 inference_options(self.cfg.xla, self.mesh.devices.flat[0]),
                 tokenizer,
-                rows=1,
-                cache_tokens=None,
+                InferenceConfig(rows=1),
                 end_tokens=end_tokens_of(tokenizer),
                 length=self.cfg.model.row_positions(),
                 queue=1,

@@ -44,6 +44,7 @@ class Steps:
         self._guard = guard = Guard(cfg.resilience, cfg.precision.floor(), job.run.mesh)
         if job.start is not None and job.local.belongs_to_run(job.start):
             guard.spikes.restore(job.start[0].meta(job.first).get("spikes", {}))
+            job.run.batches.restore(job.start[0].meta(job.first).get("batches", {}))
         show = partial(console.show, f"profile of {cfg.profile.steps}")
         self.profile = Profile(
             cfg.profile, job.attempt.folder.profile, job.first, lambda summary: show(summary.sections())
@@ -61,7 +62,8 @@ class Steps:
             console.say,
             job.activity,
             lambda: (
-                checkpoint_meta(job.run.parts, config_yaml, job.data, job.provenance) | {"spikes": guard.spikes.state()}
+                checkpoint_meta(job.run.parts, config_yaml, job.data, job.provenance) 
+                | {"spikes": guard.spikes.state(), "batches": job.run.batches.state()}
             ),
             cfg.steps,
         )

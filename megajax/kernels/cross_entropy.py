@@ -7,7 +7,7 @@ T tokens, C tokens per chunk, D hidden size, V rows of this shard of the vocabul
 logits [V].
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,17 @@ class Objective:
     """Coefficient of the added term log(Z)^2 (Chowdhery et al. 2022, section 5)."""
     logit_cap: float | None = None
     """Soft cap of logits, see `soft_capped`; None: no cap."""
+    weigh: Callable[[Array, Array], Array] | None = None
+    """(log p of the labels [C], facts of the tokens [C, E]) -> the weight of each token's loss, float32 [C]. So a loss
+    that is any function of log p has its gradient with the logits that give log p. None: the weights are given."""
+
+    def log_p(self, losses: Mapping[str, Array]) -> Array | None:
+        """The log p of the labels [C]; None without `weigh`."""
+        return None if self.weigh is None else -losses["loss"]
+
+    def weights(self, losses: Mapping[str, Array], given: Array) -> Array:
+        """The weights of the losses of tokens [C], from what is given: the weights [C], or facts [C, E]."""
+        return given if self.weigh is None else self.weigh(-losses["loss"], given)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -224,30 +235,35 @@ def loss_and_gradients(
     *,
     chunk: int,
     bias: Array | None = None,
-) -> tuple[dict[str, Array], Array, Array, Array | None]:
+) -> tuple[dict[str, Array], Array, Array, Array | None, Array | None]:
     """Weighted sums of the losses of tokens, and the gradients of `Objective.minimised`.
 
-    x [T, D], table [V, D], labels int32 [T], weights float32 [T], bias [V]. The weights include the loss scale:
-    gradients with respect to logits are multiplied by them before they are rounded to x's dtype.
+    x [T, D], table [V, D], labels int32 [T], bias [V]; weights float32 [T], or [T, E] for `Objective.weigh`. The
+    weights include the loss scale: gradients with respect to logits are multiplied by them before they are rounded to
+    x's dtype.
     -> losses by name, float32 [] each; the gradient of x [T, D] in x's dtype, to be summed over shard.axes; the
-       gradients of the table, float32 [V, D], and of the bias, float32 [V], None without a bias.
+       gradients of the table, float32 [V, D], and of the bias, float32 [V], None without a bias; and the log p of the
+       labels, float32 [T], None without `Objective.weigh`.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
 
-    def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+    def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, tuple[Array, Array | None]]:
         sums, dtable, dbias = carry
-        x, labels, weights = piece
+        x, labels, given = piece
         softmax = _softmax(x, table, bias, labels, shard, objective)
+        losses = objective.losses(softmax, shard.size)
+        weights = objective.weights(losses, given)
         dlogits = (objective.gradient(softmax, shard.size) * weights[:, None]).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
         dbias = None if dbias is None else dbias + dlogits.sum(0, dtype=jnp.float32)
-        losses = objective.losses(softmax, shard.size)
-        return ({name: sums[name] + weighted(loss, weights) for name, loss in losses.items()}, dtable, dbias), dx
+        sums = {name: sums[name] + weighted(loss, weights) for name, loss in losses.items()}
+        return (sums, dtable, dbias), (dx, objective.log_p(losses))
 
     pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)
     zero = {name: jnp.zeros((), jnp.float32) for name in objective.names}
     start = zero, jnp.zeros(table.shape, jnp.float32), None if bias is None else jnp.zeros(bias.shape, jnp.float32)
-    (sums, dtable, dbias), dx = jax.lax.scan(add_chunk, start, pieces)
-    return sums, dx.reshape(dx.shape[0] * chunk, x.shape[1])[:tokens], dtable, dbias
+    (sums, dtable, dbias), (dx, log_p) = jax.lax.scan(add_chunk, start, pieces)
+    log_p = None if log_p is None else log_p.reshape(-1)[:tokens]
+    return sums, dx.reshape(-1, x.shape[1])[:tokens], dtable, dbias, log_p

@@ -115,6 +115,8 @@ class VocabularyLoss(NamedTuple):
     """Differentiable."""
     losses: dict[str, Array]
     """The losses of `Objective.losses`, for reporting; their gradients are taken as 0."""
+    log_p: Array | None = None
+    """Log-probability of each label, float32 [B, S], with `Objective.weigh`; its gradient is taken as 0."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -132,23 +134,26 @@ def vocabulary_loss(
     """Loss of the head, summed over tokens.
 
     size: ids in use, the rest of the table is padding; chunk: tokens per chunk of logits.
-    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S], bias
-    [V] of the logits.
+    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], bias [V] of the logits;
+    weights float32 [B, S], or [B, S, E] for `Objective.weigh`.
 
     Gradients are computed in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. Apply a
     loss scale to the weights, so that it acts before the rounding.
     """
     rows, axes, extra = layout.free_axes("batch", "seq"), _vocabulary_axes(layout), _sequence_axes(layout)
 
-    def local(x: Array, table: Array, labels: Array, weights: Array, bias: Array | None) -> dict[str, Array]:
-        shard, x, weights = _shard(table, size, axes), _flat(_gather_sequence(x, extra)), _flat(weights)
+    def local(
+        x: Array, table: Array, labels: Array, given: Array, bias: Array | None
+    ) -> tuple[dict[str, Array], Array | None]:
+        shard, x = _shard(table, size, axes), _flat(_gather_sequence(x, extra))
         losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
+        weights = objective.weights(losses, _flat(given))
         sums = {name: weighted(values, weights) for name, values in losses.items()}
-        return lax.psum(sums, rows) if rows else sums
+        return lax.psum(sums, rows) if rows else sums, _of_rows(objective.log_p(losses), labels)
 
-    ins = RESIDUAL, TABLE, TOKENS, TOKENS, None if bias is None else BIAS
-    sums = layout.island(local, ins, ())(x, table, labels, weights, bias)
-    return VocabularyLoss(objective.minimised(sums), sums)
+    ins = RESIDUAL, TABLE, TOKENS, _given(weights), None if bias is None else BIAS
+    sums, log_p = layout.island(local, ins, ((), _log_p_axes(objective)))(x, table, labels, weights, bias)
+    return VocabularyLoss(objective.minimised(sums), sums, log_p)
 
 
 def _loss_forward(
@@ -167,19 +172,21 @@ def _loss_forward(
 
     def local(
         x: Array, table: Array, labels: Array, weights: Array, bias: Array | None
-    ) -> tuple[dict[str, Array], Array, Array, Array | None]:
+    ) -> tuple[dict[str, Array], Array | None, Array, Array, Array | None]:
         shard, x = _shard(table, size, axes), _gather_sequence(x, extra)
         arrays = _flat(x), table, _flat(labels), _flat(weights)
-        sums, dx, dtable, dbias = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
+        sums, dx, dtable, dbias, log_p = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
         dx = _reduce(dx.reshape(x.shape), free, extra)
         if rows:
             sums, dtable, dbias = lax.psum((sums, dtable, dbias), rows)
-        return sums, dx, dtable.astype(table.dtype), None if bias is None or dbias is None else dbias.astype(bias.dtype)
+        dbias = None if bias is None or dbias is None else dbias.astype(bias.dtype)
+        return sums, _of_rows(log_p, labels), dx, dtable.astype(table.dtype), dbias
 
     biased = None if bias is None else BIAS
-    island = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS, biased), ((), RESIDUAL, TABLE, biased))
-    sums, *gradients = island(x, table, labels, weights, bias)
-    return VocabularyLoss(objective.minimised(sums), sums), tuple(gradients)
+    ins = RESIDUAL, TABLE, TOKENS, _given(weights), biased
+    island = layout.island(local, ins, ((), _log_p_axes(objective), RESIDUAL, TABLE, biased))
+    sums, log_p, *gradients = island(x, table, labels, weights, bias)
+    return VocabularyLoss(objective.minimised(sums), sums, log_p), tuple(gradients)
 
 
 def _loss_backward(
@@ -224,6 +231,21 @@ def vocabulary_token_scores(
 
     ins = RESIDUAL, TABLE, TOKENS, None if bias is None else BIAS
     return layout.island(local, ins, (TOKENS, TOKENS))(x, table, labels, bias)
+
+
+def _given(weights: Array) -> tuple[str | None, ...]:
+    """The axes of weights [B, S], or of facts of tokens [B, S, E]."""
+    return (*TOKENS, *(None,) * (weights.ndim - 2))
+
+
+def _log_p_axes(objective: Objective) -> tuple[str, ...] | None:
+    """The axes of `VocabularyLoss.log_p`."""
+    return None if objective.weigh is None else TOKENS
+
+
+def _of_rows(log_p: Array | None, labels: Array) -> Array | None:
+    """[B * S] -> [B, S], as the labels are."""
+    return None if log_p is None else log_p.reshape(labels.shape)
 
 
 def _flat(x: Array) -> Array:

@@ -8,6 +8,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.completion import complete
+from megajax.inference.config import InferenceConfig
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.check_compiler_options import inference_options
@@ -71,8 +72,7 @@ def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
         program.mesh,
         inference_options(program.cfg.xla, program.mesh.devices.flat[0]),
         scorer.tokenizer,
-        rows=rows,
-        cache_tokens=rows * (longest + BLOCK),
+        InferenceConfig(rows=rows, cache_tokens=rows * (longest + BLOCK)),
         end_tokens={eod},
         length=scorer.length,
         queue=len(texts),

@@ -29,6 +29,8 @@ class StepInput(NamedTuple):
     step: int
     batch: Any
     consumed: int
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What was measured when the batch was made."""
     phases: Mapping[str, float] = MappingProxyType({})
     account: Array | None = None
     """float32 [devices, phases]: seconds of each phase in each process, exchanged with the step if `fresh`."""
@@ -86,7 +88,7 @@ class Steps:
             consumed_samples=flight.step_input.consumed,
             rows=flight.step_input.rows,
             seconds=self._last_end - since,
-            metrics=numbers,
+            metrics=numbers | dict(flight.step_input.metrics),
             phases=dict(flight.step_input.phases),
             measured=measurements(observed, observations),
         )

@@ -183,7 +183,7 @@ def attach_reference(
     reading = [source for source in inner if getattr(source, "reads_reference", False)]
     if not reading:
         return None
-    weights = reference_weights(program, state)
+    weights = reference_weights(program, state.inputs)
     current = weights_checksum({path: weights[path] for path in frozen_paths(program)}, program.declared)
     checksum, files, scored = expected or current, dict[str, Store](), 0
     for source in reading:
@@ -225,10 +225,9 @@ def frozen_paths(program: Program) -> Sequence[str]:
     return sorted(set(program.declared) - program.adapters)
 
 
-def reference_weights(program: Program, state: TrainState) -> Params:
-    """The inputs of the reference model: those of the state, with low-rank adapters turned off."""
-    off = {path: jnp.zeros_like(state.params[path]) for path in program.adapters}
-    return {**state.inputs, **off}
+def reference_weights(program: Program, inputs: Params) -> Params:
+    """The inputs of the reference model: those of a state, with low-rank adapters turned off."""
+    return {**inputs, **{path: jnp.zeros_like(inputs[path]) for path in program.adapters}}
 
 
 def weights_checksum(params: Params, declared: Mapping[str, ParamSpec]) -> str:

@@ -20,6 +20,7 @@ from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.rows.balancing import Balancing
 from megajax.data.rows.config import RowsConfig
 from megajax.data.rows.loader import Loader
+from megajax.data.rows.row_source import MadeDuringRun, RunBatches
 from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.display.text import count
 from megajax.faults.activity import Activity, Stage
@@ -89,6 +90,13 @@ class Parts:
             balancing=self._balancing() if training else None,
         )
 
+    def batches(self, consumed: int, progress: Callable[[], None]) -> Any:
+        """The batches of training after `consumed` rows. progress: called in long waits, for the watchdog."""
+        train = self.splits.train
+        if isinstance(train, MadeDuringRun):
+            return train.batches(self, consumed, progress)
+        return self.loader(train, consumed, training=True)
+
     def _balancing(self) -> Balancing | None:
         """The balancing that `data.loader.balance` asks for; None: rows stay in order."""
         balance = self.cfg.data.loader.balance
@@ -101,7 +109,8 @@ class Run:
 
     parts: Parts
     state: TrainState
-    batches: Loader
+    batches: Any
+    """A `Loader`, or batches that are made of the run's own weights."""
     reference: Reference | None = None
     """The reference model of preference optimization; None: the loss reads none."""
 
@@ -262,6 +271,8 @@ class Run:
         def forward(params: Params, arrays: Mapping[str, Array]) -> Array:
             return bind(self.program.abstract, self.program.used(params))(**arrays)
 
+        if isinstance(self.batches, RunBatches):
+            self.batches.attach(self)
         self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 
 
@@ -330,7 +341,7 @@ def begin(
     activity.stage(Stage.REFERENCE)
     sources = [*parts.splits, *parts.sets.values()]
     scored = attach_reference(program, parts.tokenizer, state, sources, expected=reference, progress=activity.progress)
-    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True), scored)
+    return Run(parts, state, parts.batches(int(state.consumed_samples), activity.progress), scored)
 
 
 def parts_of(resolved: Resolved) -> Parts:

@@ -21,7 +21,7 @@ RANKS = {
             ("tokenizers",),
             ("checkpoint", "faults", "optim", "data", "metrics"),
             ("training", "inference"),
-            ("interop",),
+            ("interop", "tuning"),
             ("job", "tasks", "planning", "launcher"),
             ("reporting", "tools"),
         )

@@ -84,7 +84,7 @@ def check(
 )
 def test_any_chunk_gives_the_plain_loss_and_gradients(inputs, name, chunk):
     objective = OBJECTIVES[name]
-    sums, dx, dtable, _ = loss_and_gradients(**inputs, shard=WHOLE, objective=objective, chunk=chunk)
+    sums, dx, dtable, *_ = loss_and_gradients(**inputs, shard=WHOLE, objective=objective, chunk=chunk)
     losses = token_losses(inputs["x"], inputs["table"], inputs["labels"], WHOLE, objective, chunk=chunk)
     check((sums, dx, dtable), objective, inputs, losses)
 
@@ -93,8 +93,8 @@ def test_a_bias_is_a_column_of_the_table_times_ones(inputs):
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
     wide = {"x": np.pad(inputs["x"], ((0, 0), (0, 1)), constant_values=1), "table": np.c_[inputs["table"], bias]}
     arguments = {"shard": WHOLE, "chunk": 8}
-    sums, dx, dtable, dbias = loss_and_gradients(**inputs, **arguments, bias=bias)
-    expected, wide_dx, wide_dtable, _ = loss_and_gradients(**inputs | wide, **arguments)
+    sums, dx, dtable, dbias, _ = loss_and_gradients(**inputs, **arguments, bias=bias)
+    expected, wide_dx, wide_dtable, *_ = loss_and_gradients(**inputs | wide, **arguments)
     np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-5)
     for gradient, reference in zip(
         (dx, dtable, dbias), (wide_dx[:, :-1], wide_dtable[:, :-1], wide_dtable[:, -1]), strict=True
@@ -117,7 +117,7 @@ def test_sharded_vocabulary_equals_unsharded(inputs, name, size):
 
     def local(x, table, labels, weights):
         shard = VocabularyShard(lax.axis_index("tensor") * table.shape[0], SIZE, ("tensor",))
-        sums, dx, dtable, _ = loss_and_gradients(x, table, labels, weights, shard, objective, chunk=8)
+        sums, dx, dtable, *_ = loss_and_gradients(x, table, labels, weights, shard, objective, chunk=8)
         return (sums, shard.sum(dx), dtable), token_losses(x, table, labels, shard, objective, chunk=8)
 
     ins, out = (P(), P("tensor"), P(), P()), ((P(), P(), P("tensor")), P())
@@ -129,7 +129,7 @@ def test_sharded_vocabulary_equals_unsharded(inputs, name, size):
 def test_bfloat16_keeps_loss_and_table_gradient_in_float32(inputs):
     low = inputs | {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in ("x", "table")}
     rounded = inputs | {name: np.asarray(low[name], np.float32) for name in ("x", "table")}
-    sums, dx, dtable, _ = loss_and_gradients(**low, shard=WHOLE, chunk=8)
+    sums, dx, dtable, *_ = loss_and_gradients(**low, shard=WHOLE, chunk=8)
     assert (sums["loss"].dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     losses = token_losses(low["x"], low["table"], low["labels"], WHOLE, chunk=8)
     # Logits, softmax and loss lose no precision; gradients pass through matmuls of bfloat16 operands.
@@ -154,3 +154,26 @@ def test_the_default_objective_computes_only_the_cross_entropy():
     assert CROSS_ENTROPY.names == ("loss",)
     losses = {"loss": np.float32(3)}
     assert CROSS_ENTROPY.minimised(losses) is losses["loss"]
+
+
+def test_weights_that_depend_on_log_p_give_the_gradient_of_any_loss_of_it(inputs):
+    """The loss sum(f * exp(-log p)) of facts f [T]: its weights are f * exp(-log p); chunks of 5 tokens."""
+    inputs = inputs | {"labels": np.clip(inputs["labels"], 0, SIZE - 1)}
+    facts = np.stack([inputs["weights"], np.full(TOKENS, 0.5, np.float32)], axis=1)
+
+    def weigh(log_p, facts):
+        return facts[:, 0] * facts[:, 1] * jnp.exp(-log_p)
+
+    def loss(x, table):
+        logits = (x @ table.T)[:, :SIZE]
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), inputs["labels"][:, None], axis=1)[:, 0]
+        return jnp.sum(facts[:, 0] * facts[:, 1] * jnp.exp(-log_p)), log_p
+
+    arrays = inputs["x"], inputs["table"]
+    (expected_dx, expected_dtable), expected = jax.grad(loss, (0, 1), has_aux=True)(*arrays)
+    _, dx, dtable, _, log_p = loss_and_gradients(
+        **inputs | {"weights": facts}, shard=WHOLE, objective=Objective(weigh=weigh), chunk=5
+    )
+    np.testing.assert_allclose(log_p, expected, atol=1e-5)
+    np.testing.assert_allclose(dx, expected_dx, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dtable, expected_dtable, rtol=1e-4, atol=1e-4)

@@ -282,6 +282,13 @@ class Loader:
 
         return {name: place(name, self._shardings[name]) for name in block}
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: nothing, since the next row follows from the rows consumed."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+
     def close(self) -> None:
         """Stop reading ahead. A closed loader can be used again and continues where it stopped."""
         blocks, self._blocks = self._blocks, None

@@ -5,7 +5,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,32 @@ class RowSource(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int) -> Mapping[str, np.ndarray]: ...
+
+
+@runtime_checkable
+class MadeDuringRun(Protocol):
+    """A training split whose rows depend on the weights of the run: in place of rows by number it has batches."""
+
+    def batches(self, parts: Any, consumed: int, progress: Callable[[], None]) -> "RunBatches":
+        """The batches of the run of these parts after `consumed` rows. progress: to be called in long waits."""
+        ...
+
+
+@runtime_checkable
+class RunBatches(Protocol):
+    """Batches like a loader's, each with metrics: `next` -> (batch, rows consumed after it, metrics by name)."""
+
+    def attach(self, run: Any) -> None:
+        """Make the batches from the state of this run."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of the run's present step has to keep of them, as plain values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint."""
+        ...
 
 
 def files_of(source: Any) -> list[str]:

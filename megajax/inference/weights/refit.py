@@ -1,7 +1,7 @@
 """The weights of an engine's steps, replaced by those of a training state, moved to the host's memory, or dropped."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ class StepWeights:
 
     def __init__(self, loaded: LoadedModel):
         """loaded: with shapes in place of weights, as steps read them."""
-        self._loaded = loaded
+        self._loaded, self._make = loaded, cache(self._program)
         self._declared = {**stored_specs(loaded.model), **specs(loaded.model, Observation)}
 
     def check(self, arrays: Mapping[str, Any]) -> None:
@@ -50,13 +50,12 @@ class StepWeights:
             return "on other devices than the engine's"
         return None
 
-    def __call__(self, arrays: Params) -> Params:
-        """The weights. They share no memory with the arrays, which a step of training may overwrite."""
+    def __call__(self, arrays: Params, *, shared: bool) -> Params:
+        """The weights. Unless `shared`, they share no memory with the arrays, which a step of training may overwrite."""
         with jax.set_mesh(self._loaded.mesh):
-            return self._make({path: arrays[path] for path in self._declared})
+            return self._make(shared)({path: arrays[path] for path in self._declared})
 
-    @cached_property
-    def _make(self) -> Callable[[Params], Params]:
+    def _program(self, shared: bool) -> Callable[[Params], Params]:
         loaded, likes = self._loaded, {path: self._loaded.weights[path] for path in self._declared}
 
         def make(arrays: Params) -> Params:
@@ -64,7 +63,7 @@ class StepWeights:
             for path, array in arrays.items():
                 used = in_step(loaded.layout, self._declared[path], array, jax.tree.leaves(likes[path])[0].dtype)
                 # Without a copy, jax returns an argument that the program does not change.
-                weights[path] = tuple(used) if isinstance(likes[path], tuple) else jnp.copy(used)
+                weights[path] = tuple(used) if isinstance(likes[path], tuple) else used if shared else jnp.copy(used)
             return weights
 
         return jax.jit(make, out_shardings=jax.tree.map(lambda like: like.sharding, likes))
@@ -79,12 +78,13 @@ class ModelWeights:
         self._slots = frozenset(specs(programs.loaded.model, Adapter))
         self._makes = StepWeights(programs.loaded)
 
-    def prepare(self, weights: Any) -> Callable[[], Params]:
-        """weights: the arrays of a training state by path; or a function that returns weights as steps read them."""
+    def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Params]:
+        """weights: the arrays of a training state by path; or a function that returns weights as steps read them.
+        shared: see `Engine.refit`."""
         if callable(weights):
             return weights
         self._makes.check(weights)
-        return partial(self._makes, weights)
+        return partial(self._makes, weights, shared=shared)
 
     def replace(self, make: Callable[[], Params]) -> None:
         programs, likes = self._programs, self._programs.loaded.weights

@@ -191,6 +191,60 @@ class KTOConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GRPOConfig(Builds):
+    """Group relative policy optimization (Shao et al. 2024) of sampled answers, and its variants.
+
+    Dr. GRPO (Liu et al. 2025): average="length", with `RolloutsConfig.scale="none"`. DAPO (Yu et al. 2025):
+    average="tokens", clip_high=0.28. GSPO (Zheng et al. 2025): ratio="sequence", with clips of about 3e-4.
+
+    Example: `mj.with_objective(mj.llama3("8b"), mj.GRPOConfig(average="tokens", clip_high=0.28))`
+    """
+
+    target: ClassVar[str] = "megajax.models.answers.policy:policy_gradient"
+
+    loss: Literal["clipped", "cispo"] = "clipped"
+    """clipped: importance ratios are clipped, and the gradient of a clipped token is 0 (Schulman et al. 2017, PPO).
+    cispo: log-probabilities with ratios of at most clip_high as constant weights (MiniMax 2025)."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Importance ratios of tokens, or the same one for all tokens of an answer: the exponential of the mean difference.
+    With sequence, a step costs one more product with the head."""
+    clip_low: float = 0.2
+    """Ratios below 1 - clip_low are clipped where the advantage is negative."""
+    clip_high: float = 0.2
+    """Ratios above 1 + clip_high are clipped where the advantage is positive; with cispo the largest ratio itself."""
+    average: Literal["answers", "tokens", "length"] = "answers"
+    """answers: the mean over answers of means over their tokens. tokens: the mean over all tokens. length: sums over
+    the tokens of answers, divided by `length` and averaged over answers."""
+    length: int = 1
+    """Tokens by which sums are divided with average=length: the most tokens of an answer."""
+    kl_weight: float = 0.0
+    """Weight of the KL divergence from the reference model, the weights that the run starts from; estimated by k3
+    (Schulman 2020) and not clipped."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(clip_high=self.clip_high) + not_negative(kl_weight=self.kl_weight)
+        if not 0 <= self.clip_low <= 1:
+            problems.append(Problem("clip_low", f"must be between 0 and 1, got {self.clip_low}"))
+        if self.length < 1:
+            problems.append(Problem("length", f"must be at least 1, got {self.length}"))
+        if self.length > 1 and self.average != "length":
+            problems.append(Problem("length", f"has no effect with average={self.average}", "use average=length"))
+        if self.loss == "cispo" and self.ratio == "sequence":
+            problems.append(Problem("ratio", "must be token with loss=cispo, got sequence"))
+        return problems
+
+    def leaves(self, length: int) -> dict[str, Leaf]:
+        """The answers, and for each token its advantage and its log-probability when it was sampled."""
+        leaves = {"answers": token_leaf("int32", length)}
+        leaves |= {name: token_leaf("float32", length) for name in ("advantage", "old_log_p")}
+        return leaves | (reference_leaf(length) if self.kl_weight else {})
+
+    def first_loss(self) -> str:
+        """It depends on the rewards."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerDecoderConfig(DecoderConfig):
     """A decoder trained by a loss of whole answers in place of the cross-entropy of tokens. Its weights are the same.
 
@@ -198,7 +252,7 @@ class AnswerDecoderConfig(DecoderConfig):
     """
 
     target: ClassVar[str] = "megajax.models.answers.module:AnswerDecoder"
-    objective: DPOConfig | ORPOConfig | SimPOConfig | KTOConfig | ObjectiveConfig
+    objective: DPOConfig | ORPOConfig | SimPOConfig | KTOConfig | GRPOConfig | ObjectiveConfig
     """The loss of answers."""
 
     def problems(self) -> list[Problem]:

@@ -7,7 +7,7 @@ from megajax.batch import Loss, Rows
 from megajax.layers.context import Context
 from megajax.mesh.layout import Layout
 from megajax.models.answers.config import AnswerDecoderConfig
-from megajax.models.answers.objectives import Objective, Terms
+from megajax.models.answers.objectives import Objective, Terms, TokenObjective
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.reduction import LossReduction
 
@@ -22,12 +22,14 @@ class AnswerDecoder(DecoderLM):
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
         """The objective's loss, from the output of the stack [B, S, D].
 
-        A loss of sums over answers needs all log-probabilities before the gradient of any, so the head runs twice:
-        without a gradient for the log-probabilities, and then as a cross-entropy whose token weights are
-        -dloss/dlog p, with the gradients of that one.
+        Its gradient is that of a cross-entropy whose token weights are -dloss/dlog p. A loss of sums over answers needs
+        all log-probabilities before the gradient of any, so the head runs twice: without a gradient for the
+        log-probabilities, and then with these weights. A `TokenObjective` gives the weights within one run.
         """
         del ctx
         x, labels, scale = self.final_norm(x), batch["labels"], reduction.scale
+        if isinstance(self.objective, TokenObjective):
+            return self._token_loss(self.objective, x, batch, reduction)
         log_p, _ = self.token_scores(x, labels)
 
         def objective(log_p: Array) -> tuple[Array, Terms]:
@@ -37,4 +39,14 @@ class AnswerDecoder(DecoderLM):
         gradient, terms = jax.grad(objective, has_aux=True)(log_p)
         share, weight = reduction.share(terms.weight)
         linear = self.vocabulary_loss(x, labels, -gradient * (share * scale)).minimised / scale
+        return Loss(terms.loss * share + (linear - lax.stop_gradient(linear)), weight, terms.metrics)
+
+    def _token_loss(self, objective: TokenObjective, x: Array, batch: Rows, reduction: LossReduction) -> Loss:
+        """`loss` of an objective whose gradient at a token depends on that token alone."""
+        share, weight = reduction.share(objective.weight(batch))
+        facts = objective.facts(batch)
+        facts = facts.at[..., 0].multiply(share * reduction.scale)
+        sums = self.vocabulary_loss(x, batch["labels"], facts, objective.weigh)
+        linear = sums.minimised / reduction.scale
+        terms = objective(lax.stop_gradient(sums.log_p), batch)
         return Loss(terms.loss * share + (linear - lax.stop_gradient(linear)), weight, terms.metrics)

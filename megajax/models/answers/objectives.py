@@ -4,7 +4,7 @@ B rows, S positions on this device, G pairs or groups of a row. See `megajax.mod
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,6 +48,27 @@ class Objective(Protocol):
 
     def __call__(self, log_p: Array, batch: Rows) -> Terms:
         """log_p float32 [B, S]: log-probability of each label; `Terms.loss` is differentiable in it."""
+        ...
+
+
+@runtime_checkable
+class TokenObjective(Protocol):
+    """A loss of answers whose gradient at a token depends on that token's log-probability alone."""
+
+    def __call__(self, log_p: Array, batch: Rows) -> Terms:
+        """See `Objective`."""
+        ...
+
+    def weight(self, batch: Rows) -> Array:
+        """`Terms.weight`, float32 []."""
+        ...
+
+    def facts(self, batch: Rows) -> Array:
+        """What `weigh` reads, float32 [B, S, E]; the first fact is a factor on the weight, 0 outside answers."""
+        ...
+
+    def weigh(self, log_p: Array, facts: Array) -> Array:
+        """log p float32 [C], facts [C, E] -> -dloss/dlog p, float32 [C]."""
         ...
 
 

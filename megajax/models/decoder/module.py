@@ -1,6 +1,6 @@
 """Decoder language models. B rows, S positions, D hidden, V padded vocabulary."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -175,13 +175,16 @@ class DecoderLM(nnx.Module):
             metrics[f"loss_{depth}_ahead"] = (sums.losses["loss"] / scale / target.share, target.counted)
         return Loss(total, weight, metrics)
 
-    def vocabulary_loss(self, x: Array, labels: Array, weights: Array) -> VocabularyLoss:
+    def vocabulary_loss(
+        self, x: Array, labels: Array, weights: Array, weigh: Callable[[Array, Array], Array] | None = None
+    ) -> VocabularyLoss:
         """Weighted sums of token losses over the local rows: the minimised loss and the reported ones.
 
-        x [B, S, D]: from `final_norm`. Apply the loss scale to the weights, see `layers.embedding.vocabulary_loss`.
+        x [B, S, D]: from `final_norm`; weigh: see `kernels.cross_entropy.Objective`. Apply the loss scale to the
+        weights, see `layers.embedding.vocabulary_loss`.
         """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
-        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap)
+        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap, weigh)
         return vocabulary_loss(
             self.layout,
             cfg.vocabulary_size,

@@ -95,7 +95,7 @@ class EchoWeights:
     def __init__(self, device: EchoDevice):
         self.device = device
 
-    def prepare(self, weights: Any) -> Any:
+    def prepare(self, weights: Any, *, shared: bool = False) -> Any:
         return weights
 
     def replace(self, make: Any) -> None:

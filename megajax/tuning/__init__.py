@@ -1,0 +1,1 @@
+"""Training on what the model itself answers: rollouts, rewards, and the rows made of them."""

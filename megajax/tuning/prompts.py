@@ -1,0 +1,123 @@
+"""The prompts of rollouts, in an order that depends on a seed and their number alone."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.rows.row_source import data_seed
+from megajax.data.rows.splits import Rows, Splits
+from megajax.inference.prompts import Prompt, encode
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.conversation import Conversation
+from megajax.tuning import digit_sums
+from megajax.tuning.config import DigitSumsConfig, RolloutsConfig
+
+FORMS = 'expected an object with "prompt": a text, token ids, or messages such as [{"role": "user", "content": "…"}]'
+
+
+class PromptLine(NamedTuple):
+    """A line of a file."""
+
+    row: Mapping[str, Any]
+    tokens: tuple[int, ...]
+
+
+class PromptSource:
+    """The training split: its rows are made during the run, by the batches of `batches`.
+
+    Attributes:
+        lines: the prompts.
+        skipped: reason -> number, of what rollouts have left out.
+    """
+
+    def __init__(self, cfg: RolloutsConfig, lines: Sequence[PromptLine], rows: int | None, seed: int):
+        self.cfg, self.lines, self.seed = cfg, lines, data_seed(cfg.seed, seed)
+        self.skipped: dict[str, int] = {}
+        self._rows = rows or len(self.lines)
+        self._order = lru_cache(2)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(len(self.lines)))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int) -> Mapping[str, np.ndarray]:
+        raise UserError("rows of rollouts are made while the run trains, and can't be read by number")
+
+    def files(self) -> list[str]:
+        """The files of prompts, and of reward functions."""
+        functions = [reference.rpartition(":")[0] for reference in self.cfg.rewards]
+        return [*self.cfg.paths, *(file for file in functions if file.endswith(".py") and Path(file).is_file())]
+
+    def line(self, number: int) -> PromptLine:
+        """The prompt with this number, from 0 on, over all epochs."""
+        epoch, place = divmod(number, len(self.lines))
+        return self.lines[self._order(epoch)[place]]
+
+    def batches(self, parts: Any, consumed: int, progress: Callable[[], None]) -> Any:
+        """The batches of the run of these parts after `consumed` rows. progress: called now and then in a rollout.
+
+        Raises UserError for settings that do not fit the model, and for reward functions that can't be loaded.
+        """
+        from megajax.tuning.rollouts import Rollouts
+
+        return Rollouts(self, parts, consumed, progress)
+
+
+def build_splits(cfg: RolloutsConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Training rows only. Raises UserError for files that can't be read, and invalid lines."""
+    del schema
+    return Splits(PromptSource(cfg, read_lines(cfg, tokenizer), rows.train, seed), None, None)
+
+
+def build_digit_sums(cfg: DigitSumsConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """`build_splits` of digit sums. Raises UserError for a tokenizer that needs more tokens than a prompt may have."""
+    del schema
+    lines = [prompt_line(cfg, tokenizer, row, "digit sums") for row in digit_sums.lines()]
+    return Splits(PromptSource(cfg, lines, rows.train, seed), None, None)
+
+
+def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
+    """The prompts of all files. Raises UserError that names the line."""
+    lines = list[PromptLine]()
+    for path in cfg.paths:
+        try:
+            texts = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"data.paths={path}: cannot be read: {error}") from error
+        before = len(lines)
+        for number, text in enumerate(texts, start=1):
+            if text.strip():
+                lines.append(_line(cfg, tokenizer, text, f"{path}, line {number}"))
+        if len(lines) == before:
+            raise UserError(f"data.paths={path}: has no prompts; {FORMS} in each line")
+    return lines
+
+
+def _line(cfg: RolloutsConfig, tokenizer: Tokenizer, text: str, where: str) -> PromptLine:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: is not valid JSON ({error}); {FORMS}") from error
+    return prompt_line(cfg, tokenizer, row, where)
+
+
+def prompt_line(cfg: RolloutsConfig, tokenizer: Tokenizer, row: Any, where: str) -> PromptLine:
+    """The prompt of a line. Raises UserError, which begins with `where`."""
+    content = row.get("prompt") if isinstance(row, dict) else None
+    kinds = {type(item) for item in content} if isinstance(content, list) else {type(content)}
+    if not content or kinds not in ({str}, {int}, {dict}) or (isinstance(content, list) and kinds == {str}):
+        raise UserError(f"{where}: {FORMS}")
+    conversation = Conversation(ChatTemplate(cfg.template), tokenizer) if kinds == {dict} else None
+    tokens = encode(Prompt(where, content), tokenizer, conversation)
+    if len(tokens) > cfg.prompt_tokens:
+        raise UserError(
+            f"{where}: the prompt has {len(tokens):,} tokens, data.prompt_tokens is {cfg.prompt_tokens:,}: raise it, "
+            "or shorten the prompt"
+        )
+    return PromptLine(row, tokens)

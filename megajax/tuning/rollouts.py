@@ -1,0 +1,296 @@
+"""Batches made during a run: answers by an engine on the run's weights, their rewards, and the rows of both.
+
+A rollout is a function of the weights, the seed and the number of prompts consumed. So a run that is killed within a
+rollout samples the same answers again; between the updates of a rollout, a checkpoint has the rows that are left.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from megajax.batch import SAMPLE, Batch
+from megajax.config.errors import UserError
+from megajax.inference.assembly import engine_of_run, engine_refusal
+from megajax.inference.completion import complete
+from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.sampling_settings import Sampling
+from megajax.models.answers.advantages import group_advantages, total_reward
+from megajax.training.check_compiler_options import inference_options
+from megajax.tuning.comparison import Comparison, Reference
+from megajax.tuning.rewards import RewardWorkers, Task
+from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
+
+FAILURES_FILE, MOST_FAILURES = "reward_failures.jsonl", 100
+EQUAL, UNFINISHED = "groups with equal rewards", "answers that the engine did not complete"
+
+
+class Group(NamedTuple):
+    """The answers to a prompt, and their rewards [n, F]."""
+
+    answers: list[Answer]
+    rewards: np.ndarray
+    equal: bool
+
+
+class Sizes(NamedTuple):
+    """Sizes of a rollout."""
+
+    slot: int
+    """Tokens of a prompt and its answer."""
+    rows: int
+    batch: int
+    """Rows of a step."""
+    steps: int
+
+    @classmethod
+    def of(cls, parts: Any) -> "Sizes":
+        """Raises UserError for settings that do not fit each other."""
+        cfg, data, length = parts.cfg, parts.cfg.data, parts.cfg.model.row_positions()
+        slot, batch, answers = data.prompt_tokens + data.max_tokens, cfg.batch.global_size, data.prompts * data.answers
+        if "old_log_p" not in parts.program.schema:
+            raise UserError("data makes rollouts, and the model has no loss of them: mj.with_objective(model, GRPOConfig)")
+        if slot > length:
+            raise UserError(
+                f"data.prompt_tokens={data.prompt_tokens} + data.max_tokens={data.max_tokens} are {slot} tokens, "
+                f"model.sequence_length is {length}: lower them, or raise it"
+            )
+        if cfg.batch.ramp is not None:
+            raise UserError("batch.ramp changes the rows of a step, and rollouts have fixed sizes: set it to none")
+        rows, over = divmod(answers, length // slot)
+        if over or rows * data.passes % batch:
+            raise UserError(
+                f"data.prompts={data.prompts} x data.answers={data.answers}, {length // slot} in a row, and "
+                f"data.passes={data.passes} are {answers * data.passes / (length // slot):g} rows, which "
+                f"batch.global_size={batch} does not divide: change one of them"
+            )
+        return cls(slot, rows, batch, rows * data.passes // batch)
+
+
+class Rollouts:
+    """Iterator over (batch, rows consumed after it, metrics of the rollout with its first batch)."""
+
+    def __init__(self, source: Any, parts: Any, consumed: int, progress: Callable[[], None]):
+        """source: a `PromptSource`. Raises UserError; see `PromptSource.batches`."""
+        if (why := engine_refusal(parts.cfg.model, parts.program.mesh)) is not None:
+            raise UserError(f"data makes rollouts by an engine: {why}")
+        self.sizes, self.consumed, self.cfg = Sizes.of(parts), consumed, source.cfg
+        self._source, self._parts, self._progress = source, parts, progress
+        self._comparison = Comparison(parts, self.cfg)
+        self._reference = Reference(parts) if "reference" in parts.program.schema else None
+        self._workers = RewardWorkers(self.cfg.rewards, workers=self.cfg.workers, seconds=self.cfg.reward_seconds)
+        self._engine: Engine | None = None
+        self._run: Any = None
+        self._block, self._first = dict[str, np.ndarray](), consumed
+        self._before = self._after = 0
+        """Prompts consumed before and after the present rollout."""
+        self._returned: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Rollouts: of {len(self._source.lines):,} prompts, {self.consumed:,} rows consumed>"
+
+    def attach(self, run: Any) -> None:
+        """Take weights from this run."""
+        self._run = run
+
+    def imbalance(self) -> None:
+        """Rows are not balanced."""
+
+    def close(self) -> None:
+        """End the processes of rewards."""
+        self._workers.close()
+
+    def state(self) -> dict[str, Any]:
+        """What a run needs to go on after the present step, as plain values."""
+        used = int(self._run.state.consumed_samples) - self._first
+        state = {"prompts": self._before if used == 0 else self._after, "skipped": dict(self._source.skipped)}
+        if 0 < used < self.sizes.steps * self.sizes.batch:
+            state["rollout"] = {"first": self._first, "rows": packed(self._block)}
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._before = self._after = int(state.get("prompts", 0))
+        self._source.skipped.update(state.get("skipped", {}))
+        if rollout := state.get("rollout"):
+            self._first, self._block = int(rollout["first"]), unpacked(rollout["rows"])
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Batch, int, dict[str, float]]:
+        metrics = dict[str, float]()
+        if not self._block or self.consumed == self._first + self.sizes.steps * self.sizes.batch:
+            metrics = self._roll_out()
+        first, size = self.consumed - self._first, self.sizes.batch
+        turn, place = divmod(first, self.sizes.rows)
+        order = np.arange(self.sizes.rows)
+        if turn:
+            order = np.random.default_rng([self._source.seed, self._first, turn]).permutation(order)
+        batch = self._placed(order[place : place + size])
+        self.consumed += size
+        self._returned = self._returned or time.monotonic()
+        return batch, self.consumed, metrics
+
+    def _placed(self, rows: np.ndarray) -> Batch:
+        """Rows of the block on the devices."""
+        program = self._parts.program
+        shape, shardings = (program.microbatches, len(rows) // program.microbatches), program.batch_shardings
+        numbers = np.arange(self.consumed, self.consumed + len(rows)).astype(np.uint32)
+        leaves = {SAMPLE: numbers} | {name: self._block[name][rows] for name in program.schema if name != SAMPLE}
+        return {name: jax.device_put(x.reshape(*shape, *x.shape[1:]), shardings[name]) for name, x in leaves.items()}
+
+    def _roll_out(self) -> dict[str, float]:
+        """Make the rows of the next rollout -> its metrics."""
+        weights = jax.block_until_ready(self._run.state.inputs)
+        started, failures = time.monotonic(), Counter[str]()
+        prompts, groups = self._after, list[Group]()
+        self._wake(weights)
+        for _ in range(1 + self.cfg.more_rollouts):
+            missing = self.cfg.prompts - sum(not group.equal for group in groups)
+            groups += self._groups(range(prompts, prompts + missing), failures)
+            prompts += missing
+        self._sleep()
+        sampled = time.monotonic()
+        chosen = self._chosen(groups)
+        answers = self._with_advantages(chosen)
+        block = rows_of(answers, slot=self.sizes.slot, length=self._parts.cfg.model.row_positions())
+        metrics = self._metrics(groups, answers, failures)
+        metrics |= self._comparison(weights, block)
+        if self._reference is not None:
+            block["reference"] = self._reference(weights, block, new=self.consumed == 0)
+        tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
+        metrics |= {"rollout_seconds": sampled - started, "rollout_tokens_per_second": tokens / (sampled - started)}
+        if self._returned is not None:
+            positions = self.sizes.steps * self.sizes.batch * self._parts.cfg.model.row_positions()
+            metrics["update_tokens_per_second"] = positions / (started - self._returned)
+        self._count(failures + Counter({EQUAL: sum(group.equal for group in groups)}))
+        self._block, self._first, self._returned = block, self.consumed, None
+        self._before, self._after = self._after, prompts
+        return metrics
+
+    def _wake(self, weights: Any) -> None:
+        """The engine, with these weights."""
+        parts, inference, length = self._parts, self.cfg.inference, self.sizes.slot
+        if self._engine is not None:
+            self._engine.refit(weights, running="abort", shared=True)
+            self._engine.wake()
+            return
+        tokens = inference.rows * -(-length // inference.block) * inference.block
+        self._engine = engine_of_run(
+            parts.cfg,
+            weights,
+            parts.program.mesh,
+            inference_options(parts.cfg.xla, parts.program.mesh.devices.flat[0]),
+            parts.tokenizer,
+            replace(inference, cache_tokens=inference.cache_tokens or tokens),
+            end_tokens=end_tokens_of(parts.tokenizer),
+            length=length,
+            queue=self.cfg.prompts * self.cfg.answers,
+        )
+
+    def _sleep(self) -> None:
+        """Release weights and cache: steps of training need the memory, and replace the weights."""
+        if self._engine is not None:
+            self._engine.sleep(level=2, running="abort")
+
+    def _groups(self, numbers: Sequence[int], failures: Counter[str]) -> list[Group]:
+        """Answers to these prompts, with rewards. failures: counts of reasons, to add to."""
+        lines, cfg, source = [self._source.line(number) for number in numbers], self.cfg, self._source
+        assert self._engine is not None
+        requests = [
+            (line.tokens, Sampling(max_tokens=cfg.max_tokens, n=cfg.answers, seed=seed, logprobs=0, stop=cfg.stop))
+            for line, seed in zip(lines, (seed_of(source.seed, number) for number in numbers), strict=True)
+        ]
+        outputs = complete(self._engine, requests, show=lambda output: self._progress())
+        groups = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
+        functions = range(len(cfg.rewards))
+        tasks = [
+            Task(function, answer.text, line.row)
+            for line, group in zip(lines, groups, strict=True)
+            for answer in group
+            for function in functions
+        ]
+        values, failed = self._workers(tasks, self._progress)
+        failures.update(f"rewards: the function {failure.reason}" for failure in failed)
+        self._record([{**tasks[f.task]._asdict(), "reason": f.reason, "detail": f.detail} for f in failed])
+        failures[UNFINISHED] += sum(not answer.counts for group in groups for answer in group)
+        rewards = np.array(values).reshape(len(lines), cfg.answers, len(functions))
+        if cfg.soft_tokens:
+            over = [[len(a.tokens) - cfg.max_tokens + cfg.soft_tokens for a in group] for group in groups]
+            penalty = -np.clip(np.array(over) / cfg.soft_tokens, 0, 1)
+            rewards = np.concatenate([rewards, penalty[..., None]], axis=2)
+        totals = [total_reward(of_group, self._reward_weights()) for of_group in rewards]
+        return [Group(*pair, equal=bool(np.ptp(t) == 0)) for *pair, t in zip(groups, rewards, totals, strict=True)]
+
+    def _reward_weights(self) -> np.ndarray:
+        """Weights of the columns of rewards."""
+        weights = self.cfg.reward_weights or (1.0,) * len(self.cfg.rewards)
+        return np.array([*weights, *[1.0] * bool(self.cfg.soft_tokens)])
+
+    def _chosen(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of the rows. With dynamic sampling those with equal rewards only fill up, and do not count."""
+        if not self.cfg.more_rollouts:
+            return [*groups]
+        chosen = sorted(groups, key=lambda group: group.equal)[: self.cfg.prompts]
+        return [
+            group._replace(answers=[answer._replace(counts=answer.counts and not group.equal) for answer in group.answers])
+            for group in chosen
+        ]
+
+    def _with_advantages(self, groups: Sequence[Group]) -> list[Answer]:
+        rewards, cfg = np.concatenate([group.rewards for group in groups]), self.cfg
+        arguments = {"scale": cfg.scale, "aggregation": cfg.aggregation}
+        advantages = group_advantages(rewards, self._reward_weights(), cfg.answers, **arguments)
+        answers = [answer for group in groups for answer in group.answers]
+        return [
+            answer._replace(
+                advantage=float(advantage), counts=answer.counts and not (answer.cut and cfg.cut_answers == "mask")
+            )
+            for answer, advantage in zip(answers, advantages, strict=True)
+        ]
+
+    def _metrics(
+        self, groups: Sequence[Group], answers: Sequence[Answer], failures: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Means over all answers of the rollout."""
+        rewards = np.concatenate([group.rewards for group in groups])
+        totals, lengths = total_reward(rewards, self._reward_weights()), [len(answer.tokens) for answer in answers]
+        metrics = {
+            "reward": totals.mean(),
+            "reward_deviation": totals.std(),
+            "answer_tokens": np.mean(lengths),
+            "answer_tokens_most": np.max(lengths),
+            "answers_cut": np.mean([answer.cut for answer in answers]),
+            "groups_equal": np.mean([group.equal for group in groups]),
+            "rewards_failed": sum(count for reason, count in failures.items() if reason != UNFINISHED),
+            "negative_log_p": -np.mean([p for answer in answers for p in answer.log_p]),
+        }
+        if len(self.cfg.rewards) > 1:
+            names = [reference.rpartition(":")[2] for reference in self.cfg.rewards]
+            metrics |= {f"reward_{name}": rewards[:, place].mean() for place, name in enumerate(names)}
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _count(self, counts: Mapping[str, int]) -> None:
+        for reason, count in counts.items():
+            if count:
+                self._source.skipped[reason] = self._source.skipped.get(reason, 0) + count
+
+    def _record(self, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Write the first failures of rewards to a file."""
+        path = Path(self._parts.cfg.run_dir).expanduser() / FAILURES_FILE
+        before = path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+        if failures and before < MOST_FAILURES and path.parent.is_dir():
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(failure) + "\n" for failure in failures[: MOST_FAILURES - before])
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of the answers to a prompt."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
