@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,8 @@ from megajax.config.errors import UserError
 
 LOAD_SECONDS = 120.0
 """Limit of the time in which a process loads the functions."""
+QUEUED, QUEUED_BYTES = 8, 2**14
+"""Tasks that a process has at a time, and their bytes without the last one: its pipe holds 64 KiB."""
 CHECK_SECONDS = 0.2
 """Time between looks at the limits."""
 
@@ -55,31 +58,29 @@ class RewardWorkers:
         self, tasks: Sequence[Task], progress: Callable[[], None] = lambda: None
     ) -> tuple[list[float], list[Failure]]:
         """The reward of each task, 0 where it failed. progress: called several times a second."""
-        values, failures = [0.0] * len(tasks), list[Failure]()
-        waiting, working = deque(range(len(tasks))), dict[Worker, tuple[int, float]]()
-        while waiting or working:
-            for worker in self._workers:
-                if worker not in working and waiting:
-                    number = waiting.popleft()
-                    worker.ask(tasks[number])
-                    working[worker] = number, time.monotonic() + self._seconds
-            for worker in [*ready(working)]:
-                number, _ = working.pop(worker)
-                values[number], failure = worker.result()
-                if failure is not None:
-                    failures.append(failure._replace(task=number))
+        values, failures, waiting = [0.0] * len(tasks), list[Failure](), deque(range(len(tasks)))
+        while waiting or any(worker.asked for worker in self._workers):
+            for _, worker in product(range(QUEUED), self._workers):
+                if waiting and worker.takes_more:
+                    worker.ask(waiting[0], tasks[waiting[0]])
+                    waiting.popleft()
+            for worker in [*ready(worker for worker in self._workers if worker.asked)]:
+                for number, value, failure in worker.results():
+                    values[number] = value
+                    failures += [] if failure is None else [failure]
                 if worker.ended:
-                    self._restart(worker)
-            for worker, (number, end) in [*working.items()]:
-                if time.monotonic() > end:
-                    del working[worker]
+                    self._restart(worker, waiting)
+            for worker in [*self._workers]:
+                if worker.asked and time.monotonic() > worker.since + self._seconds:
+                    number, _ = worker.asked.popleft()
                     failures.append(Failure(number, "took too long", f"longer than {self._seconds:g} s"))
-                    self._restart(worker)
+                    self._restart(worker, waiting)
             progress()
         return values, sorted(failures)
 
-    def _restart(self, worker: "Worker") -> None:
-        """Replace a process. Raises UserError if functions can no longer be loaded."""
+    def _restart(self, worker: "Worker", waiting: deque[int]) -> None:
+        """Replace a process, whose other tasks wait again. Raises UserError if functions can no longer be loaded."""
+        waiting.extendleft(number for number, _ in reversed(worker.asked))
         worker.close()
         new = self._workers[self._workers.index(worker)] = Worker(self._command)
         if problem := new.problem():
@@ -105,7 +106,17 @@ class Worker:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
         )
-        self.ended = False
+        self.ended, self._rest = False, b""
+        self.asked = deque[tuple[int, int]]()
+        """Numbers and bytes of the tasks without a result. They are queued here, because a round trip for each would
+        take longer than most functions."""
+        self.since = 0.0
+        """When the first of them began."""
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether `ask` cannot block: the pipe has room, or the process waits for a task."""
+        return len(self.asked) < QUEUED and sum(size for _, size in self.asked) < QUEUED_BYTES
 
     def fileno(self) -> int:
         """Readable when a result is there."""
@@ -122,33 +133,39 @@ class Worker:
             if not selector.select(LOAD_SECONDS):
                 self.close()
                 return f"loading the functions takes more than {LOAD_SECONDS:g} s"
-        answer = self._answer()
-        return "the process that loads the functions ended" if answer is None else answer["problem"]
+        answers = self._answers()
+        return answers[0]["problem"] if answers else "the process that loads the functions ended"
 
-    def ask(self, task: Task) -> None:
-        """Begin a task."""
+    def ask(self, number: int, task: Task) -> None:
+        """Queue a task."""
+        line = json.dumps(task._asdict()).encode() + b"\n"
+        self.since = self.since if self.asked else time.monotonic()
+        self.asked.append((number, len(line)))
         with contextlib.suppress(BrokenPipeError):  # `result` will tell
-            self._pipes[0].write(json.dumps(task._asdict()).encode() + b"\n")
+            self._pipes[0].write(line)
             self._pipes[0].flush()
 
-    def result(self) -> tuple[float, Failure | None]:
-        """The reward, or 0 and a failure."""
-        answer = self._answer()
-        if answer is None:
-            code = self._process.wait()
-            return 0.0, Failure(0, "ended its process", f"exit code {code}")
-        if (failure := answer.get("failure")) is not None:
-            return 0.0, Failure(0, "raised an error", failure)
-        value = float(answer["value"])
-        if not math.isfinite(value):
-            return 0.0, Failure(0, "returned no finite number", str(value))
-        return value, None
+    def results(self) -> Iterator[tuple[int, float, Failure | None]]:
+        """(number, reward, why it is 0) of the tasks that have a result. Call it when there is one."""
+        for answer in self._answers():
+            number, _ = self.asked.popleft()
+            self.since, value = time.monotonic(), float(answer.get("value", 0.0))
+            if (detail := answer.get("failure")) is not None:
+                yield number, 0.0, Failure(number, "raised an error", detail)
+            elif not math.isfinite(value):
+                yield number, 0.0, Failure(number, "returned no finite number", str(value))
+            else:
+                yield number, value, None
+        if self.ended:
+            number, _ = self.asked.popleft()
+            yield number, 0.0, Failure(number, "ended its process", f"exit code {self._process.wait()}")
 
-    def _answer(self) -> dict[str, Any] | None:
-        """The next line; None at the end of the output, where `ended` is set."""
-        line = self._pipes[1].readline()
-        self.ended = not line.endswith(b"\n")
-        return None if self.ended else json.loads(line)
+    def _answers(self) -> list[dict[str, Any]]:
+        """The lines that are there. At the end of the output, `ended` is set."""
+        received = os.read(self.fileno(), 2**16)
+        self.ended = not received
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
         """End the process."""

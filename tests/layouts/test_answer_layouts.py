@@ -16,6 +16,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.answers.config import (
     AnswerDecoderConfig,
     DPOConfig,
+    GRPOConfig,
     KTOConfig,
     ObjectiveConfig,
     ORPOConfig,
@@ -25,6 +26,9 @@ from megajax.models.presets.mixtral import mixtral
 
 DPO = DPOConfig(beta=0.3, label_smoothing=0.1, length_weight=0.5, sft_weight=0.2)
 KTO = KTOConfig(beta=0.5, desirable_weight=1.5)
+GRPO = GRPOConfig(kl_weight=0.1, clip_high=0.28)
+GSPO = GRPOConfig(ratio="sequence", average="tokens")
+CISPO = GRPOConfig(loss="cispo", clip_high=1.5, average="length", length=3)
 
 
 def model(objective: ObjectiveConfig, repeats: int = 2) -> AnswerDecoderConfig:
@@ -49,16 +53,19 @@ def answers(seed: int) -> Batch:
         "loss_mask": (numbers > 0).astype(np.float32),
         "pairs": numbers,
         "judged": numbers,
+        "answers": numbers,
+        "advantage": draw.normal(0, 1, (ROWS, 4)).astype(np.float32)[np.arange(ROWS)[:, None], document],
+        "old_log_p": draw.normal(-5.5, 0.5, (ROWS, LENGTH)).astype(np.float32),
         "reference": reference,
     }
 
 
 @pytest.mark.parametrize(
     "objective",
-    [DPO, pytest.param(ORPOConfig(), marks=pytest.mark.slow), pytest.param(KTO, marks=pytest.mark.slow)],
+    [DPO, GRPO, *(pytest.param(objective, marks=pytest.mark.slow) for objective in (ORPOConfig(), KTO, GSPO, CISPO))],
 )
 def test_gradients_equal_those_of_a_plain_log_softmax(objective: ObjectiveConfig) -> None:
-    """Through the objective and the whole logits, without the second pass of the head."""
+    """Through the objective and the whole logits: without the second pass of the head, and without its weights."""
     program = build_program(model(objective, repeats=1), ONE, microbatches=2)
 
     def plain(params, piece):
@@ -102,6 +109,9 @@ LAYOUTS = {
         ("vocabulary over stages", KTO, "microbatches"),
         ("cut rows", DPO, "tokens"),
         ("cut rows", KTO, "tokens"),
+        ("cut rows", GRPO, "microbatches"),
+        ("vocabulary over stages", GRPO, "tokens"),
+        ("fsdp", GSPO, "tokens"),
         ("fsdp", DPO, "tokens"),
     ],
 )
