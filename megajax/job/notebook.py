@@ -6,8 +6,8 @@ import jax
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
-from megajax.inference.config import InferenceConfig
 from megajax.inference.completion import complete
+from megajax.inference.config import InferenceConfig
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.prompts import Prompt, encode
 from megajax.inference.sampling_settings import Sampling

@@ -62,7 +62,7 @@ class Steps:
             console.say,
             job.activity,
             lambda: (
-                checkpoint_meta(job.run.parts, config_yaml, job.data, job.provenance) 
+                checkpoint_meta(job.run.parts, config_yaml, job.data, job.provenance)
                 | {"spikes": guard.spikes.state(), "batches": job.run.batches.state()}
             ),
             cfg.steps,

@@ -53,9 +53,9 @@ class Objective:
         """The log p of the labels [C]; None without `weigh`."""
         return None if self.weigh is None else -losses["loss"]
 
-    def weights(self, losses: Mapping[str, Array], given: Array) -> Array:
-        """The weights of the losses of tokens [C], from what is given: the weights [C], or facts [C, E]."""
-        return given if self.weigh is None else self.weigh(-losses["loss"], given)
+    def weights(self, losses: Mapping[str, Array], facts: Array) -> Array:
+        """The weights of the losses of tokens [C], from the weights [C] themselves, or facts [C, E]."""
+        return facts if self.weigh is None else self.weigh(-losses["loss"], facts)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -250,10 +250,10 @@ def loss_and_gradients(
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, tuple[Array, Array | None]]:
         sums, dtable, dbias = carry
-        x, labels, given = piece
+        x, labels, facts = piece
         softmax = _softmax(x, table, bias, labels, shard, objective)
         losses = objective.losses(softmax, shard.size)
-        weights = objective.weights(losses, given)
+        weights = objective.weights(losses, facts)
         dlogits = (objective.gradient(softmax, shard.size) * weights[:, None]).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)

@@ -143,15 +143,15 @@ def vocabulary_loss(
     rows, axes, extra = layout.free_axes("batch", "seq"), _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(
-        x: Array, table: Array, labels: Array, given: Array, bias: Array | None
+        x: Array, table: Array, labels: Array, facts: Array, bias: Array | None
     ) -> tuple[dict[str, Array], Array | None]:
         shard, x = _shard(table, size, axes), _flat(_gather_sequence(x, extra))
         losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
-        weights = objective.weights(losses, _flat(given))
+        weights = objective.weights(losses, _flat(facts))
         sums = {name: weighted(values, weights) for name, values in losses.items()}
         return lax.psum(sums, rows) if rows else sums, _of_rows(objective.log_p(losses), labels)
 
-    ins = RESIDUAL, TABLE, TOKENS, _given(weights), None if bias is None else BIAS
+    ins = RESIDUAL, TABLE, TOKENS, _axes_of_facts(weights), None if bias is None else BIAS
     sums, log_p = layout.island(local, ins, ((), _log_p_axes(objective)))(x, table, labels, weights, bias)
     return VocabularyLoss(objective.minimised(sums), sums, log_p)
 
@@ -183,7 +183,7 @@ def _loss_forward(
         return sums, _of_rows(log_p, labels), dx, dtable.astype(table.dtype), dbias
 
     biased = None if bias is None else BIAS
-    ins = RESIDUAL, TABLE, TOKENS, _given(weights), biased
+    ins = RESIDUAL, TABLE, TOKENS, _axes_of_facts(weights), biased
     island = layout.island(local, ins, ((), _log_p_axes(objective), RESIDUAL, TABLE, biased))
     sums, log_p, *gradients = island(x, table, labels, weights, bias)
     return VocabularyLoss(objective.minimised(sums), sums, log_p), tuple(gradients)
@@ -233,7 +233,7 @@ def vocabulary_token_scores(
     return layout.island(local, ins, (TOKENS, TOKENS))(x, table, labels, bias)
 
 
-def _given(weights: Array) -> tuple[str | None, ...]:
+def _axes_of_facts(weights: Array) -> tuple[str | None, ...]:
     """The axes of weights [B, S], or of facts of tokens [B, S, E]."""
     return (*TOKENS, *(None,) * (weights.ndim - 2))
 

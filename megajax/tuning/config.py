@@ -15,9 +15,9 @@ from megajax.inference.config import InferenceConfig
 class RolloutsConfig(Builds):
     """Answers of the model itself to prompts, and rewards for them, as the rows of `GRPOConfig`.
 
-    Files of JSON lines, each {"prompt": …} with a text, token ids or a list of messages, and any other fields. A rollout
-    has `answers` answers to each of `prompts` prompts, sampled at temperature 1 by an engine on the weights of the run.
-    Its rows are the batches of the following steps.
+    Files of JSON lines, each {"prompt": …} with a text, token ids or a list of messages, and any other fields. A
+    rollout has `answers` answers to each of `prompts` prompts, sampled at temperature 1 by an engine on the weights of
+    the run. Its rows are the batches of the following steps.
 
     Example: `mj.RolloutsConfig(paths=("data/prompts.jsonl",), rewards=("rewards.py:is_right",), max_tokens=256)`
     """
@@ -27,8 +27,8 @@ class RolloutsConfig(Builds):
     paths: tuple[PathText, ...] = ()
     """Files of JSON lines with prompts."""
     rewards: tuple[str, ...] = ()
-    """Reward functions, FILE.py:NAME or MODULE:NAME. Each is called as function(prompt, answer, row), with the prompt of
-    the line, the text of the answer and the whole line, and returns a number; NaN is a failure."""
+    """Reward functions, FILE.py:NAME or MODULE:NAME. Each is called as function(prompt, answer, row), with the prompt
+    of the line, the text of the answer and the whole line, and returns a number."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1."""
     prompts: int = 8
@@ -38,7 +38,7 @@ class RolloutsConfig(Builds):
     passes: int = 1
     """Number of times that each answer is trained on."""
     prompt_tokens: int = 128
-    """Maximum number of tokens of a prompt. A row has room for sequence_length / (prompt_tokens + max_tokens) answers."""
+    """Maximum number of tokens of a prompt. A row holds sequence_length / (prompt_tokens + max_tokens) answers."""
     max_tokens: int = 128
     """Maximum number of tokens of an answer."""
     stop: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class RolloutsConfig(Builds):
     cut_answers: Literal["keep", "mask"] = "keep"
     """mask: answers without an end within max_tokens do not count in the loss (DAPO's overlong filtering)."""
     soft_tokens: int = 0
-    """The reward falls linearly by up to 1 over the last soft_tokens of max_tokens (DAPO's soft overlong punishment)."""
+    """The reward falls linearly by 1 over the last soft_tokens of max_tokens (DAPO's soft overlong punishment)."""
     old_log_p: Literal["engine", "trainer"] = "engine"
     """The log-probabilities that importance ratios start from: the engine's, or the trainer's of the same weights."""
     truncation: float | None = None
@@ -118,8 +118,10 @@ class DigitSumsConfig(RolloutsConfig):
 
     target: ClassVar[str] = "megajax.tuning.prompts:build_digit_sums"
 
-    rewards: tuple[str, ...] = ("megajax.tuning.digit_sums:reward",)
-    """Reward functions, as in RolloutsConfig: 1 for the sum, 0.1 for another digit."""
+    rewards: tuple[str, ...] = ("megajax.tuning.digit_sums:close", "megajax.tuning.digit_sums:right")
+    """Reward functions, as in RolloutsConfig: 1 for the sum and less for other digits, and whether it is the sum."""
+    reward_weights: tuple[float, ...] = (1.0, 0.0)
+    """Weight of each reward."""
     prompt_tokens: int = 4
     """Maximum number of tokens of a prompt."""
     max_tokens: int = 1

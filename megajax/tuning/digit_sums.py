@@ -13,7 +13,14 @@ def lines() -> list[dict[str, Any]]:
     return [{"prompt": f"{a}+{b}=", "sum": str(a + b)} for a in digits for b in digits]
 
 
-def reward(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
-    """1 for the sum, 0.1 for another digit, else 0."""
+def close(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    """1 for the sum, 0.3 less for each 1 that another digit differs by, but at least 0.05; 0 for no digit."""
     del prompt
-    return 1.0 if answer == row["sum"] else 0.1 if len(answer) == 1 and answer.isdigit() else 0.0
+    is_digit = len(answer) == 1 and answer in "0123456789"
+    return max(0.05, 1.0 - 0.3 * abs(int(answer) - int(row["sum"]))) if is_digit else 0.0
+
+
+def right(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    """1 for the sum, else 0."""
+    del prompt
+    return float(answer == row["sum"])

@@ -18,6 +18,7 @@ from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
 from megajax.tuning import digit_sums
 from megajax.tuning.config import DigitSumsConfig, RolloutsConfig
+from megajax.tuning.rollouts import Rollouts
 
 FORMS = 'expected an object with "prompt": a text, token ids, or messages such as [{"role": "user", "content": "…"}]'
 
@@ -64,8 +65,6 @@ class PromptSource:
 
         Raises UserError for settings that do not fit the model, and for reward functions that can't be loaded.
         """
-        from megajax.tuning.rollouts import Rollouts
-
         return Rollouts(self, parts, consumed, progress)
 
 

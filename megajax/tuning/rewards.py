@@ -59,20 +59,20 @@ class RewardWorkers:
     ) -> tuple[list[float], list[Failure]]:
         """The reward of each task, 0 where it failed. progress: called several times a second."""
         values, failures, waiting = [0.0] * len(tasks), list[Failure](), deque(range(len(tasks)))
-        while waiting or any(worker.asked for worker in self._workers):
+        while waiting or any(worker.queued for worker in self._workers):
             for _, worker in product(range(QUEUED), self._workers):
                 if waiting and worker.takes_more:
                     worker.ask(waiting[0], tasks[waiting[0]])
                     waiting.popleft()
-            for worker in [*ready(worker for worker in self._workers if worker.asked)]:
+            for worker in [*ready(worker for worker in self._workers if worker.queued)]:
                 for number, value, failure in worker.results():
                     values[number] = value
                     failures += [] if failure is None else [failure]
                 if worker.ended:
                     self._restart(worker, waiting)
             for worker in [*self._workers]:
-                if worker.asked and time.monotonic() > worker.since + self._seconds:
-                    number, _ = worker.asked.popleft()
+                if worker.queued and time.monotonic() > worker.since + self._seconds:
+                    number, _ = worker.queued.popleft()
                     failures.append(Failure(number, "took too long", f"longer than {self._seconds:g} s"))
                     self._restart(worker, waiting)
             progress()
@@ -80,7 +80,7 @@ class RewardWorkers:
 
     def _restart(self, worker: "Worker", waiting: deque[int]) -> None:
         """Replace a process, whose other tasks wait again. Raises UserError if functions can no longer be loaded."""
-        waiting.extendleft(number for number, _ in reversed(worker.asked))
+        waiting.extendleft(number for number, _ in reversed(worker.queued))
         worker.close()
         new = self._workers[self._workers.index(worker)] = Worker(self._command)
         if problem := new.problem():
@@ -107,7 +107,7 @@ class Worker:
             start_new_session=True,
         )
         self.ended, self._rest = False, b""
-        self.asked = deque[tuple[int, int]]()
+        self.queued = deque[tuple[int, int]]()
         """Numbers and bytes of the tasks without a result. They are queued here, because a round trip for each would
         take longer than most functions."""
         self.since = 0.0
@@ -116,7 +116,7 @@ class Worker:
     @property
     def takes_more(self) -> bool:
         """Whether `ask` cannot block: the pipe has room, or the process waits for a task."""
-        return len(self.asked) < QUEUED and sum(size for _, size in self.asked) < QUEUED_BYTES
+        return len(self.queued) < QUEUED and sum(size for _, size in self.queued) < QUEUED_BYTES
 
     def fileno(self) -> int:
         """Readable when a result is there."""
@@ -139,8 +139,8 @@ class Worker:
     def ask(self, number: int, task: Task) -> None:
         """Queue a task."""
         line = json.dumps(task._asdict()).encode() + b"\n"
-        self.since = self.since if self.asked else time.monotonic()
-        self.asked.append((number, len(line)))
+        self.since = self.since if self.queued else time.monotonic()
+        self.queued.append((number, len(line)))
         with contextlib.suppress(BrokenPipeError):  # `result` will tell
             self._pipes[0].write(line)
             self._pipes[0].flush()
@@ -148,7 +148,7 @@ class Worker:
     def results(self) -> Iterator[tuple[int, float, Failure | None]]:
         """(number, reward, why it is 0) of the tasks that have a result. Call it when there is one."""
         for answer in self._answers():
-            number, _ = self.asked.popleft()
+            number, _ = self.queued.popleft()
             self.since, value = time.monotonic(), float(answer.get("value", 0.0))
             if (detail := answer.get("failure")) is not None:
                 yield number, 0.0, Failure(number, "raised an error", detail)
@@ -157,7 +157,7 @@ class Worker:
             else:
                 yield number, value, None
         if self.ended:
-            number, _ = self.asked.popleft()
+            number, _ = self.queued.popleft()
             yield number, 0.0, Failure(number, "ended its process", f"exit code {self._process.wait()}")
 
     def _answers(self) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from megajax.models.answers.advantages import group_advantages, total_reward
 from megajax.training.check_compiler_options import inference_options
 from megajax.tuning.comparison import Comparison, Reference
 from megajax.tuning.rewards import RewardWorkers, Task
-from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
+from megajax.tuning.rows import Answer, packed, rows_of, unpacked
 
 FAILURES_FILE, MOST_FAILURES = "reward_failures.jsonl", 100
 EQUAL, UNFINISHED = "groups with equal rewards", "answers that the engine did not complete"
@@ -55,7 +55,9 @@ class Sizes(NamedTuple):
         cfg, data, length = parts.cfg, parts.cfg.data, parts.cfg.model.row_positions()
         slot, batch, answers = data.prompt_tokens + data.max_tokens, cfg.batch.global_size, data.prompts * data.answers
         if "old_log_p" not in parts.program.schema:
-            raise UserError("data makes rollouts, and the model has no loss of them: mj.with_objective(model, GRPOConfig)")
+            raise UserError(
+                "data makes rollouts, and the model has no loss of them: mj.with_objective(model, GRPOConfig)"
+            )
         if slot > length:
             raise UserError(
                 f"data.prompt_tokens={data.prompt_tokens} + data.max_tokens={data.max_tokens} are {slot} tokens, "
@@ -227,7 +229,8 @@ class Rollouts:
             penalty = -np.clip(np.array(over) / cfg.soft_tokens, 0, 1)
             rewards = np.concatenate([rewards, penalty[..., None]], axis=2)
         totals = [total_reward(of_group, self._reward_weights()) for of_group in rewards]
-        return [Group(*pair, equal=bool(np.ptp(t) == 0)) for *pair, t in zip(groups, rewards, totals, strict=True)]
+        equal = [bool(np.ptp(of_group) == 0) for of_group in totals]
+        return [*map(Group, groups, rewards, equal)]
 
     def _reward_weights(self) -> np.ndarray:
         """Weights of the columns of rewards."""
@@ -240,7 +243,9 @@ class Rollouts:
             return [*groups]
         chosen = sorted(groups, key=lambda group: group.equal)[: self.cfg.prompts]
         return [
-            group._replace(answers=[answer._replace(counts=answer.counts and not group.equal) for answer in group.answers])
+            group._replace(
+                answers=[answer._replace(counts=answer.counts and not group.equal) for answer in group.answers]
+            )
             for group in chosen
         ]
 

@@ -8,7 +8,7 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.tuning.rewards import RewardWorkers, Task
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import os, time
 
 def judge(prompt, answer, row):
@@ -21,7 +21,7 @@ def judge(prompt, answer, row):
 
 def other(prompt, answer, row):
     return -1
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ class StepWeights:
         return None
 
     def __call__(self, arrays: Params, *, shared: bool) -> Params:
-        """The weights. Unless `shared`, they share no memory with the arrays, which a step of training may overwrite."""
+        """The weights. Unless `shared`, they have memory of their own: a step of training may overwrite the arrays."""
         with jax.set_mesh(self._loaded.mesh):
             return self._make(shared)({path: arrays[path] for path in self._declared})
 

@@ -48,5 +48,6 @@ class AnswerDecoder(DecoderLM):
         facts = facts.at[..., 0].multiply(share * reduction.scale)
         sums = self.vocabulary_loss(x, batch["labels"], facts, objective.weigh)
         linear = sums.minimised / reduction.scale
+        assert sums.log_p is not None  # because of `weigh`
         terms = objective(lax.stop_gradient(sums.log_p), batch)
         return Loss(terms.loss * share + (linear - lax.stop_gradient(linear)), weight, terms.metrics)

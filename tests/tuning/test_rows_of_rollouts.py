@@ -1,0 +1,95 @@
+"""Rows of rollouts: answers in their slots, prompts in their order, and what does not fit is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.data.rows.splits import Rows
+from megajax.inference.request import Output, TokenScore
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.tuning.config import DigitSumsConfig, RolloutsConfig
+from megajax.tuning.rollouts import seed_of
+from megajax.tuning.rows import Answer, packed, rows_of, unpacked
+
+
+def output(*tokens: int, finish: Any = "stop") -> Output:
+    return Output(0, "", tokens, tuple(TokenScore(token, -token / 8, 1, ()) for token in tokens), finish)
+
+
+def test_answers_have_slots_in_rows() -> None:
+    """Two slots of four tokens in a row of nine; the labels of an answer begin at the last token of its prompt."""
+    answers = [Answer.of((1, 2), output(3, 4)), Answer.of((5,), output(6)), Answer.of((7,), output(8, finish="error"))]
+    answers[1] = answers[1]._replace(advantage=0.5)
+    block = rows_of(answers, slot=4, length=9)
+    assert block["tokens"].tolist() == [[1, 2, 3, 0, 5, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0, 0, 0, 0]]
+    assert block["labels"].tolist() == [[2, 3, 4, 0, 6, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0, 0]]
+    assert block["answers"].tolist() == [[0, 1, 1, 0, 2, 0, 0, 0, 0], [0] * 9]
+    assert block["loss_mask"].tolist() == (block["answers"] > 0).tolist()
+    assert block["old_log_p"][0].tolist() == [0, -3 / 8, -4 / 8, 0, -6 / 8, 0, 0, 0, 0]
+    assert block["advantage"][0].tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0, 0]
+    assert block["positions"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert block["segment_ids"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    for name, leaf in unpacked(packed(block)).items():
+        np.testing.assert_array_equal(leaf, block[name])
+        assert leaf.dtype == block[name].dtype
+
+
+def source(folder: Path, *lines: str, **changes: Any) -> Any:
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    cfg = replace(RolloutsConfig(paths=(str(file),), rewards=("f.py:f",), prompt_tokens=20), **changes)
+    return cfg.build(tokenizer=ByteTokenizerConfig().build(), schema={}, rows=Rows(64), seed=3).train
+
+
+def test_prompts_of_files_are_read_in_another_order_in_each_epoch(tmp_path: Path) -> None:
+    texts = [json.dumps({"prompt": f"{number}", "answer": number}) for number in range(9)]
+    prompts = source(tmp_path, *texts, json.dumps({"prompt": [65, 66]}), "")
+    epochs = [[prompts.line(number).tokens for number in range(first, first + 10)] for first in (0, 10)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert (65, 66) in epochs[0] and {line.row["answer"] for line in prompts.lines[:9]} == {*range(9)}
+    assert prompts.line(3) == source(tmp_path, *texts, json.dumps({"prompt": [65, 66]})).line(3)
+    assert len({seed_of(seed, number) for seed in (0, 1) for number in range(100)}) == 200
+
+
+def test_messages_are_rendered_with_the_header_of_an_answer(tmp_path: Path) -> None:
+    message = json.dumps({"prompt": [{"role": "user", "content": "1+1"}]})
+    tokens = source(tmp_path, message, template="chatml", prompt_tokens=200).lines[0].tokens
+    assert ByteTokenizerConfig().build().decode(list(tokens)).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 1: is not valid JSON"),
+        ("[1]", r'line 1: expected an object with "prompt"'),
+        ('{"prompt": ""}', r'line 1: expected an object with "prompt"'),
+        ('{"prompt": ["a"]}', r'line 1: expected an object with "prompt"'),
+        (json.dumps({"prompt": "a" * 21}), r"line 1: the prompt has 21 tokens, data.prompt_tokens is 20: raise it"),
+        ("", r"has no prompts"),
+    ],
+)
+def test_bad_lines(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        source(tmp_path, line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"rewards": ()}, "rewards"),
+        ({"answers": 1}, "answers"),
+        ({"reward_weights": (1.0, 2.0)}, "reward_weights"),
+        ({"max_tokens": 4, "soft_tokens": 5}, "soft_tokens"),
+        ({"truncation": 2.0}, "truncation"),
+        ({"old_log_p": "trainer", "compare": False}, "old_log_p"),
+        ({"mismatch_limit": 0.0}, "mismatch_limit"),
+        ({"paths": ("a.jsonl",)}, "paths"),
+    ],
+)
+def test_problems(changes: dict[str, Any], setting: str) -> None:
+    assert [problem.setting for problem in replace(DigitSumsConfig(), **changes).problems()] == [setting]
