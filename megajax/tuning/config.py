@@ -78,7 +78,7 @@ class RolloutsConfig(Builds):
     seed: int | None = None
     """Seed for the order of prompts and for sampling; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Not used: rows are made as they are needed."""
+    """Must be the default: rows are made as they are needed."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
@@ -95,6 +95,8 @@ class RolloutsConfig(Builds):
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):
             message = f"has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards"
             problems.append(Problem("reward_weights", message))
+        if self.loader != LoaderConfig():
+            problems.append(Problem("loader", "has no effect on rows that are made during the run", "leave it out"))
         if self.soft_tokens > self.max_tokens:
             message = f"{self.soft_tokens} is more than max_tokens={self.max_tokens}"
             problems.append(Problem("soft_tokens", message))

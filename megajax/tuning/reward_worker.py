@@ -24,7 +24,10 @@ def main(seconds: float, references: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what functions print is no result
+    tasks = os.fdopen(os.dup(0), encoding="utf-8")
+    # What functions print is no result, and what they read is no task.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def answer(**result: Any) -> None:
         output.write(json.dumps(result) + "\n")
@@ -40,7 +43,7 @@ def main(seconds: float, references: list[str]) -> None:
             answer(problem=f"{reference}: cannot be loaded: {type(error).__name__}: {error}")
             return
     answer(problem="")
-    for line in sys.stdin:
+    for line in tasks:
         task = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE)
         try:

@@ -156,6 +156,8 @@ class Rollouts:
         self._wake(weights)
         for _ in range(1 + self.cfg.more_rollouts):
             missing = self.cfg.prompts - sum(not group.equal for group in groups)
+            if not missing:
+                break
             groups += self._groups(range(prompts, prompts + missing), failures)
             prompts += missing
         self._sleep()

@@ -59,6 +59,7 @@ LEFT_OUT = {
     "--hf=llama_folder": "needs a Hugging Face folder; tests/tasks evaluates one",
     "--config=sft.py:": "needs a Hugging Face folder; tests/job starts from one",
     "--config=dpo.py\n": "needs a Hugging Face folder; the page runs its debug twin",
+    "--config=grpo.py": "takes minutes, or needs a Hugging Face folder; tests/tuning trains the debug twin",
     "--config=glue.py:glue_mrpc": "needs GLUE; the page runs its debug twin",
     "--run=runs/glue_mrpc": "needs GLUE",
     "--config=race.py ": "needs RACE; tests/tasks runs its debug twin",

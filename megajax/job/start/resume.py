@@ -22,7 +22,7 @@ from megajax.training.state import TrainState
 
 FREE = re.compile(
     r"(parallel|logging|profile|checkpoint|resilience|evaluation|schedule|xla)\.|run_dir$|steps$|batch\.micro_size$"
-    r"|model\.(recompute\w*|offload.*|unroll|loss_chunk|vocabulary_multiple)$|optimizer\.(log_|offload$)|model\..*\.kernel$|data\.(cache_dir|reference_dir|loader\.|surplus)"
+    r"|model\.(recompute\w*|offload.*|unroll|loss_chunk|vocabulary_multiple)$|optimizer\.(log_|offload$)|model\..*\.kernel$|data\.(cache_dir|reference_dir|loader\.|surplus|workers|reward_seconds)"
 )
 """Settings that don't affect the numbers of training, or only through a fact that is compared."""
 

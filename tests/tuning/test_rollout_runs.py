@@ -1,0 +1,130 @@
+"""Runs of GRPO: they learn, resume where they were killed, and are alike on layouts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.training.session import setup
+
+SETTINGS = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "logging.report=false")
+"""Rollouts of four steps."""
+REWARDS = '''
+import os, signal
+
+def reward(prompt, answer, row):
+    """Kills the run within its second rollout, if the file `kill` is there."""
+    if os.path.exists("kill"):
+        with open("calls", "a") as calls:
+            calls.write("x")
+        if os.path.getsize("calls") > 100:
+            os.unlink("kill")
+            os.kill(os.getppid(), signal.SIGKILL)
+    return float("0" <= answer <= "9") - len(answer.encode()) / 100
+'''
+
+
+def steps(*settings: str, devices: int = 1) -> list[dict[str, Any]]:
+    """The numbers of each step of a run in this process."""
+    cfg = load("grpo.py:debug", *SETTINGS, *settings, devices=devices)
+    run = setup(cfg, devices=jax.devices()[:devices])
+    try:
+        return [info._asdict() | info.metrics for info in run.steps()]
+    finally:
+        run.close()
+
+
+def train(folder: Path, run: str, *settings: str) -> int:
+    """`megajax.train` in a process -> its exit code, negative for a signal."""
+    (folder / "rewards.py").write_text(REWARDS)
+    words = (*SETTINGS, "batch.micro_size=8", "data.rewards=rewards.py:reward", "data.reward_weights=1")
+    command = [sys.executable, "-m", "megajax.train", "--config=grpo.py:debug", "--devices=cpu:1", f"--run_dir={run}"]
+    root = str(Path(__file__).parents[2])
+    flags = [f"--{word}" for word in (*words, "steps=8", "checkpoint.every=1", *settings)]
+    return subprocess.run(
+        [*command, *flags], cwd=folder, env={**os.environ, "PYTHONPATH": root}, check=False
+    ).returncode
+
+
+def numbers(folder: Path) -> dict[int, dict[str, Any]]:
+    """The numbers of each step that depend on no clock."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    clocks = ("second", "memory", "tflops", "mfu")
+    return {line["step"]: {k: v for k, v in line.items() if not any(c in k for c in clocks)} for line in lines}
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Killed within its second rollout, and again while a step of that rollout runs."""
+    assert train(tmp_path, "whole") == 0
+    (tmp_path / "kill").touch()
+    inject = "resilience.inject=kill:step=8"
+    assert train(tmp_path, "killed", inject) == train(tmp_path, "killed", inject) == -9
+    assert train(tmp_path, "killed") == 0
+    expected, actual = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
+    assert actual == expected and len(expected) == 8
+    assert [step for step, line in expected.items() if "reward" in line] == [1, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+def test_layouts_train_alike(sharding: str) -> None:
+    """Tensor 2 x data 2; the first rollout has the same answers, and its steps the same losses."""
+    layout = ("parallel.tensor=2", "parallel.data=2", f"parallel.data_sharding={sharding}")
+    expected, actual = (steps(*words, "steps=4", devices=n) for n, words in ((1, ()), (4, layout)))
+    assert actual[0]["reward"] == expected[0]["reward"]
+    for name in ("loss", "grad_norm", "policy_kl", "clip_high"):
+        columns = ([line[name] for line in lines] for lines in (actual, expected))
+        np.testing.assert_allclose(*columns, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert 0 < actual[0]["mismatch_most"] < 1e-5
+
+
+@pytest.mark.slow
+def test_rewards_rise() -> None:
+    lines = steps("steps=60", "data.passes=1", "batch.global_size=16")
+    rewards = [line["reward"] for line in lines]
+    assert rewards[0] < 0.1 < 0.2 < np.mean(rewards[-5:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.more_rollouts=2", "model.objective.average=tokens", "data.max_tokens=2", "data.soft_tokens=1"),
+        ("data.old_log_p=trainer", "data.truncation=2", "model.objective.ratio=sequence", "data.mismatch_limit=1e-7"),
+        ("model.objective.kl_weight=0.1", "model.objective.loss=cispo", "data.scale=none", "data.cut_answers=mask"),
+    ],
+)
+def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
+    lines = steps(*words, "steps=3", "batch.global_size=16", "model.sequence_length=24", f"run_dir={tmp_path}")
+    assert np.isfinite([line["loss"] for line in lines]).all()
+    if "data.more_rollouts=2" in words:
+        assert all(0 <= line["groups_equal"] < 1 for line in lines if "reward" in line)
+    if "data.truncation=2" in words:
+        assert 0 < lines[0]["mismatch_masked"] < 1
+    if "model.objective.kl_weight=0.1" in words:
+        assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
+        assert (tmp_path / "reference_weights.npz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("data.prompt_tokens=30",), r"are 31 tokens, model.sequence_length is 20"),
+        (("data.prompts=7",), r"data.prompts=7 x data.answers=8, 4 in a row, .*batch.global_size=8 does not divide"),
+        (("data.rewards=nothing.py:f", "data.reward_weights=1"), r"nothing.py:f: cannot be loaded"),
+        (("data.mismatch_limit=1e-12", "data.on_mismatch=stop"), r"differs by .* between engine and trainer"),
+    ],
+)
+def test_refusals(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        steps(*words, "steps=1")
