@@ -56,11 +56,11 @@ def grpo_llama3_8b_debug() -> mj.RunConfig:
     return mj.debug_config(
         grpo_llama3_8b(),
         mj.with_objective(model, mj.GRPOConfig(average="tokens", clip_high=0.28)),
-        data=mj.DigitSumsConfig(prompts=16, answers=16),
+        data=mj.DigitSumsConfig(prompts=32, answers=16, scale="none", inference=mj.InferenceConfig(rows=256)),
         tokenizer=mj.ByteTokenizerConfig(),
         schedule=mj.ScheduleConfig(lr=2e-3, min_lr=2e-3, warmup_fraction=0.02),
-        batch=mj.BatchConfig(global_size=64, micro_size=16),
+        batch=mj.BatchConfig(global_size=128, micro_size=16),
         evaluation=mj.EvaluationConfig(),
         checkpoint=mj.CheckpointConfig(every=50),
-        steps=300,
+        steps=200,
     )

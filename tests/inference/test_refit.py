@@ -170,7 +170,7 @@ class OtherTokens(StandIn):
     def candidates(self, row: Any, tokens: Any, ahead: int = 0) -> list[int]:
         return [(token + self.added) % self.vocabulary for token in super().candidates(row, tokens, ahead)]
 
-    def prepare(self, weights: Any) -> Callable[[], Any]:
+    def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Any]:
         return lambda: weights
 
     def replace(self, make: Callable[[], Any]) -> None:

@@ -15,7 +15,8 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.training.session import setup
 
-SETTINGS = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "logging.report=false")
+SIZES = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "batch.micro_size=2")
+SETTINGS = (*SIZES, "logging.report=false")
 """Rollouts of four steps."""
 REWARDS = '''
 import os, signal
@@ -45,7 +46,7 @@ def steps(*settings: str, devices: int = 1) -> list[dict[str, Any]]:
 def train(folder: Path, run: str, *settings: str) -> int:
     """`megajax.train` in a process -> its exit code, negative for a signal."""
     (folder / "rewards.py").write_text(REWARDS)
-    words = (*SETTINGS, "batch.micro_size=8", "data.rewards=rewards.py:reward", "data.reward_weights=1")
+    words = (*SETTINGS, "data.rewards=rewards.py:reward", "data.reward_weights=1")
     command = [sys.executable, "-m", "megajax.train", "--config=grpo.py:debug", "--devices=cpu:1", f"--run_dir={run}"]
     root = str(Path(__file__).parents[2])
     flags = [f"--{word}" for word in (*words, "steps=8", "checkpoint.every=1", *settings)]

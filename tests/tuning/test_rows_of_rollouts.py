@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Rows
 from megajax.inference.request import Output, TokenScore
 from megajax.tokenizers.config import ByteTokenizerConfig
@@ -81,9 +82,10 @@ def test_bad_lines(tmp_path: Path, line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [
-        ({"rewards": ()}, "rewards"),
+        ({"rewards": (), "reward_weights": ()}, "rewards"),
         ({"answers": 1}, "answers"),
-        ({"reward_weights": (1.0, 2.0)}, "reward_weights"),
+        ({"reward_weights": (1.0,)}, "reward_weights"),
+        ({"loader": LoaderConfig(threads=2)}, "loader"),
         ({"max_tokens": 4, "soft_tokens": 5}, "soft_tokens"),
         ({"truncation": 2.0}, "truncation"),
         ({"old_log_p": "trainer", "compare": False}, "old_log_p"),
