@@ -16,6 +16,9 @@ from dataclasses import replace
 
 import megajax as mj
 
+RECOMPUTE = ("norm", "latent", "activation", "mlp", "query_key_value", "core_attention")
+"""Of deepseek_v3: layers save their inputs, the residual stream and what no part names."""
+
 
 def config() -> mj.RunConfig:
     """The Lite size of V2."""
@@ -28,34 +31,40 @@ def debug() -> mj.RunConfig:
 
 
 def deepseek_v2_lite() -> mj.RunConfig:
-    """15.7 B parameters, 2.4 B active; 5.7 T tokens, 19 M a step. 16 GPUs with 80 GB: expert 8 x data 2."""
-    return mj.own_text(
+    """15.7 B parameters, 2.4 B active; 5.7 T tokens, 19 M a step. 16 GPUs with 80 GB: FSDP over data 16."""
+    run = mj.own_text(
         "deepseek_v2_lite",
         mj.deepseek("v2-lite"),
-        parallel=mj.ParallelConfig(expert=8),
         schedule=mj.ScheduleConfig(lr=4.2e-4, min_lr=4.2e-5, warmup_steps=2000),
         rows=4608,
         steps=302_000,
         evaluation=mj.EvaluationConfig(every=1000, batches=1),
     )
+    recompute = ("norm", "latent", "activation", "query_key_value")
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), recompute, micro_size=6)
 
 
 def deepseek_v3() -> mj.RunConfig:
     """671 B parameters, 37 B active, and 11.6 B that predict further ahead; 8.7 of its 14.8 T tokens, 63 M a step.
 
-    1024 GPUs with 80 GB: pipeline 32 x expert 4 x tensor 2 x data 4, experts within a node. Devices have room for 1.5
-    times the mean number of rows, which bounds their memory; the metrics count what is dropped beyond. A run counts up
-    to 2^31 rows; the rest is a second run.
+    1024 GPUs with 80 GB: pipeline 16 x expert 8 x tensor 2 x data 4. Devices have room for 1.5 times the mean number
+    of rows, which bounds their memory; the metrics count what is dropped beyond. A run counts up to 2^31 rows; the rest
+    is a second run.
     """
     return mj.own_text(
         "deepseek_v3",
-        replace(mj.deepseek("v3", dispatch=mj.DispatchConfig(room=1.5)), recompute="full"),
-        parallel=mj.ParallelConfig(pipeline=32, expert=4, tensor=2, sequence=True),
+        replace(mj.deepseek("v3", dispatch=mj.DispatchConfig(room=1.5)), recompute=RECOMPUTE),
+        parallel=mj.ParallelConfig(pipeline=16, expert=8, tensor=2, sequence=True),
         schedule=mj.ScheduleConfig(lr=2.2e-4, min_lr=2.2e-5, warmup_steps=2000),
         rows=15360,
         steps=139_000,
         evaluation=mj.EvaluationConfig(every=1000, batches=1),
     )
+
+
+def deepseek_v3_h200() -> mj.RunConfig:
+    """deepseek_v3 on 1024 GPUs with 141 GB: pipeline 16 x expert 8 x data 8."""
+    return mj.on_layout(deepseek_v3(), mj.ParallelConfig(pipeline=16, expert=8), RECOMPUTE)
 
 
 def deepseek_v2_lite_debug() -> mj.RunConfig:
@@ -64,7 +73,7 @@ def deepseek_v2_lite_debug() -> mj.RunConfig:
 
 
 def deepseek_v3_debug() -> mj.RunConfig:
-    """deepseek_v3 in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
+    """deepseek_v3 in tiny sizes: expert 2 x FSDP over data 4 on eight devices; a pipeline compiles for a minute."""
     return mj.library_debug_config(
         deepseek_v3(), _debug_model(), parallel=mj.ParallelConfig(expert=2, data_sharding="fsdp")
     )

@@ -63,22 +63,29 @@ def gpt3_1_3b() -> mj.RunConfig:
 
 
 def gpt3_6_7b() -> mj.RunConfig:
-    """32 layers x 4096 hidden, 32 heads. 300 B tokens, 2 M a step. 64 GPUs, tensor 2 x data 32."""
-    parallel = mj.ParallelConfig(tensor=2, sequence=True, data_sharding="zero1")
+    """32 layers x 4096 hidden, 32 heads. 300 B tokens, 2 M a step. 64 GPUs with 80 GB, data 64."""
+    parallel = mj.ParallelConfig(data_sharding="zero1")
     batch = mj.BatchConfig(global_size=1024, micro_size=4)
-    return _own_text(
+    run = _own_text(
         "6.7b", parallel=parallel, batch=batch, schedule=_cosine(1.2e-4, 1.2e-5), steps=143_000, save_every=500
     )
+    return mj.on_layout(run, parallel, ("activation",), micro_size=4)
 
 
 def gpt3_175b() -> mj.RunConfig:
-    """96 layers x 12288 hidden, 96 heads. 300 B tokens, 3.1 M a step. 128 GPUs: pipeline 16 x tensor 8.
+    """96 layers x 12288 hidden, 96 heads. 300 B tokens, 3.1 M a step.
 
-    On 1024 GPUs: data 8 as well.
+    128 GPUs with 80 GB: pipeline 16 x tensor 4 x data 2; on 1024, data 16.
     """
-    parallel = mj.ParallelConfig(pipeline=16, tensor=8, sequence=True, data_sharding="zero1")
+    parallel = mj.ParallelConfig(pipeline=16, tensor=4, sequence=True, data_sharding="zero1")
     batch = mj.BatchConfig(global_size=1536, micro_size=1)
     return _own_text("175b", parallel=parallel, batch=batch, schedule=_cosine(6e-5, 6e-6), steps=95_368, save_every=250)
+
+
+def gpt3_175b_h200() -> mj.RunConfig:
+    """gpt3_175b on 128 GPUs with 141 GB: pipeline 8 with 2 virtual stages x tensor 2 x data 8."""
+    parallel = mj.ParallelConfig(pipeline=8, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2)
+    return mj.on_layout(gpt3_175b(), parallel)
 
 
 def gpt3_50m_debug() -> mj.RunConfig:

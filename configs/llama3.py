@@ -53,41 +53,63 @@ def llama3_7m() -> mj.RunConfig:
 
 
 def llama3_8b() -> mj.RunConfig:
-    """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, tensor 4 x data 2."""
-    return mj.own_text(
+    """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, FSDP over data 8."""
+    run = mj.own_text(
         "llama3_8b",
         mj.llama3("8b"),
-        parallel=mj.ParallelConfig(tensor=4, sequence=True, data_sharding="zero1"),
         schedule=mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
         rows=512,
         evaluation=mj.EvaluationConfig(every=1000, batches=8),
         checkpoint=mj.CheckpointConfig(every=500),
         steps=500_000,
     )
+    recompute = ("norm", "activation", "query_key_value")
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), recompute, micro_size=2)
+
+
+def llama3_8b_h200() -> mj.RunConfig:
+    """llama3_8b on 8 GPUs with 141 GB: ZeRO-1 over data 8."""
+    return mj.on_layout(llama3_8b(), mj.ParallelConfig(data_sharding="zero1"), ("activation",), micro_size=2)
 
 
 def llama3_70b() -> mj.RunConfig:
-    """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6. 128 GPUs, tensor 8 x pipeline 4 x data 4."""
+    """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6.
+
+    64 GPUs with 80 GB and their multiples: tensor 2 x context 2 x pipeline 16 with 5 virtual stages.
+    """
     return mj.own_text(
         "llama3_70b",
         mj.llama3("70b"),
-        parallel=_interleaved(pipeline=4, tensor=8, virtual_stages=5),
+        parallel=_stages(16, 5, tensor=2),
         schedule=mj.ScheduleConfig(lr=1.5e-4, min_lr=1.5e-6, warmup_steps=8000),
         rows=512,
         steps=3_600_000,
     )
 
 
+def llama3_70b_h200() -> mj.RunConfig:
+    """llama3_70b on 64 GPUs with 141 GB: tensor 2 x context 2 x pipeline 4 with 4 virtual stages x data 4."""
+    return mj.on_layout(llama3_70b(), _stages(4, 4, tensor=2), ("activation",))
+
+
 def llama3_405b() -> mj.RunConfig:
-    """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7. 1024 GPUs, tensor 8 x pipeline 16 x data 8."""
+    """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7.
+
+    1024 GPUs with 80 GB: tensor 8 x context 2 x pipeline 8 with 8 virtual stages x data 8.
+    """
     return mj.own_text(
         "llama3_405b",
-        replace(mj.llama3("405b"), recompute="full"),
-        parallel=_interleaved(pipeline=16, tensor=8, virtual_stages=4),
+        mj.llama3("405b"),
+        parallel=_stages(8, 8, tensor=8),
         schedule=mj.ScheduleConfig(lr=8e-5, min_lr=8e-7, warmup_steps=8000),
         rows=2048,
         steps=900_000,
     )
+
+
+def llama3_405b_h200() -> mj.RunConfig:
+    """llama3_405b on 1024 GPUs with 141 GB: tensor 4 x context 2 x pipeline 16 with 4 virtual stages x data 8."""
+    return mj.on_layout(llama3_405b(), _stages(16, 4, tensor=4))
 
 
 def llama3_8b_32k() -> mj.RunConfig:
@@ -135,13 +157,13 @@ def llama3_8b_debug() -> mj.RunConfig:
 
 
 def llama3_70b_debug() -> mj.RunConfig:
-    """llama3_70b in tiny sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
-    return _interleaved_twin(llama3_70b())
+    """llama3_70b in tiny sizes: pipeline 2 x 2 virtual stages x context 2 x tensor 2 on eight devices."""
+    return mj.debug_config(llama3_70b(), _debug_model(), parallel=_stages(2, 2, tensor=2))
 
 
 def llama3_405b_debug() -> mj.RunConfig:
     """llama3_405b in tiny sizes, in the layout of llama3_70b_debug."""
-    return _interleaved_twin(llama3_405b())
+    return mj.debug_config(llama3_405b(), _debug_model(), parallel=_stages(2, 2, tensor=2))
 
 
 def _long_rows(
@@ -198,16 +220,14 @@ def _long_twin(run: mj.RunConfig, **rope: Any) -> mj.RunConfig:
     )
 
 
-def _interleaved_twin(run: mj.RunConfig) -> mj.RunConfig:
-    return mj.debug_config(run, _debug_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
-
-
-def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> mj.ParallelConfig:
+def _stages(pipeline: int, virtual_stages: int, *, tensor: int) -> mj.ParallelConfig:
+    """An interleaved pipeline, with rows over rings of two devices."""
     return mj.ParallelConfig(
         pipeline=pipeline,
+        context=2,
         tensor=tensor,
         sequence=True,
-        data_sharding="zero1",
+        context_strategy="ring",
         schedule="interleaved",
         virtual_stages=virtual_stages,
     )

@@ -41,9 +41,14 @@ def debug() -> mj.RunConfig:
 
 
 def mixtral_8x7b() -> mj.RunConfig:
-    """46.7 B parameters, 12.9 B active. 64 GPUs with 80 GB: pipeline 4 x 4 virtual stages x expert 8 x data 2."""
-    parallel = mj.ParallelConfig(pipeline=4, expert=8, schedule="interleaved", virtual_stages=4)
-    return mj.own_text("mixtral_8x7b", replace(mj.mixtral("8x7b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS)
+    """46.7 B parameters, 12.9 B active. 64 GPUs with 80 GB: pipeline 4 x 4 virtual stages x tensor 2 x data 8."""
+    parallel = mj.ParallelConfig(pipeline=4, tensor=2, sequence=True, schedule="interleaved", virtual_stages=4)
+    return mj.on_layout(mj.own_text("mixtral_8x7b", mj.mixtral("8x7b"), **SETTINGS), parallel, "none")
+
+
+def mixtral_8x7b_h200() -> mj.RunConfig:
+    """mixtral_8x7b on 64 GPUs with 141 GB: FSDP over data 64."""
+    return mj.on_layout(mixtral_8x7b(), mj.ParallelConfig(data_sharding="fsdp"), "full", layers=1, micro_size=4)
 
 
 def mixtral_8x22b() -> mj.RunConfig:
@@ -76,7 +81,7 @@ def balance() -> mj.RunConfig:
 
 
 def mixtral_8x7b_debug() -> mj.RunConfig:
-    """mixtral_8x7b in tiny sizes, on one device or on eight."""
+    """mixtral_8x7b in tiny sizes, on one device or any layout."""
     return mj.library_debug_config(mixtral_8x7b(), _debug_model())
 
 

@@ -176,12 +176,9 @@ from megajax.optim.config import OptaxConfig as OptaxConfig
 from megajax.optim.config import ScheduleConfig as ScheduleConfig
 from megajax.optim.config import SGDConfig as SGDConfig
 from megajax.precision.config import ConstantScaleConfig as ConstantScaleConfig
+from megajax.precision.config import DelayedScalingConfig as DelayedScalingConfig
 from megajax.precision.config import DynamicScaleConfig as DynamicScaleConfig
-from megajax.precision.config import Fp8BlocksConfig as Fp8BlocksConfig
-from megajax.precision.config import Fp8CurrentConfig as Fp8CurrentConfig
-from megajax.precision.config import Fp8DelayedConfig as Fp8DelayedConfig
-from megajax.precision.config import Mxfp8Config as Mxfp8Config
-from megajax.precision.config import Nvfp4Config as Nvfp4Config
+from megajax.precision.config import Fp8Config as Fp8Config
 from megajax.precision.config import PrecisionConfig as PrecisionConfig
 from megajax.tasks.config import ChoicesConfig as ChoicesConfig
 from megajax.tasks.config import GlueTaskConfig as GlueTaskConfig
@@ -207,6 +204,7 @@ from megajax.training.config import LinearRampConfig as LinearRampConfig
 from megajax.training.config import StepRampConfig as StepRampConfig
 from megajax.training.presets import debug_config as debug_config
 from megajax.training.presets import library_debug_config as library_debug_config
+from megajax.training.presets import on_layout as on_layout
 from megajax.training.presets import own_text as own_text
 from megajax.training.run_config import RunConfig as RunConfig
 from megajax.training.show_placement import visualize as visualize

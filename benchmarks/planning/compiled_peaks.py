@@ -16,6 +16,7 @@ from benchmarks.outcome import RESULTS, ROOT
 from megajax.compiled.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.pipeline.check import measure
+from megajax.planning.choice import Choice
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.program.train_step import compile_train_step
@@ -27,12 +28,20 @@ CONFIGS = {
     "gpt3_1_3b": "gpt3.py:gpt3_1_3b",
     "gpt3_6_7b": "gpt3.py:gpt3_6_7b",
     "gpt3_175b": "gpt3.py:gpt3_175b",
+    "gpt3_175b_h200": "gpt3.py:gpt3_175b_h200",
     "llama3_8b": "llama3.py:llama3_8b",
+    "llama3_8b_h200": "llama3.py:llama3_8b_h200",
     "llama3_70b": "llama3.py:llama3_70b",
+    "llama3_70b_h200": "llama3.py:llama3_70b_h200",
     "llama3_405b": "llama3.py:llama3_405b",
+    "llama3_405b_h200": "llama3.py:llama3_405b_h200",
     "mixtral_8x7b": "mixtral.py:mixtral_8x7b",
+    "mixtral_8x7b_h200": "mixtral.py:mixtral_8x7b_h200",
     "qwen3_moe_30b_a3b": "qwen3_moe.py:qwen3_moe_30b_a3b",
+    "qwen3_moe_30b_a3b_h200": "qwen3_moe.py:qwen3_moe_30b_a3b_h200",
+    "deepseek_v2_lite": "deepseek.py:deepseek_v2_lite",
     "deepseek_v3": "deepseek.py:deepseek_v3",
+    "deepseek_v3_h200": "deepseek.py:deepseek_v3_h200",
     "nemotron_h_8b": "nemotron_h.py:nemotron_h_8b",
     "llama3_8b_128k": "llama3.py:llama3_8b_128k",
     "t5_base": "t5.py:t5_base",
@@ -43,7 +52,7 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A config on a number of H100s."""
+    """A config on a number of H100s, or of H200s if it is named so."""
 
     config: str
     """A name of CONFIGS."""
@@ -52,6 +61,11 @@ class Plan:
     """Differences from the shipped config as text; "": none."""
     settings: tuple[str, ...] = ()
     """The same as overrides."""
+
+    @property
+    def gpu(self) -> str:
+        """Key in GPUS."""
+        return "h200" if self.config.endswith("_h200") else "h100"
 
     @property
     def key(self) -> str:
@@ -64,58 +78,72 @@ def _stages(schedule: str, virtual: int, wait: int = 1) -> tuple[str, ...]:
     return tuple(f"parallel.{name}={value}" for name, value in fields.items())
 
 
-FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
-EXPERT_64 = ("parallel.pipeline=1", "parallel.expert=64", "parallel.tensor=1", *FSDP[2:])
+PLAIN = ("parallel.context=1", "parallel.context_strategy=all_gather")
+EIGHT = ("parallel.tensor=8",)
+SMALL = ("parallel.data_sharding=zero1", "parallel.sequence=true", "batch.micro_size=1")
+TENSOR_4 = ("parallel.tensor=4", *SMALL)
+SELECTIVE_4 = (*TENSOR_4, "model.recompute=selective")
+"""Of llama3_8b, which ships FSDP and two rows."""
+FSDP = ("model.recompute=selective", "batch.micro_size=1")
+STAGES_70B, STAGES_405B = (
+    ("parallel.tensor=8", "parallel.pipeline=4", *PLAIN),
+    ("parallel.tensor=8", "parallel.pipeline=16", "model.recompute=full", *PLAIN),
+)
+EXPERTS = ("parallel.expert=8", "parallel.tensor=1", "parallel.sequence=false", "parallel.data_sharding=zero1",
+           "model.recompute=norm,activation,mlp", SMALL[-1])  # fmt: skip
+V3 = ("model.recompute=full", "parallel.pipeline=32", "parallel.expert=4", "parallel.tensor=2")
+EXPERT_64 = ("model.recompute=full", "parallel.pipeline=1", "parallel.expert=64", "parallel.tensor=1",
+             "parallel.sequence=false", "parallel.data_sharding=fsdp")  # fmt: skip
 PLANS = (
     Plan("gpt3_1_3b", 8),
     Plan("gpt3_6_7b", 64),
     Plan("llama3_8b", 8),
-    Plan("llama3_8b", 8, "tensor 1, fsdp", FSDP),
-    Plan("llama3_8b", 8, "`sequence=false`", ("parallel.sequence=false",)),
-    Plan("llama3_8b", 8, "`recompute=none`", ("model.recompute=none",)),
-    Plan("llama3_8b", 8, "`recompute=full`, `micro_size=2`", ("model.recompute=full", "batch.micro_size=2")),
+    Plan("llama3_8b", 8, "one row, selective", FSDP),
+    Plan("llama3_8b", 8, "tensor 4", SELECTIVE_4),
+    Plan("llama3_8b", 8, "tensor 4, no `sequence`",
+         (*SELECTIVE_4, "parallel.sequence=false")),
+    Plan("llama3_8b", 8, "tensor 4, none", (*TENSOR_4, "model.recompute=none")),
+    Plan("llama3_8b", 8, "tensor 4, full, two rows", (*TENSOR_4, "model.recompute=full", "batch.micro_size=2")),
+    Plan("llama3_8b_h200", 8),
     Plan("gpt3_175b", 128),
-    Plan("gpt3_175b", 1024),
-    Plan("llama3_70b", 128),
+    Plan("gpt3_175b", 128, "tensor 8", EIGHT),
+    Plan("gpt3_175b", 1024, "tensor 8", EIGHT),
+    Plan("gpt3_175b", 128, "tensor 8, 6 virtual stages", (*EIGHT, *_stages("interleaved", 6))),
+    Plan("gpt3_175b", 1024, "tensor 8, 6 virtual stages", (*EIGHT, *_stages("interleaved", 6))),
+    Plan("gpt3_175b", 128, "tensor 8, loss does not wait", (*EIGHT, *_stages("1f1b", 1, 0))),
+    Plan("gpt3_175b", 128, "tensor 8, 2 virtual stages", (*EIGHT, *_stages("interleaved", 2))),
+    Plan("gpt3_175b", 128, "tensor 8, 3 virtual stages", (*EIGHT, *_stages("interleaved", 3))),
+    Plan("gpt3_175b", 128, "tensor 8, 64 rows", (*EIGHT, "batch.global_size=64")),
+    Plan("gpt3_175b", 128, "tensor 8, 64 rows, 6 virtual stages",
+         (*EIGHT, "batch.global_size=64", *_stages("interleaved", 6))),
+    Plan("gpt3_175b_h200", 128),
+    Plan("llama3_70b", 64),
+    Plan("llama3_70b", 128, "tensor 8, pipeline 4", (*STAGES_70B, *_stages("interleaved", 5))),
+    Plan("llama3_70b", 128, "tensor 8, pipeline 4, 1f1b", (*STAGES_70B, *_stages("1f1b", 1))),
+    Plan("llama3_70b", 128, "tensor 8, pipeline 4, 1f1b, loss does not wait", (*STAGES_70B, *_stages("1f1b", 1, 0))),
+    Plan("llama3_70b", 128, "tensor 8, pipeline 4, 2 virtual stages", (*STAGES_70B, *_stages("interleaved", 2))),
+    Plan("llama3_70b_h200", 64),
     Plan("llama3_405b", 1024),
-    Plan("gpt3_175b", 128, "6 virtual stages", _stages("interleaved", 6)),
-    Plan("gpt3_175b", 1024, "6 virtual stages", _stages("interleaved", 6)),
-    Plan("gpt3_175b", 128, "loss does not wait", _stages("1f1b", 1, 0)),
-    Plan("gpt3_175b", 128, "2 virtual stages", _stages("interleaved", 2)),
-    Plan("gpt3_175b", 128, "3 virtual stages", _stages("interleaved", 3)),
-    Plan("gpt3_175b", 128, "64 rows", ("batch.global_size=64",)),
-    Plan("gpt3_175b", 128, "64 rows, 6 virtual stages", ("batch.global_size=64", *_stages("interleaved", 6))),
-    Plan("llama3_70b", 128, "1f1b", _stages("1f1b", 1)),
-    Plan("llama3_70b", 128, "1f1b, loss does not wait", _stages("1f1b", 1, 0)),
-    Plan("llama3_70b", 128, "2 virtual stages", _stages("interleaved", 2)),
-    Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
+    Plan("llama3_405b", 1024, "pipeline 16, full", (*STAGES_405B, *_stages("interleaved", 4))),
+    Plan("llama3_405b", 1024, "pipeline 16, full, 1f1b", (*STAGES_405B, *_stages("1f1b", 1))),
+    Plan("llama3_405b_h200", 1024),
     Plan("mixtral_8x7b", 64),
+    Plan("mixtral_8x7b", 64, "pipeline 4, expert 8", (*EXPERTS, "parallel.pipeline=4", *_stages("interleaved", 4))),
+    Plan("mixtral_8x7b_h200", 64),
     Plan("qwen3_moe_30b_a3b", 32),
+    Plan("qwen3_moe_30b_a3b", 32, "expert 8", EXPERTS),
+    Plan("qwen3_moe_30b_a3b_h200", 32),
+    Plan("deepseek_v2_lite", 16),
     Plan("deepseek_v3", 1024),
+    Plan("deepseek_v3", 1024, "pipeline 32, expert 4", V3),
     Plan("deepseek_v3", 1024, "pipeline 1, expert 64, fsdp", EXPERT_64),
+    Plan("deepseek_v3_h200", 1024),
     Plan("nemotron_h_8b", 32),
     Plan("llama3_8b_128k", 16),
     Plan("t5_base", 8),
     Plan("t5_base", 8, "tensor 2", ("parallel.tensor=2", "parallel.sequence=true")),
     Plan("t5_11b", 64),
-)
-
-HARDWARE = {
-    "gpt3_1_3b": "8 H100",
-    "gpt3_6_7b": "64 H100",
-    "gpt3_175b": "128 or 1024 H100, tensor 8 x pipeline 16",
-    "llama3_8b": "8 H100",
-    "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
-    "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
-    "mixtral_8x7b": "64 H100, pipeline 4 x 4 virtual x expert 8",
-    "qwen3_moe_30b_a3b": "32 H100, expert 8",
-    "deepseek_v3": "1024 H100, pipeline 32 x expert 4 x tensor 2",
-    "nemotron_h_8b": "32 H100, tensor 2",
-    "llama3_8b_128k": "16 H100, context 8",
-    "t5_base": "8 H100",
-    "t5_11b": "64 H100, tensor 8",
-}
-"""The hardware that a config is meant for, in docs/layouts.md."""
+)  # fmt: skip
 
 type Figures = Mapping[str, Mapping[str, Any]]
 """Key -> its figures."""
@@ -158,7 +186,7 @@ def compiled_peaks(*, only: tuple[str, ...] = (), check: bool = False, pages: bo
 def compiled(plan: Plan) -> dict[str, Any]:
     """GiB of one device, and the schedule of a pipeline."""
     cfg: Any = load(CONFIGS[plan.config], *plan.settings)
-    cluster, _ = read_cluster(f"h100:{plan.gpus}")
+    cluster, _ = read_cluster(f"{plan.gpu}:{plan.gpus}")
     assert cluster is not None
     program = compile_train_step(cfg, cluster)
     jax.clear_caches()
@@ -177,7 +205,7 @@ def compiled(plan: Plan) -> dict[str, Any]:
 def formula_of(plan: Plan) -> Estimate:
     """The plan by formula."""
     cfg: Any = load(CONFIGS[plan.config], *plan.settings)
-    return estimate(describe(cfg, GPUS["h100"], plan.gpus))
+    return estimate(describe(cfg, GPUS[plan.gpu], plan.gpus))
 
 
 def commit() -> str:
@@ -214,11 +242,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
 
 def configs_table(figures: Figures) -> Iterator[str]:
     """The shipped configs, docs/layouts.md."""
-    yield "| config | hardware it is meant for | peak memory by the compiler |"
-    yield "|---|---|---|"
-    for name, file in CONFIGS.items():
-        peaks = [f"{figures[plan.key]['peak_gib']:.1f}" for plan in PLANS if plan.config == name and not plan.change]
-        yield f"| `{file}` | {HARDWARE[name]} | {' or '.join(peaks)} GiB |"
+    yield "| config | GPUs it is meant for | layout | peak memory by the compiler |"
+    yield "|---|---|---|---:|"
+    for plan in (plan for plan in PLANS if not plan.change):
+        cfg: Any = load(CONFIGS[plan.config])
+        choice = Choice.of(cfg, plan.gpus)
+        peak = f"{figures[plan.key]['peak_gib']:.1f} of {GPUS[plan.gpu].usable_gib(cfg.xla.memory_fraction):.1f} GiB"
+        hardware = f"{plan.gpus} {plan.gpu.upper()}"
+        yield f"| `{CONFIGS[plan.config]}` | {hardware} | {choice.layout}; {choice.details} | {peak} |"
 
 
 def formula_table(figures: Figures) -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from benchmarks.planning.compiled_peaks import EIGHT, FSDP, SELECTIVE_4, STAGES_70B, STAGES_405B, TENSOR_4
 from megajax.compiled.audit import audit
 from megajax.compiled.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.config import load
@@ -17,7 +18,6 @@ from megajax.planning.program.train_step import compile_train_step, exposed_by_a
 from megajax.training.run_config import RunConfig
 
 TIB = 2**40
-FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
 CHUNKS = (1024, 2048, 4096, 8192)
 RUNS = re.compile(r"runs_\d+_of_\d+/")
 
@@ -36,7 +36,7 @@ def program_audit(*, quick: bool = False) -> Iterator[dict[str, Any]]:
         figures[name] = audited(*case)
         yield figures
     if not quick:
-        chunked_programs = ("gpt3_1_3b, h100:1", "llama3_8b, h100:8")
+        chunked_programs = ("gpt3_1_3b, h100:1", "llama3_8b, tensor 4, h100:8")
         chunks = {name: [chunked(*selected[name], chunk) for chunk in CHUNKS] for name in chunked_programs}
         yield figures | {"loss_chunk": chunks}
 
@@ -47,7 +47,7 @@ def programs() -> dict[str, tuple[RunConfig, str]]:
     two_layers = llama.but(
         model=replace(llama.model, stack=replace(llama.model.stack, repeats=2)),
         parallel=ParallelConfig(),
-        batch=replace(llama.batch, global_size=4),
+        batch=replace(llama.batch, global_size=4, micro_size=1),
         data=replace(llama.data, isolate_documents=False),
     )
     one_gpu = gpt.but(batch=replace(gpt.batch, global_size=8 * gpt.batch.micro_size))
@@ -56,7 +56,7 @@ def programs() -> dict[str, tuple[RunConfig, str]]:
         "gpt3_1_3b, h100:1": (one_gpu, "h100:1"),
         "gpt3_1_3b, h100:8": (gpt, "h100:8"),
         "llama3_8b, h100:8": (llama, "h100:8"),
-        "llama3_8b, fsdp, h100:8": (load("llama3.py", *FSDP), "h100:8"),
+        "llama3_8b, tensor 4, h100:8": (load("llama3.py", *SELECTIVE_4), "h100:8"),
     }
 
 
@@ -136,15 +136,19 @@ def chunked(cfg: RunConfig, devices: str, chunk: int) -> dict[str, Any]:
 
 TRAFFIC: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "llama3_8b": ("llama3.py", 8, ()),
-    "llama3_8b, fsdp": ("llama3.py", 8, FSDP),
-    "llama3_8b, none": ("llama3.py", 8, ("model.recompute=none",)),
+    "llama3_8b, one row, selective": ("llama3.py", 8, FSDP),
+    "llama3_8b, tensor 4": ("llama3.py", 8, SELECTIVE_4),
+    "llama3_8b, tensor 4, none": ("llama3.py", 8, (*TENSOR_4, "model.recompute=none")),
     "gpt3_1_3b": ("gpt3.py:gpt3_1_3b", 8, ()),
     "gpt3_6_7b": ("gpt3.py:gpt3_6_7b", 64, ()),
-    "llama3_70b": ("llama3.py:llama3_70b", 128, ()),
-    "llama3_70b, 20 chunks": ("llama3.py:llama3_70b", 64, ("parallel.tensor=4", "parallel.virtual_stages=20")),
-    "gpt3_175b": ("gpt3.py:gpt3_175b", 128, ()),
-    "gpt3_175b, 6 chunks": ("gpt3.py:gpt3_175b", 128, ("parallel.virtual_stages=6", "parallel.schedule=interleaved")),
-    "llama3_405b": ("llama3.py:llama3_405b", 1024, ()),
+    "llama3_70b": ("llama3.py:llama3_70b", 128, STAGES_70B),
+    "llama3_70b, 20 chunks": (
+        "llama3.py:llama3_70b",
+        64,
+        (*STAGES_70B, "parallel.tensor=4", "parallel.virtual_stages=20"),
+    ),
+    "gpt3_175b": ("gpt3.py:gpt3_175b", 128, EIGHT),
+    "llama3_405b": ("llama3.py:llama3_405b", 1024, (*STAGES_405B, "parallel.virtual_stages=4")),
 }
 """Config, number of H100s, settings."""
 

@@ -180,9 +180,12 @@ def _instead(missing: Path, function: str, folders: Iterable[Path]) -> str:
 
 
 def twin_of(source: str) -> str | None:
-    """ "gpt3.py" -> "gpt3.py:debug", "gpt3.py:gpt3_175b" -> "gpt3.py:gpt3_175b_debug"; None: no debug twin."""
+    """ "gpt3.py" -> "gpt3.py:debug", "gpt3.py:gpt3_175b" -> "gpt3.py:gpt3_175b_debug"; None: no debug twin.
+
+    A run on the layout of other GPUs, gpt3_175b_h200, has the twin of the run.
+    """
     name, function = split_source(source)
-    twin = f"{function}_debug" if function not in ("", "config") else "debug"
+    twin = f"{function.removesuffix('_h200')}_debug" if function not in ("", "config") else "debug"
     try:
         return f"{name}:{twin}" if twin in functions_of(find(name)) else None
     except UserError:

@@ -301,10 +301,10 @@ def find_best(task: Task, cache: Cache, number: int, compiler: Callable[[Case], 
             compile_best(task, compilable, number, cache, compiler, lambda: bar.advance(progress))
     used = cache if number else Cache()
     rows, rejected = rank_rows(task, entries, used)
-    if not rows:
-        raise UserError(_nothing_fits(task, groups))
     if rejected and not any(row.compiled for row in rows):
         raise UserError(_no_program_fits(task, rejected))
+    if not rows:
+        raise UserError(_nothing_fits(task, groups))
     times = {"seconds": seconds, "compile_seconds": time.monotonic() - started - seconds}
     return Result(task=task, groups=groups, rows=rows, cache=used, rejected=rejected, **times)
 

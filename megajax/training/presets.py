@@ -5,7 +5,9 @@ from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.text.config import BlendConfig, MockConfig, StandardLibraryConfig
+from megajax.layers.recompute import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
+from megajax.models.facts import demand_facts
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
@@ -33,6 +35,27 @@ def own_text(
         "run_dir": f"runs/{name}",
     }
     return RunConfig(model=model, schedule=schedule, steps=steps, **settings | changes)
+
+
+def on_layout(
+    cfg: RunConfig,
+    parallel: ParallelConfig,
+    recompute: Recompute = "selective",
+    *,
+    layers: int | None = None,
+    micro_size: int = 1,
+) -> RunConfig:
+    """The same run on another layout, such as that of GPUs with more memory: its losses stay the same.
+
+    layers: those of each chunk that recompute, as model.recompute_layers.
+
+    Example: `mj.on_layout(mj.load("llama3.py"), mj.ParallelConfig(data_sharding="fsdp"), "full", micro_size=2)`
+    """
+    return cfg.but(
+        parallel=parallel,
+        model=demand_facts(cfg.model).with_recomputing(Recomputing(recompute=recompute, layers=layers)),
+        batch=replace(cfg.batch, micro_size=micro_size),
+    )
 
 
 def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:

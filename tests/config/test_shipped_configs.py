@@ -23,7 +23,8 @@ FAMILIES = (
 
 
 def sizes(file: str) -> list[str]:
-    return [name for name in functions_of(SHIPPED / file) if name.startswith(file[:-3]) and not name.endswith("_debug")]
+    names = (name for name in functions_of(SHIPPED / file) if name.startswith(file[:-3]))
+    return [name for name in names if not name.endswith(("_debug", "_h200"))]
 
 
 def test_names_are_searched_here_then_in_configs_then_in_shipped_configs(tmp_path, monkeypatch):
@@ -84,7 +85,7 @@ def test_gpt3_needs_no_prepared_data():
 
 def test_twins_of_a_file():
     assert twin_of("gpt3.py") == twin_of("gpt3.py:config") == "gpt3.py:debug"
-    assert twin_of("gpt3.py:gpt3_175b") == "gpt3.py:gpt3_175b_debug"
+    assert twin_of("gpt3.py:gpt3_175b") == twin_of("gpt3.py:gpt3_175b_h200") == "gpt3.py:gpt3_175b_debug"
     assert twin_of("quickstart.py") is twin_of("nothing.py") is twin_of("gpt3.py:debug") is None
 
 
@@ -92,10 +93,10 @@ def test_a_layout_too_large_for_the_machine_names_the_twin_first():
     with pytest.raises(ConfigError) as refused:
         parse(["--config=gpt3.py:gpt3_175b", "--devices=cpu:8"], verb="train")
     problem, twin, smaller, virtual = str(refused.value).splitlines()[1:]
-    assert problem.strip() == "parallel: the axes multiply to 128 devices (pipeline 16 x tensor 8), there are 8"
+    assert problem.strip() == "parallel: the axes multiply to 64 devices (pipeline 16 x tensor 4), there are 8"
     assert "python -m megajax.train --config=gpt3.py:gpt3_175b_debug --devices=cpu:8" in twin
     assert smaller.strip() == "make parallel.pipeline or parallel.tensor smaller, or give more devices"
-    assert "for a small model, --devices=cpu:128" in virtual
+    assert "for a small model, --devices=cpu:64" in virtual
     assert parse(twin.split()[-2:], verb="train").config.run_dir == "runs/gpt3_175b_debug"
 
 

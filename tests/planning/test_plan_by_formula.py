@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptions import STAGES_70B
 
 from megajax.config.errors import UserError
 from megajax.plan import main
@@ -12,7 +13,8 @@ from megajax.plan import main
 pytestmark = pytest.mark.smoke
 
 ROOT = Path(__file__).parents[2]
-ASKED = (f"--config={ROOT}/configs/llama3.py:llama3_70b", "--devices=h100:128", "--formula")
+LAYOUT = tuple(f"--{setting}" for setting in STAGES_70B)
+ASKED = (f"--config={ROOT}/configs/llama3.py:llama3_70b", "--devices=h100:128", *LAYOUT, "--formula")
 
 
 def plan_json(folder: Path, *arguments: str) -> dict[str, Any]:

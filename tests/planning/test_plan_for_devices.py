@@ -173,7 +173,7 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
 @pytest.mark.aot
 def test_collectives_of_fsdp_take_the_same_time_compiled_and_by_formula(tmp_path: Path) -> None:
     settings = (
-        *("--parallel.tensor=2", "--parallel.data_sharding=fsdp"),
+        *("--parallel.tensor=2", "--parallel.sequence=true", "--model.recompute=selective", "--batch.micro_size=1"),
         *("--model.stack.repeats=4", "--batch.global_size=64"),
     )
     seconds = []

@@ -7,6 +7,7 @@ from functools import cache
 from math import prod
 
 import pytest
+from descriptions import TENSOR_4
 
 from megajax.compiled.audit import Audit, Kernel, audit
 from megajax.compiled.gpus import prepare, read_cluster
@@ -78,7 +79,8 @@ def compiled(name: str) -> Case:
         prepare()
         cluster, _ = read_cluster("h100:8")
         assert cluster is not None
-        plan = compile_train_step(load({"gpt": "gpt3.py:gpt3_1_3b", "llama": "llama3.py"}[name]), cluster)
+        config, settings = {"gpt": ("gpt3.py:gpt3_1_3b", ()), "llama": ("llama3.py", TENSOR_4)}[name]
+        plan = compile_train_step(load(config, *settings), cluster)
     return Case(plan, audit(plan.text))
 
 

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptions import STAGES_70B
 
 from megajax.compiled.gpus import GPUS, Cluster
 from megajax.config import load
+from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
 from megajax.planning.choice import Choice, apply, changes, problems, refusal, settings
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, Estimate, estimate
-from megajax.planning.ranking import Cache, Result, compile_best, likely, order_among, rank_rows
+from megajax.planning.ranking import Cache, Result, compile_best, find_best, likely, order_among, rank_rows
 from megajax.planning.search import Entry, Task, explore, ranked, search
 
 ROOT = Path(__file__).parents[2]
@@ -289,6 +291,22 @@ def test_layouts_like_one_that_was_too_large_are_not_compiled_or_listed() -> Non
     assert {*entries} - {*tight} <= {*likely(request, cache, entries)}
 
 
+def test_nothing_is_recommended_if_no_compiled_layout_fits() -> None:
+    """The message has each of them with its size or the compiler's error, and says what to change."""
+    fixed = {"tensor": 1, "pipeline": 1, "context": 1, "data_sharding": "fsdp", "micro_size": 1}
+    request, answers = task("llama3_8b", 8, **fixed), iter([{"error": "no such kernel"}])
+
+    def compiled(case: Case) -> dict[str, Any]:
+        return {"fits": False} | next(answers, {"peak_gib": 80.25, "step_seconds": 1.0})
+
+    with pytest.raises(UserError) as refused:
+        find_best(request, Cache(), 1, compiled)
+    first, *layouts, advice = str(refused.value).splitlines()
+    assert first == f"of {len(layouts)} compiled layouts none fits the 72.9 GiB of h100:"
+    assert layouts[0].endswith("): no such kernel") and all(line.endswith("): 80.2 GiB") for line in layouts[1:])
+    assert advice == f"Give --compile={2 * len(layouts)}, or more devices."
+
+
 def test_a_simpler_layout_within_3_percent_is_taken() -> None:
     _, entries = eight_gpus()
     plain = replace(entries[0].choice, tensor=1, sequence=False, pipeline=1, virtual_stages=1, data_sharding="zero1")
@@ -300,7 +318,9 @@ def test_a_simpler_layout_within_3_percent_is_taken() -> None:
 def test_segments_are_pipelined_and_strategies_of_context_are_tried() -> None:
     hybrid = task("nemotron_h_8b", 8, tensor=1, micro_size=1, data_sharding="zero1")
     assert max(pipeline for _, pipeline in hybrid.groups()) == 8
-    request = task("llama3_70b", 64, tensor=8, pipeline=4, micro_size=1, context=2, virtual_stages=5, sequence=True)
+    request = task(
+        "llama3_70b", 64, *STAGES_70B, tensor=8, pipeline=4, micro_size=1, context=2, virtual_stages=5, sequence=True
+    )
     choices = [request.with_choice(entry.choice) for entry in explore(request, (8, 4)).best]
     assert {case.cfg.parallel.context_strategy for case in choices} != {"all_gather"}
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptions import STAGES_70B
 
 from megajax.compiled.audit import largest_arrays
 from megajax.compiled.gpus import GIB, GPUS, Cluster
@@ -17,11 +18,11 @@ from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.ranking import advice, cheapest
 
 ROOT = Path(__file__).parents[2]
-ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")
+ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64", *(f"--{setting}" for setting in STAGES_70B))
 
 
 def case_of(*overrides: str) -> Case:
-    return Case(load("llama3.py:llama3_70b", *overrides), Cluster(GPUS["h100"], 64, 8))
+    return Case(load("llama3.py:llama3_70b", *STAGES_70B, *overrides), Cluster(GPUS["h100"], 64, 8))
 
 
 def plan_json(folder: Path, *arguments: str) -> Any:
@@ -89,7 +90,7 @@ def test_the_cheapest_changes_fit() -> None:
     flags = [settings(changes(base.cfg, case.cfg)) for case in cases]
     assert len(flags) == 3 and len(set(map(str, flags))) == 3
     for case, changed in zip(cases, flags, strict=True):
-        cfg: Any = load("llama3.py:llama3_70b", "parallel.tensor=2", *changed, devices=64)
+        cfg: Any = load("llama3.py:llama3_70b", *STAGES_70B, "parallel.tensor=2", *changed, devices=64)
         repeated = estimate(describe(cfg, *base.cluster))
         assert repeated.memory.peak_gib == pytest.approx(case.estimate.memory.peak_gib)
         # A compiled plan may be 3 % larger.

@@ -219,6 +219,6 @@ def named(problem: Problem) -> Problem:
 @pytest.mark.parametrize("nodes", [7, 31, 127])
 def test_large_layouts_are_chosen_quickly(nodes):
     """A node is lost, and the layout of each copy of the model stays."""
-    cfg = load("llama3.py:llama3_8b", "parallel.data=2")
+    cfg = load("llama3.py:llama3_8b", "parallel.data=2", "parallel.tensor=4")
     plan = replanned(cfg, (8,) * nodes)
     assert plan.cfg.parallel.tensor == 4 and plan.used > 4 * nodes

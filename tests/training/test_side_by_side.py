@@ -55,7 +55,8 @@ def test_what_it_cannot_be_combined_with(settings: tuple[str, ...], reason: str)
 
 
 def test_options_and_memory() -> None:
-    one: Any = load("llama3.py", devices=8)
+    settings = ("parallel.tensor=4", "parallel.sequence=true", "parallel.data_sharding=zero1", "batch.micro_size=1")
+    one: Any = load("llama3.py", "model.recompute=selective", *settings, devices=8)
     two = one.but(batch=replace(one.batch, side_by_side=2))
     assert not two.problems(8)
     limits = [[o for o in default_options(cfg, "gpu") if o.name == SIDE_BY_SIDE[0].name] for cfg in (one, two)]

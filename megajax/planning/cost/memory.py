@@ -126,9 +126,8 @@ def _working(run: Description) -> float:
     )
     if run.parallel.data_sharding == "fsdp":
         moved += row * (2 * run.width + run.reduced_width)
-    elif pipelined and len(run.sections[-1].stack.parts()) > 1:
-        # The rows of a chunk's layers are data: grouped matmuls read copies of a layer's matrices, and their gradients
-        # are added to copies of accumulators.
+    else:
+        # Grouped matmuls are kernels that read copies of a layer's matrices, and whose gradients are added afterwards.
         layer += grouped * (run.width + BYTES[run.gradients])
     if pipelined:
         moved += (10 * run.towers[-1].tokens * hidden / run.sequence_shards + row - grouped) * run.width
