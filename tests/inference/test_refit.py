@@ -76,6 +76,11 @@ def test_refitted_engines_equal_new_ones_and_compile_nothing(
     engine.refit(states[2])
     demand_equal(answers(engine), wanted[2])
     assert compiled == []
+    engine.refit(states[2], shared=True)
+    demand_equal(answers(engine), wanted[2])
+    programs: Any = engine.device.programs
+    addresses = [arrays["tokens"].unsafe_buffer_pointer() for arrays in (programs.weights, states[2])] * (not sizes)
+    assert len({*addresses}) <= 1
 
 
 def test_other_arrays_are_refused_before_anything_changes() -> None:

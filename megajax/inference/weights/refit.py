@@ -52,18 +52,31 @@ class StepWeights:
 
     def __call__(self, arrays: Params, *, shared: bool) -> Params:
         """The weights. Unless `shared`, they have memory of their own: a step of training may overwrite the arrays."""
+        likes = self._loaded.weights
+        ready = {path for path in self._declared if shared and self._is_ready(path, arrays[path])}
+        others = {path: arrays[path] for path in self._declared if path not in ready}
         with jax.set_mesh(self._loaded.mesh):
-            return self._make(shared)({path: arrays[path] for path in self._declared})
+            weights = self._make(frozenset(others))(others)
+        # No copy: it gives an array on the same memory the name that steps have for its layout.
+        return weights | {path: jax.device_put(arrays[path], likes[path].sharding) for path in ready}
 
-    def _program(self, shared: bool) -> Callable[[Params], Params]:
-        loaded, likes = self._loaded, {path: self._loaded.weights[path] for path in self._declared}
+    def _is_ready(self, path: str, array: Array) -> bool:
+        """Whether steps read the array as it is."""
+        like = self._loaded.weights[path]
+        if isinstance(like, tuple) or self._declared[path].updater is not None:
+            return False
+        alike = (array.shape, array.dtype) == (like.shape, like.dtype)
+        return alike and array.sharding.is_equivalent_to(like.sharding, array.ndim)
 
-        def make(arrays: Params) -> Params:
+    def _program(self, paths: frozenset[str]) -> Callable[[Params], dict[str, Any]]:
+        loaded, likes = self._loaded, {path: self._loaded.weights[path] for path in sorted(paths)}
+
+        def make(arrays: Params) -> dict[str, Any]:
             weights: dict[str, Any] = {}
             for path, array in arrays.items():
                 used = in_step(loaded.layout, self._declared[path], array, jax.tree.leaves(likes[path])[0].dtype)
                 # Without a copy, jax returns an argument that the program does not change.
-                weights[path] = tuple(used) if isinstance(likes[path], tuple) else used if shared else jnp.copy(used)
+                weights[path] = tuple(used) if isinstance(likes[path], tuple) else jnp.copy(used)
             return weights
 
         return jax.jit(make, out_shardings=jax.tree.map(lambda like: like.sharding, likes))
