@@ -95,8 +95,13 @@ def _row(row: Sequence, rows: Chosen, place: int) -> Sampled:
 
 
 def _sample(row: Sequence, rows: Chosen, place: int) -> Sampled:
-    sample = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
-    if row.top is None or rows.scores is None:
+    sample = Sampled(
+        int(rows.token[place]),
+        float(rows.logprob[place]),
+        finite=bool(rows.finite[place]),
+        drawn=float(rows.drawn[place]),
+    )
+    if not row.top or rows.scores is None:
         return sample
     top = _pairs(rows.scores.top[place], rows.scores.logprobs[place], row.top)
     if row.sampling.logprob_tokens and rows.listed is not None:

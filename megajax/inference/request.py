@@ -41,9 +41,12 @@ class TokenScore(NamedTuple):
     logprob: float
     """Log-probability under the model, before temperature, penalties and filters."""
     rank: int | None
-    """1 + the number of more likely tokens; None if not computed."""
+    """1 + the number of more likely tokens; None with `Sampling.logprobs` = 0, which needs no more than sampling."""
     top: tuple[tuple[int, float], ...]
     """The most likely tokens and their log-probabilities, in descending order."""
+    drawn: float | None = None
+    """Log-probability in the distribution that it was drawn from, after temperature, penalties and filters; 0 for a
+    greedy choice, None for a token that was not chosen: one of a prompt or of a beam."""
 
 
 class LoadedAdapter(NamedTuple):
@@ -202,7 +205,7 @@ class Sequence:
     pooling: Pooling | None = None
     """Which embedding of the prompt is requested."""
     top: int | None = None
-    """Number of most likely tokens to report with each token; None for neither these nor ranks."""
+    """Number of most likely tokens to report with each token; None or 0 for neither these nor ranks."""
     guide: Any = None
     """State of the constraint of the text."""
     allowed: Any = None
@@ -318,7 +321,7 @@ class Sampled(NamedTuple):
     logprob: float
     """Log-probability under the model, before temperature, penalties and filters."""
     rank: int | None = None
-    """1 + the number of more likely tokens; None if not requested."""
+    """1 + the number of more likely tokens; None if `Sequence.top` requests none."""
     top: tuple[tuple[int, float], ...] = ()
     """The `Sequence.top` most likely tokens and their log-probabilities, in descending order."""
     finite: bool = True
@@ -330,10 +333,12 @@ class Sampled(NamedTuple):
     """The results after each token of `Sequence.draft`; without meaning after a token that was not chosen."""
     pooled: Pooled | None = None
     """If `Sequence.pooling` and if the step has such tokens: their states."""
+    drawn: float = 0.0
+    """As `TokenScore.drawn`."""
 
     def score(self, count: int) -> TokenScore:
         """The score of the chosen token, with the `count` most likely tokens."""
-        return TokenScore(self.token, self.logprob, self.rank, self.top[:count])
+        return TokenScore(self.token, self.logprob, self.rank, self.top[:count], self.drawn)
 
 
 class StartedStep(Protocol):

@@ -35,6 +35,25 @@ class VocabularyShard(NamedTuple):
         return lax.pmax(x, self.axes) if self.axes else x
 
 
+class Normaliser(NamedTuple):
+    """What makes log-probabilities of the logits of rows [R]; float32.
+
+    The order of its operations is the same in losses, in scores and in the steps of engines, so that they can agree bit
+    for bit.
+    """
+
+    maximum: Array
+    """[R]: the largest logit."""
+    total: Array
+    """[R]: the sum of exp(logit - maximum)."""
+
+    def log_p(self, logits: Array) -> Array:
+        """Log-probabilities of logits [R] or [R, N]."""
+        of_rows = (self.maximum, jnp.log(self.total))
+        maximum, log_total = of_rows if logits.ndim == 1 else (x[:, None] for x in of_rows)
+        return logits - maximum - log_total
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The loss of a token, for K ids without padding, their softmax p and its denominator Z."""
@@ -64,7 +83,7 @@ class Objective:
 
     def losses(self, softmax: "Softmax", size: int) -> dict[str, Array]:
         """Losses of tokens by name, float32 [C] each: `loss`, the plain cross-entropy, and the other terms."""
-        losses = {"loss": softmax.log_z - softmax.label_logit}
+        losses = {"loss": -softmax.log_p}
         if self.label_smoothing:
             if softmax.mean_logit is None:
                 raise ValueError("label smoothing needs the mean logit of every token")
@@ -109,6 +128,8 @@ class Softmax(NamedTuple):
 
     log_z: Array
     """[C]: log-sum-exp of all logits."""
+    log_p: Array
+    """[C]: log-probability of the label."""
     label_logit: Array
     """[C]: the logit of the label."""
     mean_logit: Array | None
@@ -139,6 +160,7 @@ def _softmax(
     total, label_logit, *mean_logit = shard.sum(jnp.stack(sums))
     return Softmax(
         log_z=jnp.log(total) + maximum,
+        log_p=Normaliser(maximum, total).log_p(label_logit),
         label_logit=label_logit,
         mean_logit=mean_logit[0] if mean_logit else None,
         probabilities=exponentials / total[:, None],
@@ -214,7 +236,7 @@ def token_scores(
         first = jnp.where(local_maximum == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)
         label = jnp.where(piece[1][:, None] == rows[None], logits, 0).sum(-1)
         total, label = shard.sum(jnp.stack([jnp.exp(logits - maximum[:, None]).sum(-1), label]))
-        return label - maximum - jnp.log(total), -shard.max(-first)
+        return Normaliser(maximum, total).log_p(label), -shard.max(-first)
 
     scores, likeliest = lax.map(score_chunk, (_chunked(x, chunk), _chunked(labels, chunk)))
     return scores.reshape(scores.size)[:tokens], likeliest.reshape(likeliest.size)[:tokens]

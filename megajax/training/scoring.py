@@ -124,9 +124,7 @@ class Scorer:
 
     def answers(self, windows: Sequence[Window]) -> list[Answer]:
         """The answer of each window. Raises ValueError for a window longer than a row."""
-        for window in windows:
-            if not 0 < window.counted < len(window.tokens) <= self.length + 1:
-                raise ValueError(f"{window.counted} of {len(window.tokens)} tokens counted, rows have {self.length}")
+        self._demand_rows(windows)
         answers = [None] * len(windows) if self.cache is None else self.cache.get(windows)
         missing = [place for place, answer in enumerate(answers) if answer is None]
         for places in self._batches([windows[place] for place in missing]):
@@ -139,6 +137,21 @@ class Scorer:
                 answers[missing[place]] = answer
             self.progress(sum(answer is not None for answer in answers), len(windows))
         return [answer for answer in answers if answer is not None]
+
+    def log_probabilities(self, windows: Sequence[Window]) -> list[np.ndarray]:
+        """The log-probability of each counted token, float32 [counted]: those of an answer, given prompt and answer so
+        far. Raises ValueError for a window longer than a row."""
+        self._demand_rows(windows)
+        results = [np.zeros(0, np.float32)] * len(windows)
+        for places in self._batches(windows):
+            for place, log_p in zip(places, self.scores([row(windows[place]) for place in places])[0], strict=True):
+                results[place] = log_p[counted(windows[place])]
+        return results
+
+    def _demand_rows(self, windows: Sequence[Window]) -> None:
+        for window in windows:
+            if not 0 < window.counted < len(window.tokens) <= self.length + 1:
+                raise ValueError(f"{window.counted} of {len(window.tokens)} tokens counted, rows have {self.length}")
 
     def next_tokens(self, prompts: Sequence[np.ndarray]) -> list[int]:
         """The likeliest token after each prompt, int32 [N] with 1 <= N <= `length`."""
@@ -245,9 +258,14 @@ def row(window: Window) -> dict[str, np.ndarray]:
     }
 
 
+def counted(window: Window) -> slice:
+    """The places of its scored tokens among the labels of its row."""
+    return slice(len(window.tokens) - 1 - window.counted, len(window.tokens) - 1)
+
+
 def answered(window: Window, log_p: np.ndarray, likeliest: np.ndarray) -> Answer:
     """The answer from the scores of a row; sums are in float64."""
-    last = slice(len(window.tokens) - 1 - window.counted, len(window.tokens) - 1)
+    last = counted(window)
     correct = likeliest[last] == window.tokens[-window.counted :]
     return Answer(float(log_p[last].astype(np.float64).sum()), int(correct.sum()))
 

@@ -312,6 +312,20 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
     assert f"f32[{ROWS // data},{IDS}]" not in text
 
 
+def test_log_probabilities_are_those_of_the_distribution_drawn_from() -> None:
+    logits, rows, history = everything(np.random.default_rng(7))
+    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, history)
+    wanted = np.log(by_hand(logits, rows, history)[np.arange(ROWS), chosen.token])
+    np.testing.assert_allclose(chosen.drawn, wanted, atol=2e-6)
+    # Without settings, this is the model's distribution, bit for bit and in each program.
+    plain = RowSampling(drawing(), edits())
+    full, sampled = (
+        CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain, history) for program in (Program.FULL, Program.SAMPLED)
+    )
+    assert (full.token == sampled.token).all() and (full.drawn == sampled.logprob).all()
+    assert (sampled.drawn == sampled.logprob).all() and (full.logprob == sampled.logprob).all()
+
+
 def test_nonfinite_logits_give_no_token() -> None:
     logits, rows, tokens = everything(np.random.default_rng(9))
     logits[1, 5], logits[2, 6], logits[3, 7], logits[4, SIZE] = np.nan, np.inf, -np.inf, np.nan

@@ -85,6 +85,10 @@ def close(actual: list[Answer], expected: list[Answer]) -> None:
 
 def test_answers_are_log_softmax_in_numpy():
     close(scorer().answers(windows()), [by_hand(window) for window in windows()])
+    for window, log_p in zip(windows(), scorer().log_probabilities(windows()), strict=True):
+        labels, places = window.tokens[-window.counted :], slice(-window.counted, None)
+        wanted = np.take_along_axis(log_softmax(window.tokens[:-1].tobytes())[places], labels[:, None], 1)[:, 0]
+        np.testing.assert_allclose(log_p, wanted, atol=1e-5)
 
 
 def test_greedy_continuations_are_recognised():

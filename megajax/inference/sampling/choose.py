@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.kernels.cross_entropy import VocabularyShard
+from megajax.kernels.cross_entropy import Normaliser, VocabularyShard
 from megajax.mesh.layout import Layout
 
 LOGITS, ROW, ROWS = ("batch", "vocab"), ("batch",), ("batch", None)
@@ -37,7 +37,7 @@ class Program(IntEnum):
     SAMPLED = 1
     """Temperature, min_p, top_k, top_p."""
     FULL = 2
-    """Allowed and forbidden tokens, biases, penalties; ranks and the most likely tokens; scores of prompts."""
+    """Allowed and forbidden tokens, biases, penalties; ranks and the most likely tokens."""
 
 
 type Values = Any
@@ -100,6 +100,9 @@ class Chosen(NamedTuple):
     """int32 [R]; -1 for a row with non-finite logits or without an allowed token."""
     logprob: Array
     """float32 [R]: its log-probability under the model, before any setting."""
+    drawn: Array
+    """float32 [R]: its log-probability in the distribution that it was drawn from, after all settings, renormalised;
+    0 where the most likely token is chosen. Without settings the same bits as `logprob`."""
     finite: Array
     """bool [R]: whether all logits of the row are finite."""
     scores: "Scores | None" = None
@@ -136,7 +139,7 @@ def choose(
     axes = layout.free_axes("vocab")
     row: Any = ROW
     several: Any = ROWS
-    out: Any = Chosen(row, row, row)
+    out: Any = Chosen(row, row, row, row)
     if program == Program.FULL:
         out = out._replace(scores=Scores(row, several, several), listed=several)
 
@@ -175,27 +178,34 @@ def _choose(
         x = add_biases(mask_disallowed(x, rows.edits.allowed, shard), rows.edits, shard)
         x = apply_penalties(x, rows.edits, tokens, shard)
     top, first = best(x, 1, shard)
-    token = first[:, 0]
+    token, drawn = first[:, 0], jnp.zeros(len(raw))
     if program >= Program.SAMPLED:
         if rows.drawing is None or noise is None:
             raise ValueError(f"Program.{program.name} needs to know how the rows draw")
-        token = jnp.where(rows.drawing.temperature > 0, _sample_tokens(x, top, noise, rows.drawing, shard), token)
-    normaliser = log_sum_exp(raw, shard)
+        sampled = rows.drawing.temperature > 0
+        others, log_p = _sample_tokens(x, top, noise, rows.drawing, shard)
+        token, drawn = jnp.where(sampled, others, token), jnp.where(sampled, log_p, drawn)
+    normaliser = normaliser_of(raw, shard)
     logit = shard.sum(entries(raw, token, shard))
     scores = scores_of(raw, logit, normaliser, k, shard) if program == Program.FULL else None
     if program == Program.FULL and rows.edits is not None:
-        listed = shard.sum(entries_of(raw, rows.edits.listed, shard)) - normaliser[:, None]
+        listed = normaliser.log_p(shard.sum(entries_of(raw, rows.edits.listed, shard)))
     usable = finite & (top[:, 0] > -jnp.inf)
-    return Chosen(jnp.where(usable, token, -1), logit - normaliser, finite, scores, listed)
+    return Chosen(jnp.where(usable, token, -1), normaliser.log_p(logit), drawn, finite, scores, listed)
 
 
-def _sample_tokens(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
-    """Tokens int32 [R] sampled from softmax(x / temperature) over the kept tokens. top: float32 [R, 1], max of x."""
+def _sample_tokens(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> tuple[Array, Array]:
+    """Tokens int32 [R] sampled from softmax(x / temperature) over the kept tokens, and their log-probabilities there.
+
+    top: float32 [R, 1], max of x.
+    """
     temperature = jnp.where(drawing.temperature > 0, drawing.temperature, 1)[:, None]
     # Subtract the maximum first: at a tiny temperature, the other quotients become -inf, and the maximum stays 0.
     scaled = jnp.where(x > -jnp.inf, (x - top) / temperature, -jnp.inf)
-    _, ids = best(jnp.where(keep_mask(scaled, drawing, shard), scaled + noise, -jnp.inf), 1, shard)
-    return ids[:, 0]
+    keep = keep_mask(scaled, drawing, shard)
+    _, ids = best(jnp.where(keep, scaled + noise, -jnp.inf), 1, shard)
+    total = shard.sum(jnp.where(keep, jnp.exp(scaled), 0).sum(-1))
+    return ids[:, 0], Normaliser(jnp.zeros(len(x)), total).log_p(shard.sum(entries(scaled, ids[:, 0], shard)))
 
 
 def _noise(drawing: Drawing, count: int) -> Array:
@@ -221,17 +231,17 @@ def _mixed(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def log_sum_exp(x: Array, shard: VocabularyShard) -> Array:
-    """logsumexp of each row of x [R, V] over all devices, float32 [R]."""
+def normaliser_of(x: Array, shard: VocabularyShard) -> Normaliser:
+    """That of each row of x [R, V] over all devices."""
     maximum = shard.max(x.max(-1))
-    return maximum + jnp.log(shard.sum(jnp.exp(x - maximum[:, None]).sum(-1)))
+    return Normaliser(maximum, shard.sum(jnp.exp(x - maximum[:, None]).sum(-1)))
 
 
-def scores_of(x: Array, logit: Array, normaliser: Array, k: int, shard: VocabularyShard) -> Scores:
+def scores_of(x: Array, logit: Array, normaliser: Normaliser, k: int, shard: VocabularyShard) -> Scores:
     """Rank of the tokens with these logits [R] in the rows of x [R, V], and the k most likely tokens."""
     rank = 1 + shard.sum((x > logit[:, None]).sum(-1, dtype=jnp.int32))
     values, ids = best(x, k, shard)
-    return Scores(rank, ids, values - normaliser[:, None])
+    return Scores(rank, ids, normaliser.log_p(values))
 
 
 def mask_disallowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:

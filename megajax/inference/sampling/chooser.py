@@ -27,7 +27,7 @@ from megajax.inference.sampling.choose import (
     Scores,
     choose,
     entries,
-    log_sum_exp,
+    normaliser_of,
     scores_of,
     shard_of,
 )  # fmt: skip
@@ -81,8 +81,8 @@ def prompt_scores(
     def score(logits: Array, targets: Array) -> PromptScores:
         shard = shard_of(logits, size, axes)
         raw = jnp.where((shard.first + jnp.arange(logits.shape[1]) < size)[None], logits, -jnp.inf)
-        logit, normaliser = shard.sum(entries(raw, targets, shard)), log_sum_exp(raw, shard)
-        return PromptScores(logit - normaliser, scores_of(raw, logit, normaliser, k, shard))
+        logit, normaliser = shard.sum(entries(raw, targets, shard)), normaliser_of(raw, shard)
+        return PromptScores(normaliser.log_p(logit), scores_of(raw, logit, normaliser, k, shard))
 
     def piece(first: Array) -> PromptScores:
         piece_states, piece_targets = layout.island(slice_piece, (STATES, ROW, ()), (STATES, ROW))(
@@ -172,9 +172,8 @@ def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:
 def program_of(row: Sequence) -> Program:
     """The first program that serves a row."""
     settings = row.sampling
-    scores = row.top is not None or row.unscored
     edited = settings.logit_bias or settings.bad_tokens or row.allowed is not None or row.forbidden()
-    if scores or settings.penalized() or edited or row.guide is not None:
+    if row.top or settings.penalized() or edited or row.guide is not None:
         return Program.FULL
     return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
 
