@@ -35,6 +35,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
 from megajax.mesh.config import BATCH_AXES, DATA_AXES, ParallelConfig, devices_over
+from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.peers import Peers
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
@@ -254,13 +255,20 @@ def engine_of_run(
     end_tokens: Collection[int],
     length: int,
     queue: int,
+    parallel: ParallelConfig | None = None,
 ) -> Engine:
-    """An engine for a mesh without `engine_refusal`, in the run's dtype.
+    """An engine for a mesh without `engine_refusal`, with the weights of a run that goes on training: `Engine.refit`
+    gives it those of later steps, without a file and without compiling.
 
-    arrays: weights and observations of a training state; options: compiler options; the others: as in `make_engine`.
+    arrays: weights and observations of a training state; options: compiler options; config: its compute dtype is the
+    run's; parallel: another layout of the same devices for the engine, None: the mesh as it is. The others: as in
+    `make_engine`.
     """
-    axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
-    parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **axes, data_sharding="replicate")
+    if parallel is None:
+        axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
+        parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **axes, data_sharding="replicate")
+    else:
+        mesh = build_mesh(parallel, list(mesh.devices.flat))
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
     config = replace(config, compute=cfg.precision.compute)
     return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue)

@@ -253,10 +253,10 @@ class Engine:
     def refit(self, weights: Any, running: Running = "finish", *, shared: bool = False) -> None:
         """Replace the weights, without compiling steps again.
 
-        weights: the arrays of a training state on the engine's mesh, by path, which are copied; or a function that
-        loads weights as steps read them. shared: arrays that are as steps read them are not copied: no step of training
-        may run before the engine sleeps at level 2 or gets other weights. Blocks of the old weights are not shared with
-        later requests. Adapters stay.
+        weights: the arrays of a training state on the engine's devices, by path, in any layout, which are copied; or a
+        function that loads weights as steps read them. shared: arrays that are as steps read them are not copied: no
+        step of training may run before the engine sleeps at level 2 or gets other weights. Blocks of the old weights
+        are not shared with later requests. Adapters stay.
         running: "keep" lets requests that run go on with the old keys, and choose tokens by the new weights.
 
         Raises UserError for arrays of other names, shapes or dtypes, before anything changes. If the function raises,

@@ -7,7 +7,7 @@ import jax
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.completion import complete
-from megajax.inference.config import InferenceConfig
+from megajax.inference.config import InferenceConfig, InferenceParallelConfig
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.prompts import Prompt, encode
 from megajax.inference.sampling_settings import Sampling
@@ -24,6 +24,36 @@ class Run(session.Run):
 
     _engine: Engine | None = None
     """The engine of all calls, which sleeps between them."""
+
+    def engine(
+        self, config: InferenceConfig, *, queue: int = 1024, parallel: InferenceParallelConfig | None = None
+    ) -> Engine:
+        """An engine on the devices of the run, with copies of its present weights.
+
+        `engine.refit(run.state.inputs)` gives it those of later steps, without a file and without compiling. config:
+        its compute dtype is the run's; queue: maximum number of waiting requests; parallel: another layout of the
+        engine on the run's devices, such as `mj.InferenceParallelConfig(tensor=2)` beside data_sharding=fsdp; None: the
+        run's mesh.
+
+        Raises UserError for a model or a mesh without an engine: several processes, or parallel.pipeline, expert or
+        context above 1.
+
+        Example: `engine = run.engine(mj.InferenceConfig(rows=32))`
+        """
+        if (why := engine_refusal(self.cfg.model, self.mesh)) is not None:
+            raise UserError(f"no engine for this run: {why}")
+        return engine_of_run(
+            self.cfg,
+            self.state.inputs,
+            self.mesh,
+            inference_options(self.cfg.xla, self.mesh.devices.flat[0]),
+            self.parts.tokenizer,
+            config,
+            end_tokens=end_tokens_of(self.parts.tokenizer),
+            length=config.length or self.cfg.model.row_positions(),
+            queue=queue,
+            parallel=None if parallel is None else parallel.layout(),
+        )
 
     def generate(
         self,
@@ -45,29 +75,18 @@ class Run(session.Run):
         Raises UserError for an invalid setting, a prompt that is too long, and a model or mesh without an engine:
         several processes, or parallel.pipeline, expert or context above 1.
         """
-        if (why := engine_refusal(self.cfg.model, self.mesh)) is not None:
-            raise UserError(f"run.generate: {why}")
-        tokenizer = self.parts.tokenizer
         sampling = Sampling(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
         )
         if self._engine is None:
-            self._engine = engine_of_run(
-                self.cfg,
-                self.state.inputs,
-                self.mesh,
-                inference_options(self.cfg.xla, self.mesh.devices.flat[0]),
-                tokenizer,
-                InferenceConfig(rows=1),
-                end_tokens=end_tokens_of(tokenizer),
-                length=self.cfg.model.row_positions(),
-                queue=1,
-            )
+            self._engine = self.engine(InferenceConfig(rows=1), queue=1)
         else:
             self._engine.refit(self.state.inputs)
             self._engine.wake()
         try:
-            ((answer,),) = complete(self._engine, [(encode(Prompt("prompt", prompt), tokenizer, None), sampling)])
+            ((answer,),) = complete(
+                self._engine, [(encode(Prompt("prompt", prompt), self.parts.tokenizer, None), sampling)]
+            )
         finally:
             # Steps of training need the memory of the weights and the cache.
             self._engine.sleep(level=2, running="abort")

@@ -65,8 +65,8 @@ def test_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(jax, "process_count", lambda: 2)
         assert engine_refusal(run.cfg.model, run.mesh) == "the run has 2 processes, an engine has one"
     monkeypatch.setattr(notebook, "engine_refusal", lambda *_: why)
-    with pytest.raises(UserError, match=rf"run\.generate: {why}"):
-        run.generate("def ")
+    with pytest.raises(UserError, match=f"no engine for this run: {why}"):
+        run.engine(mj.InferenceConfig())
 
 
 def test_the_names_of_the_package_are_imported_on_use() -> None:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,14 +17,20 @@ from test_engine_on_a_model import LLAMA
 from test_programs import MODELS, VOCABULARY
 
 from megajax.config.errors import UserError
+from megajax.inference.assembly import engine_of_run
+from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, layers_apart
 from megajax.inference.loading import model_on_mesh
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.weights.refit import ModelWeights
+from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import NullTokenizerConfig
 
 PROMPTS = [[5, 17, 200, 4, 9], [77] * 12, [1, 2, 3]]
 
@@ -40,6 +47,11 @@ def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[tuple[li
     return [
         (list(client.answer.tokens), np.array([score.logprob for score in client.answer.scores])) for client in clients
     ]
+
+
+def buffers(weight: Any) -> set[int]:
+    """Addresses of the memory of a weight."""
+    return {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weight) for shard in leaf.addressable_shards}
 
 
 def demand_equal(actual: list[tuple[list[int], np.ndarray]], wanted: list[tuple[list[int], np.ndarray]]) -> None:
@@ -81,6 +93,49 @@ def test_refitted_engines_equal_new_ones_and_compile_nothing(
     programs: Any = engine.device.programs
     addresses = [arrays["tokens"].unsafe_buffer_pointer() for arrays in (programs.weights, states[2])] * (not sizes)
     assert len({*addresses}) <= 1
+
+
+@pytest.mark.slow
+def test_arrays_of_another_layout_are_copied_by_one_program(compiled: list[str]) -> None:
+    """A trainer shards weights over `data` (FSDP), and its engine on the same devices over `tensor`."""
+    cfg, devices = MODELS["llama"], jax.devices()[:4]
+    trainer, parallel = ParallelConfig(data=4), ParallelConfig(data=2, tensor=2, data_sharding="replicate")
+    mesh, plan = build_mesh(trainer, devices), Plan.of(trainer)
+    whole = [loaded(cfg, {}, seed).weights for seed in range(3)]
+    declared = specs(loaded(cfg, {}).model)
+    at_rest = {path: NamedSharding(mesh, plan.params.spec(spec.axes)) for path, spec in declared.items()}
+    states = [{path: jax.device_put(np.asarray(w), at_rest[path]) for path, w in state.items()} for state in whole]
+    assert any(not array.is_fully_replicated for array in states[0].values())
+    engine = engine_of_run(
+        SimpleNamespace(model=cfg, precision=PrecisionConfig(compute="float32")),
+        *(states[0], mesh, {}, NullTokenizerConfig(vocabulary_size=VOCABULARY).build()),
+        InferenceConfig(rows=2, chunk=CHUNK, cache_tokens=256),
+        end_tokens=(),
+        length=32,
+        queue=8,
+        parallel=parallel,
+    )
+    wanted = [answers(engine_of(loaded(cfg, {}, seed))) for seed in range(3)]
+    demand_equal(answers(engine), wanted[0])
+    engine.refit(states[1])
+    demand_equal(answers(engine), wanted[1])
+    compiled.clear()
+    for state in (states[2], states[1], states[2]):
+        engine.refit(state)
+    demand_equal(answers(engine), wanted[2])
+    assert compiled == []
+
+
+def test_arrays_as_steps_read_them_are_shared_on_request() -> None:
+    model, other = loaded(LLAMA, {"tensor": 2}), loaded(LLAMA, {"tensor": 2}, seed=1)
+    engine, arrays = engine_of(model), dict(other.weights)
+    programs: Any = engine.device.programs
+    for shared in (False, True):
+        engine.refit(arrays, shared=shared)
+        jax.tree.map(np.testing.assert_array_equal, programs.weights, dict(layers_apart(other).weights))
+        same = {path for path, weight in programs.weights.items() if buffers(weight) == buffers(arrays[path])}
+        # Rows of layers are arrays of their own on CPUs.
+        assert same == ({path for path, w in programs.weights.items() if not isinstance(w, tuple)} if shared else set())
 
 
 def test_other_arrays_are_refused_before_anything_changes() -> None:
