@@ -178,20 +178,21 @@ def _choose(
         x = add_biases(mask_disallowed(x, rows.edits.allowed, shard), rows.edits, shard)
         x = apply_penalties(x, rows.edits, tokens, shard)
     top, first = best(x, 1, shard)
-    token, drawn = first[:, 0], jnp.zeros(len(raw))
+    token, drawn, as_is = first[:, 0], jnp.zeros(len(raw)), jnp.zeros(len(raw), bool)
     if program >= Program.SAMPLED:
         if rows.drawing is None or noise is None:
             raise ValueError(f"Program.{program.name} needs to know how the rows draw")
         sampled = rows.drawing.temperature > 0
         others, log_p = _sample_tokens(x, top, noise, rows.drawing, shard)
         token, drawn = jnp.where(sampled, others, token), jnp.where(sampled, log_p, drawn)
+        as_is = _draws_as_is(rows.drawing) & (shard.sum((x != raw).sum(-1, dtype=jnp.int32)) == 0)
     normaliser = normaliser_of(raw, shard)
     logit = shard.sum(entries(raw, token, shard))
     scores = scores_of(raw, logit, normaliser, k, shard) if program == Program.FULL else None
     if program == Program.FULL and rows.edits is not None:
         listed = normaliser.log_p(shard.sum(entries_of(raw, rows.edits.listed, shard)))
-    usable = finite & (top[:, 0] > -jnp.inf)
-    return Chosen(jnp.where(usable, token, -1), normaliser.log_p(logit), drawn, finite, scores, listed)
+    usable, log_p = finite & (top[:, 0] > -jnp.inf), normaliser.log_p(logit)
+    return Chosen(jnp.where(usable, token, -1), log_p, jnp.where(as_is, log_p, drawn), finite, scores, listed)
 
 
 def _sample_tokens(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> tuple[Array, Array]:
@@ -206,6 +207,12 @@ def _sample_tokens(x: Array, top: Array, noise: Array, drawing: Drawing, shard: 
     _, ids = best(jnp.where(keep, scaled + noise, -jnp.inf), 1, shard)
     total = shard.sum(jnp.where(keep, jnp.exp(scaled), 0).sum(-1))
     return ids[:, 0], Normaliser(jnp.zeros(len(x)), total).log_p(shard.sum(entries(scaled, ids[:, 0], shard)))
+
+
+def _draws_as_is(drawing: Drawing) -> Array:
+    """bool [R]: whether a row draws from the softmax of its logits."""
+    filters = (drawing.top_k > 0) | (drawing.top_p < 1) | (drawing.min_p > 0)
+    return (drawing.temperature == 1) & ~filters
 
 
 def _noise(drawing: Drawing, count: int) -> Array:
