@@ -33,10 +33,12 @@ from megajax.inference.step_arrays import buckets_up_to
 from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
 from megajax.mesh.config import BATCH_AXES, DATA_AXES, ParallelConfig, devices_over
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.peers import Peers
+from megajax.models.decoder.config import DecoderConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
@@ -45,6 +47,9 @@ TILE = 32
 """Tokens of a tile of a prompt: the most that a prompt is padded by, and the queries that read the same keys."""
 CPU_SHARE = 0.25
 """Maximum share of the host's free memory for the cache, if devices do not report their memory."""
+EQUAL_ROWS = 64
+"""Least rows of a step with `equal_to_training`. On CPUs, products with 56 rows or more gave the same bits for any
+number of rows; those with 2 to 48 gave others."""
 LARGEST_POOL = 2**30
 """Maximum number of tokens in a replica's pool; `step_arrays` uses larger numbers for invalid slots."""
 HOST = Path("/proc/meminfo")
@@ -68,13 +73,18 @@ def make_engine(
     UserError if there is no memory for the cache, if a layer cannot take back the tokens of a draft, and for drafts by
     heads that the model lacks.
     """
+    least = 2
+    if config.equal_to_training:
+        demand_equality(model, config)
+        least, config = EQUAL_ROWS, replace(config, kernel="fixed", rows=max(EQUAL_ROWS, config.rows))
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
     tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
     tile = min(TILE, chunk) if tiled else chunk
     invariant, beside, drafting = config.batch_invariant, drafting_model(model, config, draft), None
-    buckets = buckets_up_to(max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=invariant)
+    shapes: Any = {"drafts": config.speculate, "invariant": invariant, "least": least}
+    buckets = buckets_up_to(max(2, config.rows), chunk, tile, **shapes)
     size = cache_size(config, length, (model, *(() if beside is None else (beside,))), dtype)
     model = for_steps(model)
     if beside is not None:
@@ -113,6 +123,29 @@ def make_engine(
         weights=None if model.mesh.is_multi_process else ModelWeights(programs),
         drafter=EarlierText if drafting is None else drafting.drafter,
     )
+
+
+def demand_equality(model: LoadedModel, config: InferenceConfig) -> None:
+    """Raises UserError unless log-probabilities of `config.equal_to_training` can equal those of training."""
+    cfg, excess = model.cfg, "xla_allow_excess_precision"
+    problems = [f"inference.{problem.setting} {problem.message}" for problem in config.problems()]
+    if config.compute != "float32" and model.options.get(excess) is not False:
+        problems.append(
+            f"in {config.compute}, XLA may skip roundings: set xla.options.{excess}=false, also in training"
+        )
+    if not isinstance(cfg, DecoderConfig):
+        problems.append(f"{type(cfg).__name__} is not a decoder")
+    for setting, mixer in cfg.own_mixers("stack").items() if isinstance(cfg, DecoderConfig) else ():
+        if not isinstance(mixer, AttentionConfig) or mixer.sink != "none" or mixer.relative is not None:
+            kind = type(mixer).__name__.removesuffix("Config")
+            problems.append(
+                f"model.{setting} ({kind}) has other operations in training than in steps; without this setting, "
+                "log-probabilities in float32 differ by up to 2e-6"
+            )
+        elif mixer.kernel != "fixed":
+            problems.append(f"model.{setting}.kernel is {mixer.kernel}: set it to fixed, also in training")
+    if problems:
+        raise UserError("\n  ".join(["inference.equal_to_training=true:", *problems]))
 
 
 def drafting_model(model: LoadedModel, config: InferenceConfig, draft: Draft | None) -> LoadedModel | None:
@@ -262,12 +295,16 @@ def engine_of_run(
 
     arrays: weights and observations of a training state; options: compiler options; config: its compute dtype is the
     run's; parallel: another layout of the same devices for the engine, None: the mesh as it is. The others: as in
-    `make_engine`.
+    `make_engine`. Raises UserError where `config.equal_to_training` cannot hold.
     """
+    sizes = {name: mesh.shape[name] for name in ("expert", "tensor")}
     if parallel is None:
-        axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
-        parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **axes, data_sharding="replicate")
+        parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **sizes, data_sharding="replicate")
     else:
+        for name, size in sizes.items() if config.equal_to_training else ():
+            if getattr(parallel, name) != size:
+                message = f"the engine has parallel.{name}={getattr(parallel, name)}, and the run has {size}"
+                raise UserError(f"inference.equal_to_training=true: {message}: set them to the same number")
         mesh = build_mesh(parallel, list(mesh.devices.flat))
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
     config = replace(config, compute=cfg.precision.compute)

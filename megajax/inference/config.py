@@ -45,10 +45,14 @@ class InferenceConfig:
     """Dtype of the cache. None: the dtype `compute`. int8 and fp8 (e4m3) have a scale for each token and head."""
     kernel: PagedKernel = "auto"
     """Attention to the cache. auto: the fastest on the devices. triton: on NVIDIA GPUs. tiled: a tile of keys at a
-    time. reference: gathers the keys and values of whole rows."""
+    time. fixed: so, in the order of training's kernel=fixed. reference: gathers the keys and values of whole rows."""
     batch_invariant: bool = False
     """Compute every token in steps of one shape, so that a request's tokens do not depend on other requests. Steps
     with few requests then take as long as full ones."""
+    equal_to_training: bool = False
+    """Compute log-probabilities by the operations of training, in the same order: on CPUs they have the same bits as
+    those of the run. Needs kernel=fixed in all attention layers, the run's parallel.tensor, and outside float32
+    xla.options.xla_allow_excess_precision=false; steps compute at least 64 rows."""
     look_ahead: bool = True
     """Start a step before the tokens of the previous one are read, so that the device does not wait for the host. With
     `speculate` steps begin with these tokens, and do not look ahead."""
@@ -94,6 +98,8 @@ class InferenceConfig:
         for name, least in (("adapters", 0), ("adapter_rank", 1)):
             if (value := getattr(self, name)) < least:
                 problems.append(Problem(name, f"must be at least {least}, got {value}"))
+        if self.equal_to_training:
+            problems += self._equality_problems()
         if self.drafts == "mtp" and not self.speculate:
             message = "is mtp, and speculate=0, so that no step verifies drafts"
             problems.append(Problem("drafts", message, "set speculate to the number of tokens of a draft"))
@@ -103,6 +109,18 @@ class InferenceConfig:
             message = f"{self.cache_tokens} is less than a block of {self.block} tokens"
             problems.append(Problem("cache_tokens", message, "raise it, or lower block"))
         return problems
+
+    def _equality_problems(self) -> Iterator[Problem]:
+        """Settings that no training has."""
+        used = {
+            "kernel": self.kernel in ("auto", "fixed"),
+            "cache_dtype": self.cache_dtype in (None, self.compute),
+            "speculate": not self.speculate,
+            "adapters": not self.adapters,
+        }
+        for name in (name for name, fits in used.items() if not fits):
+            message = f"is {getattr(self, name)}, which equal_to_training does not allow"
+            yield Problem(name, message, "leave it out, or set equal_to_training=false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -252,18 +252,19 @@ FEWER = 4
 """Each bucket has this many times the rows, or the prompt tokens, of the next smaller one."""
 
 
-def buckets_up_to(rows: int, chunk: int, tile: int, *, drafts: int = 0, invariant: bool = False) -> tuple[Bucket, ...]:
-    """Buckets of up to `rows` rows, without prompts and with up to `chunk` prompt tokens in tiles of `tile`.
+def buckets_up_to(
+    rows: int, chunk: int, tile: int, *, drafts: int = 0, invariant: bool = False, least: int = 2
+) -> tuple[Bucket, ...]:
+    """Buckets of `least` to `rows` rows, without prompts and with up to `chunk` prompt tokens in tiles of `tile`.
 
     Prompts go with the fewest rows or with all. drafts: tokens of a draft; steps without prompts and drafts have their
-    own buckets. invariant: only the largest bucket, so that every token is computed in
-    the same shapes.
+    own buckets. invariant: only the largest bucket, so that every token is computed in the same shapes.
     """
     tiles = -(-chunk // tile)
     if invariant:
         return (Bucket(rows, tiles, tile, drafts),)
     # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
-    row_counts = smaller_counts(rows, least=2)
+    row_counts = smaller_counts(rows, least=least)
     decoding = [Bucket(count, drafts=most) for most in dict.fromkeys((0, drafts)) for count in row_counts]
     few_or_all = dict.fromkeys((row_counts[0], rows))
     return (*decoding, *(Bucket(n, t, tile, drafts) for n in few_or_all for t in smaller_counts(tiles, least=1)))

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.attention import cudnn
+from megajax.kernels.attention import cudnn, tiles
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.attention.mask import Mask
@@ -221,6 +221,7 @@ PASSES: Mapping[str, Passes] = MappingProxyType(
         "cudnn": Passes(cudnn.forward, cudnn.backward),
         "cudnn_mask": Passes(cudnn.masked_forward, cudnn.masked_backward),
         "pallas": Passes(pallas_attention.forward, pallas_attention.backward, caps=True),
+        "fixed": Passes(tiles.forward, reference_backward, caps=True),
         "reference": Passes(reference_forward, reference_backward, dropout=True, caps=True),
     }
 )

@@ -13,7 +13,7 @@ from megajax.config.hints import divisors_of
 from megajax.mesh.context_parallelism import UNSHARDED, ContextSharding
 
 type Version = tuple[int, ...]
-type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]
+type Kernel = Literal["auto", "reference", "fixed", "cudnn", "cudnn_mask", "pallas"]
 
 
 def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
@@ -418,11 +418,20 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             documents_of_two=True,
             positions="any",
         ),
+        "fixed": Backend(
+            label="attention in fixed tiles",
+            documents=DeviceRange((), ()),
+            bidirectional_window=True,
+            cap=True,
+            documents_of_two=True,
+        ),
     }
 )
-"""Fastest first. Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
-FUSED = tuple(name for name in BACKENDS if name != "reference")
-"""Backends that do not store the scores."""
+"""Fastest first; `fixed`, for the order of its sums, is chosen by name only.
+
+Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
+FUSED = tuple(name for name in BACKENDS if name not in ("reference", "fixed"))
+"""Backends that do not store the scores; `fixed` does in the backward pass."""
 
 
 class Choice[K: str](NamedTuple):

@@ -9,10 +9,12 @@ P blocks of the pool, M blocks of a row's table.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.kernels.attention.tiles import FENCES, QUERIES, TILE, Fence, Tile, attend_tiles, joined
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.kernels.paged.pools import Attend, PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
@@ -33,61 +35,72 @@ def reference(queries: PagedQueries, pools: Pools) -> Array:
     weights = jnp.exp(scores - finite)
     total = weights.sum(-1, keepdims=True) + jnp.exp(column - finite)
     weights = weights / jnp.where(total > 0, total, 1)
-    return _joined(jnp.einsum("rkgwl,rlku->rkgwu", weights.astype(v.dtype), v), q)
+    return joined(jnp.einsum("rkgwl,rlku->rkgwu", weights.astype(v.dtype), v), q)
 
 
-def tiled(queries: PagedQueries, pools: Pools, tile: int = 64) -> Array:
+def tiled(queries: PagedQueries, pools: Pools, tile: int = TILE) -> Array:
     """Loops over tiles of about `tile` positions, up to the end of the longest row. See `Attend`.
 
     A wide table costs nothing. The order of each row's sums does not depend on the other rows: a tile after the end of
     a row adds zeros.
     """
-    q, table, positions, sink = queries.q, queries.table, queries.positions, queries.sink
-    rows, width, heads, _ = q.shape
+    return _in_tiles(queries, pools, tile, lambda values: values)
+
+
+def fixed(queries: PagedQueries, pools: Pools) -> Array:
+    """As `tiled`, by the operations of training's kernel `fixed`. See `Attend`."""
+    q, positions = queries.q, queries.positions
+    more = (0, max(0, QUERIES - q.shape[1]))
+    padded = queries._replace(
+        q=jnp.pad(q, ((0, 0), more, (0, 0), (0, 0))),
+        positions=jnp.pad(positions, ((0, 0), more), constant_values=-1),
+    )
+    return _in_tiles(padded, pools, TILE, FENCES)[:, : q.shape[1]]
+
+
+def _in_tiles(queries: PagedQueries, pools: Pools, tile: int, fence: Fence) -> Array:
+    q, table, positions = queries.q, queries.table, queries.positions
     block, groups = pools.keys.shape[1:3]
     per = max(1, tile // block)
     step, table = per * block, jnp.pad(table, ((0, 0), (0, -table.shape[1] % per)))
 
-    def add_tile(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, mixed = carry
+    def tile_at(number: Array) -> Tile:
         k, v = pools.read(lax.dynamic_slice_in_dim(table, number * per, per, axis=1), q.dtype)
         at = number * step + jnp.arange(step)
-        scores, v = _scores(queries, k, at), _zero_unseen(v, queries, at)
-        higher = jnp.maximum(highest, scores.max(-1))
-        finite = jnp.where(jnp.isneginf(higher), 0.0, higher)
-        weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
-        product = jnp.einsum("rkgwl,rlku->rkgwu", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return higher, total * shrink + weights.sum(-1), mixed * shrink[..., None] + product
+        return Tile(k, _zero_unseen(v, queries, at), _visible(queries, at), _bias(queries, at, groups))
 
-    shape = (rows, groups, heads // groups, width)
-    if sink is None:
-        highest, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-    else:
-        first = sink.astype(jnp.float32).reshape(1, groups, -1, 1)
-        highest, total = jnp.broadcast_to(first, shape), jnp.ones(shape)
-    first = queries.first(_lowest(positions).min()) // step
-    zero = (highest, total, jnp.zeros((*shape, pools.value_size)))
-    _, total, mixed = lax.fori_loop(first, (positions.max() + step) // step, add_tile, zero)
-    return _joined(mixed / jnp.where(total > 0, total, 1)[..., None], q)
+    bounds = queries.first(_lowest(positions).min()) // step, (positions.max() + step) // step
+    settings: Any = {"scale": queries.scale, "cap": queries.cap, "sink": queries.sink, "fence": fence}
+    return attend_tiles(q, tile_at, bounds, groups, pools.value_size, **settings)[0]
 
 
 KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType(
-    {"triton": paged_attention, "tiled": tiled, "reference": reference}
+    {"triton": paged_attention, "tiled": tiled, "fixed": fixed, "reference": reference}
 )
 
 
 def _scores(queries: PagedQueries, k: Array, at: Array) -> Array:
     """float32 [R, K, N/K, W, L] for the keys at positions `at` int32 [L]; -inf if the query does not see the key."""
-    q, positions, bias = queries.q, queries.positions, queries.bias
-    rows, width, heads, size = q.shape
-    split = q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
+    rows, width, heads, size = queries.q.shape
+    split = queries.q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
     scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * queries.scale
-    scores = soft_capped(scores, queries.cap)
-    before = positions[..., None] - at[None, None]
-    if bias is not None:
-        scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)
-    visible = (before >= 0) & (at[None, None] >= queries.first(positions)[..., None])
-    return jnp.where((visible & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
+    scores, bias = soft_capped(scores, queries.cap), _bias(queries, at, k.shape[2])
+    scores = scores if bias is None else scores + bias
+    return jnp.where(_visible(queries, at)[:, None, None], scores, -jnp.inf)
+
+
+def _visible(queries: PagedQueries, at: Array) -> Array:
+    """bool [R, W, L]: whether a query sees the keys at positions `at` int32 [L]."""
+    positions, at = queries.positions[..., None], at[None, None]
+    return (positions >= at) & (at >= queries.first(queries.positions)[..., None]) & (positions >= 0)
+
+
+def _bias(queries: PagedQueries, at: Array, groups: int) -> Array | None:
+    """float32 [R, K, N/K, W, L]: the bias of scores of keys at positions `at` int32 [L]; None if there is none."""
+    if queries.bias is None:
+        return None
+    bias = jnp.moveaxis(queries.bias(at[None, None] - queries.positions[..., None]).astype(jnp.float32), -1, 1)
+    return bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:])
 
 
 def _zero_unseen(v: Array, queries: PagedQueries, at: Array) -> Array:
@@ -101,8 +114,3 @@ def _zero_unseen(v: Array, queries: PagedQueries, at: Array) -> Array:
 def _lowest(positions: Array) -> Array:
     """int32 [R]: the lowest position of each row's queries."""
     return jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min(1)
-
-
-def _joined(mixed: Array, q: Array) -> Array:
-    """[R, K, N/K, W, U] -> [R, W, N, U] in q's dtype."""
-    return jnp.moveaxis(mixed, 3, 1).reshape(*q.shape[:3], mixed.shape[-1]).astype(q.dtype)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from megajax.kernels.attention.capability import AMPERE, Choice, Device, DeviceRange, Support, pick
 
-type PagedKernel = Literal["auto", "triton", "tiled", "reference"]
+type PagedKernel = Literal["auto", "triton", "tiled", "fixed", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,7 @@ PAGED_BACKENDS: Mapping[PagedKernel, PagedBackend] = MappingProxyType(
             heads=PagedHeads(multiple=16, largest=576),
         ),
         "tiled": PagedBackend(label="the tiled loop", bias=True),
+        "fixed": PagedBackend(label="the tiled loop of training", bias=True),
         "reference": PagedBackend(label="the reference", bias=True),
     }
 )

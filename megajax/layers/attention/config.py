@@ -201,7 +201,8 @@ class AttentionConfig(MultiHeadConfig):
     dropout: float = 0.0
     """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
-    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error.
+    fixed: tiles of keys in one order, which engines with inference.equal_to_training have as well."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)

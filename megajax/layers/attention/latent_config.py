@@ -54,7 +54,8 @@ class LatentAttentionConfig(MultiHeadConfig):
     dropout: float = 0.0
     """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
-    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask, fixed or reference: that one or an
+    error."""
 
     def problems(self) -> list[Problem]:
         sizes = {
