@@ -100,6 +100,8 @@ class InferenceConfig:
                 problems.append(Problem(name, f"must be at least {least}, got {value}"))
         if self.equal_to_training:
             problems += self._equality_problems()
+        elif self.kernel == "fixed":
+            problems.append(Problem("kernel", "is fixed, without equal_to_training", "set equal_to_training=true"))
         if self.drafts == "mtp" and not self.speculate:
             message = "is mtp, and speculate=0, so that no step verifies drafts"
             problems.append(Problem("drafts", message, "set speculate to the number of tokens of a draft"))

@@ -21,6 +21,7 @@ from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.completion import complete
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.sampling_settings import Sampling
+from megajax.kernels.attention.tiles import TILE
 from megajax.models.answers.advantages import group_advantages, total_reward
 from megajax.training.check_compiler_options import inference_options
 from megajax.tuning.comparison import Comparison, Reference
@@ -62,6 +63,11 @@ class Sizes(NamedTuple):
             raise UserError(
                 f"data.prompt_tokens={data.prompt_tokens} + data.max_tokens={data.max_tokens} are {slot} tokens, "
                 f"model.sequence_length is {length}: lower them, or raise it"
+            )
+        if data.inference.equal_to_training and length // slot > 1 and slot % TILE:
+            raise UserError(
+                f"data.inference.equal_to_training=true: rows hold several answers of data.prompt_tokens + "
+                f"data.max_tokens = {slot} tokens, and equal sums need a multiple of {TILE}: change one of the two"
             )
         if cfg.batch.ramp is not None:
             raise UserError("batch.ramp changes the rows of a step, and rollouts have fixed sizes: set it to none")

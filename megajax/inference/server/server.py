@@ -168,7 +168,7 @@ def _engine_rows(programs: Programs, model: ServedModel, when: str) -> list[tupl
     names = ", ".join(model.worker.engine.adapters.names()) or "none"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
-        ("kernel", f"{programs.kernel}"),
+        ("kernel", f"{programs.kernel}{', equal to training' if programs.kernel == 'fixed' else ''}"),
         ("steps", f"{', '.join(map(str, programs.buckets))}; {when}"),
         ("cache", pool),
         ("drafts", _drafts(programs)),

@@ -1,0 +1,223 @@
+"""`inference.equal_to_training`: log-probabilities of an engine with the bits of its run's, on CPUs."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.batch import SAMPLE
+from megajax.config.errors import UserError
+from megajax.data.text.config import MockConfig
+from megajax.inference.assembly import demand_equality, engine_of_run
+from megajax.inference.completion import complete
+from megajax.inference.config import InferenceConfig
+from megajax.inference.engine import Engine
+from megajax.inference.sampling_settings import Sampling
+from megajax.kernels.attention.tiles import TILE
+from megajax.layers.attention.config import AttentionConfig
+from megajax.layers.attention.latent_config import LatentAttentionConfig
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.layers.position.config import RopeConfig
+from megajax.layers.stack.config import StackConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla_options import XlaConfig
+from megajax.models.decoder.config import DecoderConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.training.check_compiler_options import inference_options
+from megajax.training.config import BatchConfig
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+from megajax.training.scoring import Scorer, Window, row
+
+LENGTH = 3 * TILE
+"""Positions of a row, in tiles of keys."""
+ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig(), kernel="fixed")
+MIXTURE = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=64))
+
+
+class Case(NamedTuple):
+    """A run and its engine."""
+
+    mixture: bool = False
+    compute: Any = "float32"
+    sizes: tuple[tuple[str, Any], ...] = (("data", 1),)
+    layers: int = 2
+
+
+def run_config(case: Case) -> RunConfig:
+    block = BlockConfig(mixer=ATTENTION, mlp=MIXTURE if case.mixture else GatedMLPConfig(ffn=160))
+    stack = StackConfig(pattern=(block,), repeats=case.layers)
+    parallel = ParallelConfig(**dict(case.sizes))
+    rows = 2 * (parallel.data or 1)
+    return RunConfig(
+        model=DecoderConfig(hidden=96, vocabulary_size=257, sequence_length=LENGTH, stack=stack, init_std=0.1),
+        data=MockConfig(),
+        parallel=parallel,
+        precision=PrecisionConfig(compute=case.compute),
+        xla=XlaConfig(options={"xla_allow_excess_precision": False}),
+        schedule=ScheduleConfig(lr=0.01),
+        batch=BatchConfig(global_size=2 * rows, micro_size=2),
+        steps=10,
+    )
+
+
+@cache
+def program(case: Case) -> tuple[Program, Any]:
+    cfg = run_config(case)
+    devices = (cfg.parallel.data or 1) * cfg.parallel.tensor
+    made = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()[:devices]))
+    with jax.set_mesh(made.mesh):
+        return made, made.fresh_state()()
+
+
+def engine_of(case: Case, weights: Any, parallel: ParallelConfig | None = None, **settings: Any) -> Engine:
+    made, _ = program(case)
+    settings = {"rows": 8, "chunk": 96, "cache_tokens": 8 * LENGTH, "equal_to_training": True} | settings
+    return engine_of_run(
+        made.cfg,
+        weights,
+        made.mesh,
+        inference_options(made.cfg.xla, made.mesh.devices.flat[0]),
+        ByteTokenizerConfig().build(),
+        InferenceConfig(**settings),
+        end_tokens=(),
+        length=LENGTH,
+        queue=64,
+        parallel=parallel,
+    )
+
+
+def sampled(engine: Engine, answers: int = 2, most: int = 40) -> list[tuple[Window, np.ndarray]]:
+    """Answers to prompts of several lengths, and their log-probabilities."""
+    draw, results = np.random.default_rng(3), []
+    prompts = [tuple(draw.integers(0, 256, length).tolist()) for length in (3, 70, 33, 100, 150)]
+    requests = [(prompt, Sampling(max_tokens=most, n=answers, seed=5, logprobs=0)) for prompt in prompts]
+    for (prompt, _), outputs in zip(requests, complete(engine, requests), strict=True):
+        for output in outputs:
+            assert all(score.drawn == score.logprob for score in output.scores)
+            window = Window(np.array([*prompt, *output.tokens], np.int32), len(output.tokens))
+            results.append((window, np.array([score.logprob for score in output.scores], np.float32)))
+    return results
+
+
+def demand_equal(case: Case, weights: Any, answers: list[tuple[Window, np.ndarray]]) -> None:
+    scorer = Scorer(program(case)[0], ByteTokenizerConfig().build(), weights)
+    for wanted, (_, log_p) in zip(scorer.log_probabilities([w for w, _ in answers]), answers, strict=True):
+        np.testing.assert_array_equal(log_p, wanted)
+
+
+def of_training_step(case: Case, state: Any, window: Window, place: int) -> float:
+    """The log-probability of a token by a step of training, whose loss has no other token."""
+    made, _ = program(case)
+    shape = made.microbatches, made.cfg.batch.global_size // made.microbatches
+    leaves = {name: np.zeros((*shape, LENGTH), leaf.dtype) for name, leaf in made.schema.items() if name != SAMPLE}
+    for name, values in row(window).items():
+        leaves[name][..., : len(values)] = values
+    leaves["loss_mask"][:] = 0
+    leaves["loss_mask"][0, 0, place] = 1
+    leaves[SAMPLE] = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
+    with jax.set_mesh(made.mesh):
+        placed = {name: jax.device_put(leaf, made.batch_shardings[name]) for name, leaf in leaves.items()}
+        _, metrics = made.train_step(jax.tree.map(jnp.copy, state), placed)
+    return -float(metrics["loss"])
+
+
+def test_an_engine_has_the_bits_of_its_run() -> None:
+    """Answers share the blocks of their prompts, long prompts take several steps, and rows are preempted."""
+    case = Case(layers=1)
+    _, state = program(case)
+    engine = engine_of(case, state.inputs, cache_tokens=2 * LENGTH, batch_invariant=True)
+    answers = sampled(engine, most=24)
+    statistics = engine.statistics()
+    assert statistics.shared_tokens_total > 0 and statistics.preemptions_total > 0
+    demand_equal(case, state.inputs, answers)
+
+
+CASES = [
+    *(Case(mixture, compute) for mixture in (False, True) for compute in ("float32", "bfloat16")),
+    *(Case(mixture, sizes=(("data", 1), ("tensor", 2))) for mixture in (False, True)),
+    Case(compute="bfloat16", sizes=(("data", 2), ("tensor", 2))),
+    Case(sizes=(("data", 2), ("tensor", 2), ("data_sharding", "fsdp"))),
+    Case(mixture=True, sizes=(("data", 2), ("tensor", 2))),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layouts_dtypes_and_models_have_equal_bits(case: Case) -> None:
+    """Also by the step of training itself, and after other weights."""
+    _, state = program(case)
+    engine = engine_of(case, state.inputs)
+    answers = sampled(engine)
+    demand_equal(case, state.inputs, answers)
+    for window, log_p in answers[::4]:
+        for ahead in (0, window.counted - 1):
+            place = len(window.tokens) - 1 - window.counted + ahead
+            assert of_training_step(case, state, window, place) == log_p[ahead]
+    other = {path: w * jnp.asarray(1.2, w.dtype) for path, w in state.inputs.items()}
+    engine.refit(other)
+    demand_equal(case, other, sampled(engine))
+
+
+@pytest.mark.slow
+def test_packed_answers_have_equal_bits_from_a_tile_on() -> None:
+    case = Case()
+    made, state = program(case)
+    answers = sampled(engine_of(case, state.inputs), 1)[:1]
+    (window, log_p), scorer = answers[0], Scorer(made, ByteTokenizerConfig().build(), state.inputs)
+
+    def behind(start: int) -> np.ndarray:
+        """Its log-probabilities behind another text of this length."""
+        leaves, count = row(Window(np.arange(LENGTH + 1, dtype=np.int32), 1)), len(window.tokens) - 1
+        for name, values in row(window).items():
+            leaves[name][start : start + count] = values
+        leaves["segment_ids"][start:] = 1
+        return scorer.scores([leaves])[0][0, start + count - window.counted : start + count]
+
+    for start in (TILE, 2 * TILE):
+        np.testing.assert_array_equal(behind(start), log_p)
+    assert (behind(TILE // 2) != log_p).any()
+    np.testing.assert_allclose(behind(TILE // 2), log_p, atol=2e-6)
+
+
+def test_what_cannot_be_equal_is_refused() -> None:
+    case = Case(layers=1)
+    made, state = program(case)
+    for settings, message in (
+        ({"kernel": "reference"}, r"inference\.kernel is reference, which equal_to_training does not allow"),
+        ({"speculate": 2}, r"inference\.speculate is 2"),
+        ({"cache_dtype": "int8"}, r"inference\.cache_dtype is int8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            engine_of(case, state.inputs, **settings)
+    for mixer, message in (
+        (replace(ATTENTION, kernel="auto"), r"model\.stack\.pattern\.0\.mixer\.kernel is auto: set it to fixed"),
+        (replace(ATTENTION, sink="learned"), r"\(Attention\) has other operations in training than in steps"),
+        (LatentAttentionConfig(heads=4, kernel="fixed"), r"\(LatentAttention\) has other operations .* by up to 2e-6"),
+    ):
+        block = replace(made.cfg.model.stack.pattern[0], mixer=mixer)
+        model = replace(made.cfg.model, stack=replace(made.cfg.model.stack, pattern=(block,)))
+        loaded: Any = LoadedStandIn(model, {"xla_allow_excess_precision": False})
+        with pytest.raises(UserError, match=message):
+            demand_equality(loaded, InferenceConfig(equal_to_training=True))
+    loaded = LoadedStandIn(made.cfg.model, {})
+    with pytest.raises(UserError, match=r"in bfloat16, XLA may skip roundings: set xla\.options\.xla_allow_excess"):
+        demand_equality(loaded, InferenceConfig(equal_to_training=True))
+    with pytest.raises(UserError, match=r"the engine has parallel\.tensor=2, and the run has 1"):
+        engine_of(case, state.inputs, ParallelConfig(data=1, tensor=2, data_sharding="replicate"))
+
+
+class LoadedStandIn(NamedTuple):
+    """What the check reads of a loaded model."""
+
+    cfg: Any
+    options: dict[str, Any]
