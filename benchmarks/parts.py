@@ -76,6 +76,7 @@ PARTS = {
     "survival": Part(RUNS, "faults.survival:survival", "one run through a kill, a hang, a full disk and damage"),
     "inference": Part(TEXT, "inference.generation:inference", "speed relative to memory bandwidth and transformers"),
     "host_share": Part(TEXT, "inference.host_share:host_share", "time that a device waits for the engine"),
+    "equality": Part(TEXT, "inference.equality:equality", "log-probabilities of an engine beside those of its run"),
     "drafting": Part(TEXT, "inference.drafting:drafting", "steps and time of each kind of draft"),
     "serving_load": Part(TEXT, "inference.serving_load:serving_load", "many clients against a running server",
                          prints=True),

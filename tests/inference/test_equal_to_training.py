@@ -44,6 +44,13 @@ ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig(), kernel="fixe
 MIXTURE = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=64))
 
 
+class Packed(MockConfig):
+    """Data whose rows have several documents."""
+
+    def leaves(self) -> dict[str, str]:
+        return {**MockConfig.leaves(self), "segment_ids": "int32"}
+
+
 class Case(NamedTuple):
     """A run and its engine."""
 
@@ -51,6 +58,10 @@ class Case(NamedTuple):
     compute: Any = "float32"
     sizes: tuple[tuple[str, Any], ...] = (("data", 1),)
     layers: int = 2
+
+    def has_equal_bits(self) -> bool:
+        """CPUs give the float32 softmax of a few experts other bits in steps of fewer tokens."""
+        return not self.mixture or self.compute == "bfloat16"
 
 
 def run_config(case: Case) -> RunConfig:
@@ -60,7 +71,7 @@ def run_config(case: Case) -> RunConfig:
     rows = 2 * (parallel.data or 1)
     return RunConfig(
         model=DecoderConfig(hidden=96, vocabulary_size=257, sequence_length=LENGTH, stack=stack, init_std=0.1),
-        data=MockConfig(),
+        data=Packed(),
         parallel=parallel,
         precision=PrecisionConfig(compute=case.compute),
         xla=XlaConfig(options={"xla_allow_excess_precision": False}),
@@ -112,7 +123,9 @@ def sampled(engine: Engine, answers: int = 2, most: int = 40) -> list[tuple[Wind
 def demand_equal(case: Case, weights: Any, answers: list[tuple[Window, np.ndarray]]) -> None:
     scorer = Scorer(program(case)[0], ByteTokenizerConfig().build(), weights)
     for wanted, (_, log_p) in zip(scorer.log_probabilities([w for w, _ in answers]), answers, strict=True):
-        np.testing.assert_array_equal(log_p, wanted)
+        if case.has_equal_bits():
+            np.testing.assert_array_equal(log_p, wanted)
+        np.testing.assert_allclose(log_p, wanted, atol=2e-6)
 
 
 def of_training_step(case: Case, state: Any, window: Window, place: int) -> float:
@@ -162,7 +175,8 @@ def test_layouts_dtypes_and_models_have_equal_bits(case: Case) -> None:
     for window, log_p in answers[::4]:
         for ahead in (0, window.counted - 1):
             place = len(window.tokens) - 1 - window.counted + ahead
-            assert of_training_step(case, state, window, place) == log_p[ahead]
+            trained = of_training_step(case, state, window, place)
+            assert trained == log_p[ahead] if case.has_equal_bits() else abs(trained - log_p[ahead]) < 2e-6
     other = {path: w * jnp.asarray(1.2, w.dtype) for path, w in state.inputs.items()}
     engine.refit(other)
     demand_equal(case, other, sampled(engine))
