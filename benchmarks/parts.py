@@ -38,6 +38,7 @@ PARTS = {
     "schedules": Part(SPEED, "training.schedules:schedules", "the train step by each schedule of XLA", prints=True),
     "optimizer": Part(SPEED, "training.ratios:optimizer", "Muon relative to AdamW"),
     "recompute": Part(SPEED, "training.ratios:recompute", "each recomputation setting: step time and memory"),
+    "recipes": Part(SPEED, "training.recipes:recipes", "losses by recipe of precision.matmul"),
     "freed_memory": Part(SPEED, "training.freed_memory:freed_memory", "CPU steps that keep the memory they free"),
     "state_space": Part(SPEED, "training.ratios:state_space", "Mamba-2 in chunks relative to a sequential scan"),
     "delta_rule": Part(SPEED, "training.ratios:delta_rule", "gated delta nets in chunks relative to a sequential scan"),

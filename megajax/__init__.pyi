@@ -176,9 +176,12 @@ from megajax.optim.config import OptaxConfig as OptaxConfig
 from megajax.optim.config import ScheduleConfig as ScheduleConfig
 from megajax.optim.config import SGDConfig as SGDConfig
 from megajax.precision.config import ConstantScaleConfig as ConstantScaleConfig
-from megajax.precision.config import DelayedScalingConfig as DelayedScalingConfig
 from megajax.precision.config import DynamicScaleConfig as DynamicScaleConfig
-from megajax.precision.config import Fp8Config as Fp8Config
+from megajax.precision.config import Fp8BlocksConfig as Fp8BlocksConfig
+from megajax.precision.config import Fp8CurrentConfig as Fp8CurrentConfig
+from megajax.precision.config import Fp8DelayedConfig as Fp8DelayedConfig
+from megajax.precision.config import Mxfp8Config as Mxfp8Config
+from megajax.precision.config import Nvfp4Config as Nvfp4Config
 from megajax.precision.config import PrecisionConfig as PrecisionConfig
 from megajax.tasks.config import ChoicesConfig as ChoicesConfig
 from megajax.tasks.config import GlueTaskConfig as GlueTaskConfig

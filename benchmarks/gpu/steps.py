@@ -143,7 +143,7 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
     ),
     "third": (
         _tests("kernels", 90, "tests/kernels"),
-        _mfu("llama_3b_4096_fp8", 120, "llama_3b", shared=("--precision.fp8=Fp8",)),
+        _mfu("llama_3b_4096_fp8", 120, "llama_3b", shared=("--precision.matmul=Fp8Current",)),
         _mfu("llama_8b_18_layers_8192", 110, "llama_8b_18_layers"),
         _mfu("gpt_1_3b_2048", 80, "gpt_1_3b", tiny="debug_gpt"),
         _mfu("llama_3b_8192", 100, "llama_3b", *_long(2)),

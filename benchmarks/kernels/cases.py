@@ -17,8 +17,9 @@ from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.precision.config import Fp8Config
-from megajax.precision.fp8 import OLDEST
+from megajax.precision.config import Fp8CurrentConfig
+from megajax.precision.fp8 import OLDEST, PerTensor
+from megajax.precision.matmul import RoundedMatmul
 
 
 def layer_settings(hidden: int, **more: bool) -> LayerSettings:
@@ -73,7 +74,7 @@ def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
     return Case(
         name="matmul, fp8 with its scaling" if fp8 else "matmul, bfloat16",
         sizes={"tokens": tokens, "inner": inner, "outer": outer},
-        call=partial(Fp8Config().build(), "ti,io->to") if fp8 else plain,
+        call=partial(RoundedMatmul(PerTensor(Fp8CurrentConfig())), "ti,io->to") if fp8 else plain,
         reference=plain,
         shapes=((tokens, inner), (inner, outer)),
         flops=(forward, 3 * forward),

@@ -28,7 +28,9 @@ from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
 from megajax.mesh.xla_options import FP8, GPU
-from megajax.precision.config import Fp8Config
+from megajax.precision.config import Fp8CurrentConfig
+from megajax.precision.fp8 import PerTensor
+from megajax.precision.matmul import RoundedMatmul
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16
 """Of the layers of BERT-large and T5."""
@@ -249,7 +251,7 @@ def fp8_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
         shapes = (tokens, inner), (inner, outer), (tokens, outer)
         like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
         row: dict[str, Any] = {"in": inner, "out": outer}
-        for name, multiply in (("bfloat16", jnp.einsum), ("8 bits", Fp8Config().build())):
+        for name, multiply in (("bfloat16", jnp.einsum), ("8 bits", RoundedMatmul(PerTensor(Fp8CurrentConfig())))):
 
             def step(x: Any, w: Any, dy: Any, multiply: Any = multiply) -> Any:
                 y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)

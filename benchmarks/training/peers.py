@@ -94,7 +94,7 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
         "data.isolate_documents": "segment_ids" in cfg.data.leaves(),
         "batch": cfg.batch.ramp is not None or cfg.batch.loss_average != "tokens",
         "parallel": cfg.parallel.without_data() > 1,
-        "precision": cfg.precision.gradients != "float32" or cfg.precision.fp8 is not None,
+        "precision": cfg.precision.gradients != "float32" or cfg.precision.matmul is not None,
     }
     if any(unsupported.values()):
         raise UserError(

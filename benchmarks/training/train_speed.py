@@ -210,7 +210,7 @@ def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) 
         "peak_bf16_tflops": None if roof.bf16 is None else roof.bf16 / 1e12,
         "peak_source": roof.source,
     }
-    if cfg.precision.fp8 is None:
+    if cfg.precision.matmul is None:
         return figures
     share = {name: None if roof.fp8 is None else rate * 1e12 / roof.fp8 for name, rate in tflops.items()}
     return figures | {"mfu_of_fp8_peak": share, "peak_fp8_tflops": None if roof.fp8 is None else roof.fp8 / 1e12}

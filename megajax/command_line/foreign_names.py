@@ -178,7 +178,7 @@ ROWS = (
     Row("lora_dropout", "model.lora.dropout"),
     Row("lora_target_modules", note="--model.lora.targets=*.mixer.query: patterns of paths; docs/lora.md"),
     Row("load_in_4bit load_in_8bit quantization", note="see python -m megajax.convert --quantize; "
-        "docs/quantization.md; training in 8 bits: --precision.fp8.format=hybrid"),
+        "docs/quantization.md; training in 8 bits: --precision.matmul=Fp8Current"),
     Row("label_smoothing_factor", "model.label_smoothing"),
     Row("z_loss_multiplier", "model.z_loss"),
     # Layout
@@ -224,7 +224,8 @@ ROWS = (
         "bf16=bfloat16 fp32=float32 true=float32"),
     Row("training.mixed_precision_reduce", "precision.reduce"),
     Row("dtype torch_dtype", "precision.compute", f"{DTYPES} auto=bfloat16", flags="dtype inference.compute"),
-    Row("fp8 fp8_format", "precision.fp8.format", "true=hybrid", note="docs/fp8.md"),
+    Row("fp8 fp8_format fp8_recipe", "precision.matmul", "true=Fp8Current hybrid=Fp8Current tensorwise=Fp8Current "
+        "delayed=Fp8Delayed blockwise=Fp8Blocks mxfp8=Mxfp8", note="docs/fp8.md"),
     Row("compile torch_compile compile.enable training.compile enforce_eager", note="every step is compiled"),
     # Data
     Row("data_path train_data_path", "data.paths", by=token_files),

@@ -59,6 +59,8 @@ class Device:
     """Bandwidth to other nodes, one direction, each device's share."""
     peak_fp8: float | None = None
     """Rate of dense fp8 matmuls; None: not supported."""
+    peak_fp4: float | None = None
+    """Rate of dense matmuls in NVFP4; None: no matmuls of numbers in blocks, which are then multiplied in bfloat16."""
     peak_float32: float | None = None
     """Rate of float32 matmuls without TF32; None: a thirtieth of `peak`."""
     per_node: int = 8
@@ -67,6 +69,8 @@ class Device:
     """Share of `peak` that large matmuls reach."""
     matmul_fp8: float = 0.70
     """Share of `peak_fp8` that large matmuls reach, without the casts."""
+    matmul_fp4: float = 0.50
+    """Share of `peak_fp4` that large matmuls reach, without the casts."""
     matmul_half: float = 64.0
     """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
     scan: float = 0.15
@@ -107,17 +111,24 @@ class Device:
         return self.memory_gib * (1 - DRIVER_SHARE) * memory_fraction
 
     def peak_of(self, compute: str) -> float:
-        """Operations per second of matmuls in bfloat16, float16, float32 or fp8, by the data sheet.
+        """Operations per second of matmuls in bfloat16, float16, float32, fp8, mxfp8 or nvfp4, by the data sheet.
 
-        Raises UserError where it has no such matmuls.
+        Raises UserError where it has no fp8 matmuls. Numbers in blocks are multiplied in bfloat16 where it has none.
         """
         if compute == "fp8" and self.peak_fp8 is None:
             raise UserError(f"{self.name} has no fp8 matmuls.\nPlan for bfloat16, or for another device.")
-        return {"fp8": self.peak_fp8, "float32": self.peak_float32 or self.peak / 30}.get(compute) or self.peak
+        peaks = {"fp8": self.peak_fp8, "fp4": self.peak_fp4, "float32": self.peak_float32 or self.peak / 30}
+        return peaks.get(self.multiplied(compute)) or self.peak
+
+    def multiplied(self, compute: str) -> str:
+        """What the tensor cores multiply: fp8 and fp4 for mxfp8 and nvfp4, or bfloat16 without matmuls of blocks."""
+        in_blocks = {"mxfp8": "fp8", "nvfp4": "fp4"}.get(compute)
+        return compute if in_blocks is None else in_blocks if self.peak_fp4 is not None else "bfloat16"
 
     def matmul_rate(self, compute: str) -> float:
         """Operations per second of large matmuls."""
-        return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul) * self.power
+        shares = {"fp8": self.matmul_fp8, "fp4": self.matmul_fp4}
+        return self.peak_of(compute) * shares.get(self.multiplied(compute), self.matmul) * self.power
 
     @property
     def memory_rate(self) -> float:
@@ -261,15 +272,15 @@ GPUS = {
         GPU(name="h100", description="NVIDIA H100 80GB HBM3", memory_gib=80, bandwidth=3.35e12, **_HOPPER),
         GPU(name="h200", description="NVIDIA H200", memory_gib=141, bandwidth=4.8e12, **_HOPPER),
         GPU(name="b200", description="NVIDIA B200", memory_gib=180, bandwidth=8e12, peak=2250e12, peak_fp8=4500e12,
-            network=50e9, watts=1000, **_BLACKWELL),
+            peak_fp4=9000e12, network=50e9, watts=1000, **_BLACKWELL),
         # The same chip with a higher power limit; NVLink-C2C to the host: 900 GB/s of two GPUs, both directions.
         GPU(name="gb200", description="NVIDIA GB200", memory_gib=186, bandwidth=8e12, peak=2450e12, peak_fp8=4900e12,
-            network=50e9, watts=1200, host=200e9, per_node=72, **_BLACKWELL),
-        # Blackwell Ultra: more memory, the same rates of bfloat16 and fp8, ConnectX-8.
+            peak_fp4=9800e12, network=50e9, watts=1200, host=200e9, per_node=72, **_BLACKWELL),
+        # Blackwell Ultra: more memory, the same rates of bfloat16 and fp8, a higher one of fp4, ConnectX-8.
         GPU(name="b300", description="NVIDIA B300 SXM6 AC", memory_gib=270, bandwidth=7.7e12, peak=2250e12,
-            peak_fp8=4500e12, network=100e9, watts=1100, **_ULTRA),
+            peak_fp8=4500e12, peak_fp4=13_500e12, network=100e9, watts=1100, **_ULTRA),
         GPU(name="gb300", description="NVIDIA GB300", memory_gib=279, bandwidth=8e12, peak=2500e12, peak_fp8=5000e12,
-            network=100e9, watts=1400, host=200e9, per_node=72, **_ULTRA),
+            peak_fp4=15_000e12, network=100e9, watts=1400, host=200e9, per_node=72, **_ULTRA),
         GPU(name="h20", description="NVIDIA H20", memory_gib=96, bandwidth=4e12, **_H20),
     )
 }  # fmt: skip

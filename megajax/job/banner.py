@@ -31,7 +31,8 @@ from megajax.models.facts import Facts, SectionFacts
 from megajax.models.memory import MemoryReport, SavedBytes
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
-from megajax.precision.config import PrecisionConfig
+from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
+from megajax.precision.recipes import kernel_of
 from megajax.training.program import Program
 from megajax.training.reference import Reference
 from megajax.training.scheduled_step import scheduling_gpu
@@ -205,7 +206,7 @@ def _training(program: Program, description: Description, kernels: Sequence[Choi
     rates = f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}"
     return [
         ("precision", dtypes),
-        *_fp8(precision, mixtures=bool(description.mixtures)),
+        *_matmuls(precision, program.mesh.devices.flat[0], mixtures=bool(description.mixtures)),
         *_kernels(cfg.model, cfg.parallel, program.summary.facts, kernels),
         *_recompute(program, description.saved),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
@@ -237,20 +238,28 @@ def _kernels(
     return rows + [reason for reason in why if gpu]
 
 
-def _fp8(precision: PrecisionConfig, *, mixtures: bool) -> list[tuple[str, str]]:
-    fp8 = precision.fp8
-    if fp8 is None:
+def _matmuls(precision: PrecisionConfig, device: jax.Device, *, mixtures: bool) -> list[tuple[str, str]]:
+    """The recipe, and what the device multiplies."""
+    recipe = precision.matmul
+    if recipe is None:
         return []
-    gradients = {"hybrid": "e5m2", "e4m3": "e4m3"}[fp8.format]
-    adding = "in reduced precision" if fp8.fast_accumulation else "in float32"
-    scales, delayed = "scales from each tensor", fp8.delayed
-    if delayed is not None:
-        last = delayed.history == 1 or delayed.algorithm == "most_recent"
-        scales = f"scales from the {'step' if last else f'{delayed.history} steps'} before"
-        scales += f", margin {delayed.margin} bits" * (delayed.margin != 0)
-    text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward pass accumulates {adding}"
-    # Grouped matmuls have no 8-bit recipe.
-    return [("8-bit matmuls", text + f"; experts multiply in {precision.compute}" * mixtures)]
+    text = f"layers, {recipe.label}"
+    if isinstance(recipe, Fp8DelayedConfig):
+        last = recipe.history == 1 or recipe.algorithm == "most_recent"
+        text += f" ({1 if last else recipe.history}), margin {recipe.margin} bits"
+    if isinstance(recipe, Fp8CurrentConfig | Fp8DelayedConfig):
+        adding = "in reduced precision" if recipe.fast_accumulation else "in float32"
+        text += f"; forward pass accumulates {adding}"
+    elif kernel_of(recipe, device) == "cudnn":
+        text += "; by cuDNN"
+    else:
+        float32 = getattr(recipe, "scales", "") == "float32"
+        reason = "scales are float32" if float32 else f"{device.device_kind} has no products of blocks"
+        text += f"; rounded, then multiplied in {'float32' if float32 else 'bfloat16'}, because {reason}"
+    ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
+    # Grouped matmuls have no recipe.
+    experts = f"; experts multiply in {precision.compute}" * mixtures
+    return [("matmuls", text + (ends or "") + experts)]
 
 
 def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> list[tuple[str, str]]:

@@ -55,7 +55,7 @@ def _saved_by_layers(
         tokens=tokens,
         width=width,
         residual_width=4 if section.residual == "float32" else width,
-        operand_width=None if program.cfg.precision.fp8 is None else 1,
+        operand_width=None if program.cfg.precision.matmul is None else program.cfg.precision.matmul.saved_bytes,
     )
     repeats = section.stack.repeats
     if program.pipeline is not None and len(section.stack.parts()) > 1:

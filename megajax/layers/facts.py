@@ -361,7 +361,7 @@ class Share:
     tensor: int = 1
     sequence: int = 1
     """Sequence shards of the residual stream: the size of `tensor` with sequence parallelism, else 1."""
-    operand_width: int | None = None
+    operand_width: float | None = None
     """Bytes per element of inputs that matmuls save in another dtype, as in fp8; None: the compute dtype."""
 
 

@@ -241,6 +241,10 @@ class Matrix(nnx.Module):
             return self.quantized.product(equation, x, self._stored())
         return multiply(equation, x, self[...], **{name: getattr(self, name)[...] for name in self.names})
 
+    def axes(self) -> LogicalAxes:
+        """Logical axes of the array for products."""
+        return self.array.axes[len(self.array.axes) - self.array[...].ndim :]
+
     def multiplied(self, values: Mapping[str, Array]) -> Array:
         """The array for products, from the values of `leaves`; float32 if it is quantized."""
         return values[""] if self.quantized is None else self.quantized.whole(values)

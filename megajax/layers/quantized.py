@@ -13,6 +13,7 @@ from megajax.mesh.layout import exact
 from megajax.mesh.rules import LogicalAxes
 from megajax.precision import fp8
 from megajax.precision.codebooks import DoubleScales, NormalFloat
+from megajax.precision.matmul import Letters
 from megajax.precision.quantization import Channels, Form, FourBits, Groups, Integers, largest, rounded
 
 ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
@@ -104,7 +105,7 @@ class Quantized:
         if self.balanced:
             x = x * _behind(x.ndim, leaves[FACTOR].astype(x.dtype))
         if self.activations:
-            return self._rounded_product((first, second, result), x, leaves)
+            return self._rounded_product(Letters(first, second, result), x, leaves)
         if not isinstance(self.form, Channels):
             return exact(equation, x, self._dequantized(leaves).astype(x.dtype))
         # Sums of integers may exceed 65504, the maximum of float16.
@@ -112,7 +113,7 @@ class Quantized:
         y = jnp.einsum(equation, x, leaves[ARRAY].astype(x.dtype), preferred_element_type=dtype)
         return (y * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)
 
-    def _rounded_product(self, letters: fp8.Letters, x: Array, leaves: Leaves) -> Array:
+    def _rounded_product(self, letters: Letters, x: Array, leaves: Leaves) -> Array:
         """Product of 8-bit values, inputs and matrix in e4m3; both scales are applied to the result."""
         if self.static:
             scale = leaves[AMAX] / largest(E4M3)

@@ -23,8 +23,11 @@ from megajax.mesh.zigzag_order import AXIS, UNSHARDED_ROWS, SequenceSharding
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
 """Logical axes of one array, or of each array of a tuple or a mapping; None where there is no array."""
 
+type LetterSharding = tuple[tuple[str, tuple[str, ...]], ...]
+"""Letters of an einsum equation with the free mesh axes over which their dimensions are sharded; others are not."""
+
 type Matmul = Callable[..., Array]
-"""A matmul recipe: (einsum equation, activation, weight) -> their product, in the activation's dtype.
+"""A matmul recipe: (einsum equation, activation, weight, sharding=) -> their product, in the activation's dtype.
 
 Hashable. The auxiliary arrays of the weight are passed as keyword arguments, by the names of `Layout.beside`.
 """
@@ -37,12 +40,16 @@ class Weight(Protocol):
         """The product of x and the weight by this recipe, or by the weight's own recipe, as for quantized weights."""
         ...
 
+    def axes(self) -> LogicalAxes:
+        """Logical axes of the array for products."""
+        ...
+
     def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
         """y, the product of x and the weight, plus the adapter's product if there is one. out: logical axes of y."""
         ...
 
 
-def exact(equation: str, x: Array, w: Array, **carried: Array) -> Array:
+def exact(equation: str, x: Array, w: Array, **carried: Any) -> Array:
     """einsum in x's dtype; ignores auxiliary arrays. The gradient of w is computed in w's dtype."""
     del carried
     return _product(in_order(equation), x, w)
@@ -86,10 +93,10 @@ class Layout:
 
     plan: Plan
     matmul: Matmul = exact
-    """The recipe of `dot`; precision.fp8 replaces it."""
+    """The recipe of `dot`; precision.matmul replaces it."""
     beside: Callable[[tuple[int, ...], LogicalAxes], Mapping[str, Observed]] = nothing
     """(shape, logical axes) of a weight -> its auxiliary arrays for the recipe, by name."""
-    fp8_layers: tuple[int, int] | None = None
+    recipe_layers: tuple[int, int] | None = None
     """Layers [first, end) that use the recipe; the others use einsum. None: all use it."""
     gathered: str | None = None
     """Dtype in which `gather` communicates weights; None: unchanged."""
@@ -104,21 +111,21 @@ class Layout:
 
     def plain(self) -> "Layout":
         """A copy that multiplies with plain einsum; the auxiliary arrays of weights stay."""
-        return replace(self, matmul=exact, fp8_layers=None)
+        return replace(self, matmul=exact, recipe_layers=None)
 
-    def fp8_or_plain(
-        self, layer: Array, in_fp8: Callable[..., Array], plain: Callable[..., Array]
+    def recipe_or_plain(
+        self, layer: Array, in_recipe: Callable[..., Array], plain: Callable[..., Array]
     ) -> Callable[..., Array]:
-        """in_fp8 for the layers in `fp8_layers`, plain for the others; the same on all devices of `tensor`."""
-        return lambda *inputs: jax.lax.cond(self.in_fp8(layer), in_fp8, plain, *inputs)
+        """in_recipe for the layers in `recipe_layers`, plain for the others; the same on all devices of `tensor`."""
+        return lambda *inputs: jax.lax.cond(self.in_recipe(layer), in_recipe, plain, *inputs)
 
     @overload
-    def in_fp8(self, layer: int) -> bool: ...
+    def in_recipe(self, layer: int) -> bool: ...
     @overload
-    def in_fp8(self, layer: Array) -> Array: ...
-    def in_fp8(self, layer: Array | int) -> Array | bool:
-        """Whether the layer is one of `fp8_layers`."""
-        first, end = self.fp8_layers or (0, 2**31 - 1)
+    def in_recipe(self, layer: Array) -> Array: ...
+    def in_recipe(self, layer: Array | int) -> Array | bool:
+        """Whether the layer is one of `recipe_layers`."""
+        first, end = self.recipe_layers or (0, 2**31 - 1)
         return (layer >= first) & (layer < end)
 
     def sequence_sharding(self) -> SequenceSharding:
@@ -165,7 +172,8 @@ class Layout:
         if isinstance(w, Array):
             y = self.matmul(equation, x, w)
         else:
-            y = w.adapted(w.product(self.matmul, equation, x), equation, x, *out)
+            multiply = partial(self.matmul, sharding=self._sharding(equation, w.axes(), out))
+            y = w.adapted(w.product(multiply, equation, x), equation, x, *out)
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)
@@ -231,6 +239,14 @@ class Layout:
     def _axes_in(self, sizes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
         """Mesh axes of these logical axes that have several devices according to `sizes`."""
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
+
+    def _sharding(self, equation: str, axes: LogicalAxes, out: Sequence[str | None]) -> LetterSharding:
+        """The free mesh axes over which the letters of a product are sharded."""
+        inputs, result = equation.split("->")
+        named = [*zip(result, ["seq" if name == "seq_residual" else name for name in out], strict=True)]
+        named += zip(inputs.split(",")[1], axes, strict=True)
+        over = {letter: self.free_axes(name) for letter, name in named if name is not None}
+        return tuple((letter, names) for letter, names in over.items() if names)
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
         def cast(x: Array, dtype: str | None) -> Array:

@@ -76,7 +76,7 @@ FP8 = (
         "keeps matmuls of the same input separate: merged, scaled weights would be multiplied in 16 bits",
     ),
 )
-"""In addition to GPU, for programs with precision.fp8."""
+"""In addition to GPU, for programs with precision.matmul."""
 
 PROFILE = "fdo_profile"
 """Compile option of jax, for all platforms: times of a program's instructions, by which XLA's scheduler orders them. A
@@ -158,7 +158,7 @@ class Defaults(NamedTuple):
     side_by_side: tuple[Option, ...] = ()
     """With batch.side_by_side above 1."""
     fp8: tuple[Option, ...] = ()
-    """With precision.fp8."""
+    """With precision.matmul."""
     deterministic: tuple[Option, ...] = ()
     """With xla.deterministic."""
     inference: tuple[Option, ...] = ()

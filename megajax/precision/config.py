@@ -74,43 +74,24 @@ MULTIPLE = 16
 """The sides of matrices in 8-bit matmuls must be multiples of this (cuBLAS, "8-bit floating point")."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DelayedScalingConfig:
-    """Delayed scaling: the scales of 8-bit tensors follow from their amax (largest magnitude) in previous steps.
-
-    Example: `mj.Fp8Config(delayed=mj.DelayedScalingConfig(history=16))`
-    """
-
-    history: int = 1
-    """Length of the amax history in steps."""
-    algorithm: Literal["most_recent", "max"] = "most_recent"
-    """Which amax is used: of the previous step, or the largest in the history."""
-    margin: int = 0
-    """Bits of headroom above the amax: scales are divided by 2^margin."""
-
-    def problems(self) -> list[Problem]:
-        problems = [] if self.history > 0 else [Problem("history", f"must be at least 1, got {self.history}")]
-        if not -64 <= self.margin <= 64:
-            problems.append(Problem("margin", f"must be between -64 and 64, got {self.margin}"))
-        return problems
+type Rate = Literal["fp8", "mxfp8", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Config(Builds):
-    """Matmuls of the layers in 8-bit floating point, with one scale per tensor.
+class RecipeConfig:
+    """What all recipes of the layers' matmuls have.
 
     Embeddings, the head with its loss, attention scores, norms and everything between matmuls stay as they are.
-
-    Example: `mj.PrecisionConfig(fp8=mj.Fp8Config(format="hybrid"))`
     """
 
-    target: ClassVar[str] = "megajax.precision.fp8:Fp8Matmul"
-    format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: activations and weights in e4m3, gradients in e5m2. e4m3: all, with more precision and less range."""
-    fast_accumulation: bool = True
-    """Allow forward matmuls on NVIDIA GPUs to accumulate in fewer bits than float32. Backward ones never do."""
-    delayed: DelayedScalingConfig | None = None
-    """Delayed scaling; none: the scale follows from the current values of the tensor."""
+    multiple: ClassVar[int] = MULTIPLE
+    """Sides of matrices, and tokens, are multiples of this."""
+    rate: ClassVar[Rate] = "fp8"
+    """Whose rate the products have on GPUs that multiply this format: see `megajax.compiled.gpus`."""
+    saved_bytes: ClassVar[float] = 1
+    """Of a number that is saved for the backward pass, with its share of the scales."""
+    label: ClassVar[str]
+    """For people."""
     first_layers: int = 0
     """Number of layers at the start of the stack that stay in bfloat16."""
     last_layers: int = 0
@@ -124,8 +105,109 @@ class Fp8Config(Builds):
         ]
 
     def layers(self, count: int) -> tuple[int, int] | None:
-        """Numbers [first, end) of the layers in 8 bits among `count`; None for all."""
+        """Numbers [first, end) of the layers with the recipe among `count`; None for all."""
         return (self.first_layers, count - self.last_layers) if self.first_layers or self.last_layers else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8CurrentConfig(RecipeConfig):
+    """fp8 with one scale per tensor, from its current amax (largest magnitude).
+
+    Example: `mj.PrecisionConfig(matmul=mj.Fp8CurrentConfig(format="hybrid"))`
+    """
+
+    label: ClassVar[str] = "fp8, scales from each tensor"
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: activations and weights in e4m3, gradients in e5m2. e4m3: all, with more precision and less range."""
+    fast_accumulation: bool = True
+    """Allow forward matmuls on NVIDIA GPUs to accumulate in fewer bits than float32. Backward ones never do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8DelayedConfig(RecipeConfig):
+    """fp8 with one scale per tensor, from its amax (largest magnitude) in previous steps.
+
+    Example: `mj.PrecisionConfig(matmul=mj.Fp8DelayedConfig(history=16))`
+    """
+
+    label: ClassVar[str] = "fp8, scales from previous steps"
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: activations and weights in e4m3, gradients in e5m2. e4m3: all, with more precision and less range."""
+    fast_accumulation: bool = True
+    """Allow forward matmuls on NVIDIA GPUs to accumulate in fewer bits than float32. Backward ones never do."""
+    history: int = 1
+    """Length of the amax history in steps."""
+    algorithm: Literal["most_recent", "max"] = "most_recent"
+    """Which amax is used: of the previous step, or the largest in the history."""
+    margin: int = 0
+    """Bits of headroom above the amax: scales are divided by 2^margin."""
+
+    def problems(self) -> list[Problem]:
+        problems = RecipeConfig.problems(self)
+        if self.history < 1:
+            problems.append(Problem("history", f"must be at least 1, got {self.history}"))
+        if not -64 <= self.margin <= 64:
+            problems.append(Problem("margin", f"must be between -64 and 64, got {self.margin}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8BlocksConfig(RecipeConfig):
+    """fp8 with a scale for each 128 numbers of activations and gradients, and each 128 x 128 of weights (DeepSeek-V3).
+
+    Example: `mj.PrecisionConfig(matmul=mj.Fp8BlocksConfig())`
+    """
+
+    multiple: ClassVar[int] = 32
+    saved_bytes: ClassVar[float] = 1 + 1 / 128
+    rate: ClassVar[Rate] = "mxfp8"
+    label: ClassVar[str] = "fp8 in blocks of 1 x 128, weights 128 x 128"
+    format: Literal["hybrid", "e4m3"] = "e4m3"
+    """e4m3: all tensors. hybrid: gradients in e5m2."""
+    scales: Literal["power_of_two", "float32"] = "power_of_two"
+    """power_of_two: rounded up; Blackwell multiplies them. float32: amax / 448; products are in float32, slowly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mxfp8Config(RecipeConfig):
+    """MXFP8: a scale for each 32 numbers, a power of two (OCP Microscaling formats, version 1.0).
+
+    Example: `mj.PrecisionConfig(matmul=mj.Mxfp8Config())`
+    """
+
+    multiple: ClassVar[int] = 32
+    rate: ClassVar[Rate] = "mxfp8"
+    saved_bytes: ClassVar[float] = 1 + 1 / 32
+    label: ClassVar[str] = "MXFP8, blocks of 32"
+    format: Literal["hybrid", "e4m3"] = "e4m3"
+    """e4m3: all tensors. hybrid: gradients in e5m2."""
+    rounding: Literal["floor", "ceil", "even", "up"] = "up"
+    """Of scales. floor: as in the specification, which clips the largest numbers of some blocks. ceil: one more, unless
+    amax is a power of two. even: one more, if amax rounds to the next one. up: one more, if it would be clipped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nvfp4Config(RecipeConfig):
+    """NVFP4: 4-bit numbers with a scale for each 16 of them, 16 x 16 of weights (NVIDIA 2025, "Pretraining Large
+    Language Models with NVFP4").
+
+    Example: `mj.PrecisionConfig(matmul=mj.Nvfp4Config(last_layers=4))`
+    """
+
+    rate: ClassVar[Rate] = "nvfp4"
+    saved_bytes: ClassVar[float] = 1 / 2 + 1 / 16
+    label: ClassVar[str] = "NVFP4, blocks of 16, weights 16 x 16"
+    first_layers: int = 1
+    """Number of layers at the start of the stack that stay in bfloat16."""
+    last_layers: int = 1
+    """Number of layers at its end that stay in bfloat16."""
+    hadamard: bool = True
+    """Mix each 16 tokens of both inputs of weights' gradients by a random Hadamard transform: outliers spread."""
+    stochastic: bool = True
+    """Round gradients stochastically, so that their mean is kept."""
+
+
+type MatmulConfig = Fp8CurrentConfig | Fp8DelayedConfig | Fp8BlocksConfig | Mxfp8Config | Nvfp4Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +227,8 @@ class PrecisionConfig:
     """Reduction of gradients over devices, once a step, or per layer with fsdp; none: the dtype of accumulation."""
     loss_scale: LossScaleConfig | None = None
     """Loss scaling; none: dynamic for float16, otherwise off."""
-    fp8: Fp8Config | None = None
-    """Matmuls of the layers in 8 bits; needs compute=bfloat16. none: matmuls in `compute`."""
+    matmul: MatmulConfig | None = None
+    """Recipe of the layers' matmuls in 8 or 4 bits; needs compute=bfloat16. none: matmuls in `compute`."""
 
     def problems(self) -> list[Problem]:
         problems = []
@@ -158,10 +240,9 @@ class PrecisionConfig:
                     "use gradients=float32, or compute=bfloat16",
                 )
             )
-        if self.fp8 is not None and self.compute != "bfloat16":
-            problems.append(
-                Problem("fp8", f"needs compute=bfloat16, got {self.compute}", "set compute=bfloat16, or fp8=none")
-            )
+        if self.matmul is not None and self.compute != "bfloat16":
+            hint = "set compute=bfloat16, or matmul=none"
+            problems.append(Problem("matmul", f"needs compute=bfloat16, got {self.compute}", hint))
         return problems
 
     def scale(self) -> LossScaleConfig:

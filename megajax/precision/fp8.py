@@ -1,4 +1,4 @@
-"""Matrix products in 8-bit floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
+"""Matrix products in fp8 with one scale per tensor (Micikevicius et al. 2022, "FP8 formats for deep learning").
 
 Operands are cast to e4m3 (4 bits of precision, largest 448), gradients to e5m2 (3 bits, largest 57344) or optionally
 e4m3. One scale per tensor maps its largest magnitude, taken from the tensor itself or from previous steps, to just
@@ -12,10 +12,9 @@ Delayed scaling takes scales from the largest magnitudes (amax) in previous step
 magnitudes, of x, w and the gradient of the result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,9 @@ from jax import Array, lax
 from megajax.config.errors import UserError
 from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Observed
-from megajax.precision.config import MULTIPLE, DelayedScalingConfig, Fp8Config
+from megajax.mesh.layout import LetterSharding
+from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
+from megajax.precision.matmul import Letters, Tensor, in_order
 
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
@@ -32,8 +33,6 @@ SMALLEST = 2.0**-100
 """Tensors with a smaller amax are scaled as if their amax were this, so that scales stay within float32."""
 _EXPONENT = 0x7F800000
 
-type Letters = tuple[str, str, str]
-"""Letters of an einsum equation: dimensions of x, of w, of the result."""
 STARTS = (32.0, 4.0, 32.0)
 """Initial amax of activations, weights and gradients of one token's loss, used until there is a history. Several times
 that of an untrained model: 8-bit floats have range to spare below, and larger values are clipped."""
@@ -43,7 +42,7 @@ that of an untrained model: 8-bit floats have range to spare below, and larger v
 class AmaxHistory:
     """Keeps the observed amax of the last steps: an updater, see megajax.mesh.layer_observations."""
 
-    cfg: DelayedScalingConfig
+    cfg: Fp8DelayedConfig
     token_share: float
     """Approximate weight of one token's loss in the differentiated loss."""
 
@@ -76,44 +75,41 @@ def _units(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Matmul:
-    """A recipe of a Layout: the forward product and both products of the backward pass in 8 bits. Hashable."""
+class PerTensor:
+    """Recipe of the matmuls with one scale per tensor. Hashable."""
 
-    cfg: Fp8Config
+    cfg: Fp8CurrentConfig | Fp8DelayedConfig
     history: AmaxHistory | None = None
     """With delayed scaling: the source of the amax for the scales."""
+    multiple: ClassVar[int] = MULTIPLE
 
-    def __call__(self, equation: str, x: Array, w: Array, amax: Array | None = None) -> Array:
-        """einsum of an activation and a weight, in x's dtype, accumulated in float32; w's gradient has w's dtype.
+    def operand(
+        self, tensor: Tensor, x: Array, term: str, letters: Letters, amax: Array | None, *, of_weight: bool = False
+    ) -> "Quantized":
+        """The same for all products. amax: that scales are computed for; None: of the tensors."""
+        del term, letters, of_weight
+        gradient = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
+        form = jnp.dtype(gradient if tensor == "dy" else jnp.float8_e4m3fn)
+        if amax is None:
+            return quantize(x, form)
+        return quantize(x, form, Scaling(amax[("x", "w", "dy").index(tensor)], getattr(self.cfg, "margin", 0)))
 
-        equation: "bsd,df->bsf" and the like; each letter is in two of the three terms, or in all.
-        Saved for the backward pass: x in 8 bits, its amax, and w itself. w is cast again, so that a pipeline, whose
-        stages hold the weights anyway, saves nothing of them.
-        amax: of x, w and the result's gradient that scales are computed for, float32 [3]; its cotangent is what they
-        were. None: scales are computed from the tensors.
+    def product(self, letters: Letters, a: "Quantized", b: "Quantized", dtype: jnp.dtype, *, forward: bool) -> Array:
+        fast = forward and self.cfg.fast_accumulation
+        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        return product(letters, a, b, dtype=dtype, precision=precision)
 
-        Raises UserError where a matrix of weights has sides that are not multiples of 16.
-        """
-        refuse_odd_sides(equation, x, w)
-        return _multiply(self, terms(equation), x, w, amax)
+    def on(self, sharding: LetterSharding | None) -> "PerTensor":
+        del sharding
+        return self
 
-    def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
-        """The auxiliary arrays of a weight: with delayed scaling, the amax of its products."""
-        del shape, axes
+    def observed(self, x: "Quantized", w: "Quantized", dy: "Quantized") -> Array:
+        return jnp.stack([x.amax, w.amax, dy.amax])
+
+    def beside(self) -> Mapping[str, Observed]:
         if self.history is None:
             return {}
         return {"amax": Observed(shape=(3,), axes=(None,), reduction="max", updater=self.history)}
-
-    def formats(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """The format of activations and weights, and that of gradients."""
-        gradients = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
-        return jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(gradients)
-
-    def scaling(self, amax: Array | None, tensor: Literal[0, 1, 2]) -> "Scaling":
-        """The scaling of x, w or the result's gradient; amax: as in `__call__`."""
-        if amax is None:
-            return ITS_OWN
-        return Scaling(amax[tensor], 0 if self.cfg.delayed is None else self.cfg.delayed.margin)
 
 
 class Scaling(NamedTuple):
@@ -137,65 +133,6 @@ class Quantized(NamedTuple):
     """float32 []: a power of two."""
     amax: Array
     """Largest magnitude of the tensor, float32 []."""
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(recipe: Fp8Matmul, letters: Letters, x: Array, w: Array, amax: Array | None) -> Array:
-    return _forward(recipe, letters, x, w, amax)[0]
-
-
-def _forward(recipe: Fp8Matmul, letters: Letters, x: Array, w: Array, amax: Array | None) -> tuple[Array, tuple]:
-    form, _ = recipe.formats()
-    small = quantize(x, form, recipe.scaling(amax, 0))
-    w_small = quantize(w.astype(x.dtype), form, recipe.scaling(amax, 1))
-    precision = lax.Precision.DEFAULT if recipe.cfg.fast_accumulation else lax.Precision.HIGHEST
-    y = product(letters, small, w_small, dtype=x.dtype, precision=precision)
-    return y, (small.values, small.amax, w, amax)
-
-
-def _backward(recipe: Fp8Matmul, letters: Letters, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None]:
-    (values, x_amax, w, amax), (first, second, out) = saved, letters
-    form, gradient_form = recipe.formats()
-    small = Quantized(values, scale_of(x_amax, form, recipe.scaling(amax, 0)), x_amax)
-    w_small = quantize(w.astype(dy.dtype), form, recipe.scaling(amax, 1))
-    dy_small = quantize(dy, gradient_form, recipe.scaling(amax, 2))
-    precision = lax.Precision.HIGHEST
-    dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=precision)
-    dw = product((first, out, second), small, dy_small, dtype=w.dtype, precision=precision)
-    return dx, dw, None if amax is None else jnp.stack([x_amax, w_small.amax, dy_small.amax])
-
-
-_multiply.defvjp(_forward, _backward)
-
-
-def terms(equation: str) -> Letters:
-    """ "bsd,df->bsf" -> ("bsd", "df", "bsf"). Raises ValueError if it is not a product of two tensors."""
-    inputs, arrow, out = equation.partition("->")
-    first, comma, second = inputs.partition(",")
-    letters = first, second, out
-    joined = "".join(letters)
-    repeated = any(len(set(term)) < len(term) for term in letters)
-    if not (arrow and comma) or repeated or any(joined.count(letter) < 2 for letter in joined):
-        raise ValueError(f"{equation!r} is not a product of two tensors")
-    return letters
-
-
-def refuse_odd_sides(equation: str, x: Array, w: Array) -> None:
-    """Raises UserError unless both sides of a weight matrix, contracted and output, are multiples of 16."""
-    first, second, out = terms(equation)
-    sizes = dict(zip(second, w.shape, strict=True))
-    sides = {"in": 1, "out": 1}
-    for letter, size in sizes.items():
-        if letter not in out:
-            sides["in"] *= size
-        elif letter not in first:
-            sides["out"] *= size
-    odd = [f"{size} {name}" for name, size in sides.items() if size % MULTIPLE]
-    if odd:
-        raise UserError(
-            f"precision.fp8: the product {equation} of {x.shape} and weights {w.shape} is {' and '.join(odd)}, and "
-            f"8-bit matmuls need multiples of {MULTIPLE}.\nChange the model's sizes, or set precision.fp8=none."
-        )
 
 
 def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized:
@@ -244,28 +181,20 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
 
     precision: on an NVIDIA GPU, DEFAULT lets the tensor cores accumulate in fewer bits than float32, HIGHEST does not.
     """
-    lhs, rhs, out = letters
-    shared = [letter for letter in lhs if letter in rhs and letter in out]
-    summed = [letter for letter in lhs if letter in rhs and letter not in out]
-    result = [*shared, *(n for n in lhs if n not in rhs), *(n for n in rhs if n not in lhs)]
 
     def scaled_back(small: Quantized) -> Array:
         return small.values.astype(dtype) * (1 / small.scale).astype(dtype)
 
-    def places(term: str, names: list[str]) -> tuple[int, ...]:
-        return tuple(term.index(name) for name in names)
-
-    y = lax.dot_general(
-        scaled_back(a),
-        scaled_back(b),
-        ((places(lhs, summed), places(rhs, summed)), (places(lhs, shared), places(rhs, shared))),
-        preferred_element_type=dtype,
-        precision=precision,
+    lhs, rhs, _ = letters
+    summed, shared = (
+        [[term.index(n) for n in names] for term in (lhs, rhs)] for names in (letters.summed(), letters.shared())
     )
-    return y if list(out) == result else y.transpose(places("".join(result), list(out)))
+    dimensions = (summed[0], summed[1]), (shared[0], shared[1])
+    y = lax.dot_general(scaled_back(a), scaled_back(b), dimensions, preferred_element_type=dtype, precision=precision)
+    return in_order(y, letters)
 
 
-def refuse_old(device: jax.Device, setting: str = "precision.fp8") -> None:
+def refuse_old(device: jax.Device, setting: str = "precision.matmul") -> None:
     """Raises UserError for a real or virtual GPU that cannot multiply 8-bit floats. CPUs do it slowly.
 
     setting: that asks for them, and may be none.
@@ -273,10 +202,15 @@ def refuse_old(device: jax.Device, setting: str = "precision.fp8") -> None:
     if device.platform == "cpu":
         return
     version = str(getattr(device, "compute_capability", ""))
-    capability = tuple(int(part) for part in version.split(".") if part.isdigit())
-    if capability < OLDEST:
+    if capability_of(device) < OLDEST:
         needed = ".".join(map(str, OLDEST))
         raise UserError(
             f"{setting}: {device.device_kind} has compute capability {version or 'unknown'}, and 8-bit matmuls "
             f"need {needed} or later (H100, B200).\nSet {setting}=none."
         )
+
+
+def capability_of(device: jax.Device) -> tuple[int, ...]:
+    """Compute capability of a real or virtual NVIDIA GPU, (9, 0) for an H100; () for other devices."""
+    version = str(getattr(device, "compute_capability", ""))
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

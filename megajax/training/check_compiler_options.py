@@ -46,7 +46,7 @@ def default_options(cfg: RunConfig, platform: str) -> list[Option]:
     if cfg.parallel.data_sharding == "fsdp" and cfg.parallel.pipeline == 1:
         options += defaults.fsdp
     options += defaults.side_by_side if cfg.batch.side_by_side > 1 else ()
-    options += defaults.fp8 if cfg.precision.fp8 is not None else ()
+    options += defaults.fp8 if cfg.precision.matmul is not None else ()
     options += defaults.deterministic if cfg.xla.deterministic else ()
     if (watchdog := cfg.resilience.watchdog) is not None:
         # Other processes may compile while this one is in its first step.

@@ -37,8 +37,9 @@ from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule, build
 from megajax.precision.config import PrecisionConfig
-from megajax.precision.fp8 import AmaxHistory, refuse_old
 from megajax.precision.loss_scale import LossScaler
+from megajax.precision.matmul import RoundedMatmul
+from megajax.precision.recipes import recipe_of
 from megajax.training.check_compiler_options import run_options
 from megajax.training.config import BatchConfig
 from megajax.training.elastic.batch_sizes import BatchSizes
@@ -344,13 +345,11 @@ def _layout(
         rows=SequenceSharding.of(parallel, causal=model.ignores_later_positions()),
         token_weight=1 / tokens,
     )
-    if precision.fp8 is None:
+    if precision.matmul is None:
         return layout
-    refuse_old(mesh.devices.flat[0])
-    fp8 = precision.fp8
-    history = None if fp8.delayed is None else AmaxHistory(fp8.delayed, token_share=layout.token_weight)
-    recipe = fp8.build(history)
-    return replace(layout, matmul=recipe, beside=recipe.beside, fp8_layers=fp8.layers(model.stack.layers()))
+    matmul = RoundedMatmul(recipe_of(precision.matmul, mesh.devices.flat[0], layout.token_weight))
+    layers = precision.matmul.layers(model.stack.layers())
+    return replace(layout, matmul=matmul, beside=matmul.beside, recipe_layers=layers)
 
 
 def _partition(parallel: ParallelConfig, model: ModelConfig) -> Partition:

@@ -24,7 +24,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ModelConfig
 from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig, score_limit
-from megajax.precision.config import MULTIPLE, PrecisionConfig
+from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 from megajax.training.check_row_balance import balance_problems
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -343,20 +343,21 @@ def _leaf_text(leaves: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({dtype})" for name, dtype in leaves.items()) or "nothing"
 
 
-def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Sides of the matrices on one device must be multiples of 16; those of latents are checked when traced."""
-    if cfg.precision.fp8 is not None and len({stack.layers() for stack in cfg.model.stacks().values()}) > 1:
+def _matmul(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """Sides of the matrices on one device, and tokens, must be multiples; those of latents are checked when traced."""
+    recipe = cfg.precision.matmul
+    if recipe is not None and len({stack.layers() for stack in cfg.model.stacks().values()}) > 1:
         counts = ", ".join(f"{name or 'stack'} {stack.layers()}" for name, stack in cfg.model.stacks().items())
         message = f"needs sections of equally many layers, and these differ: {counts}"
-        yield Problem("precision.fp8", message, "use none")
+        yield Problem("precision.matmul", message, "use none")
     model = facts_of(cfg.model)
-    if model is None or cfg.precision.fp8 is None or cfg.parallel.problems():
+    if model is None or recipe is None or cfg.parallel.problems():
         return
     tensor, context = cfg.parallel.tensor, cfg.parallel.context
-    first, last, layers = cfg.precision.fp8.first_layers, cfg.precision.fp8.last_layers, cfg.model.stack.layers()
+    first, last, layers = recipe.first_layers, recipe.last_layers, cfg.model.stack.layers()
     if first + last > layers:
         yield Problem(
-            "precision.fp8", f"first_layers={first} and last_layers={last} are more than the {layers} there are"
+            "precision.matmul", f"first_layers={first} and last_layers={last} are more than the {layers} there are"
         )
     sides = []
     for section in model.section_facts():
@@ -365,9 +366,9 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         place = section.path or "sequence_length"
         sides += [Side(place, f"{rows} over parallel.context={context} are", tokens)] * (not over)
     for side in (*sides, *model.matmul_sides(tensor)):
-        if side.size % MULTIPLE:
-            message = f"{side.text} {side.size}, but 8-bit matmuls need a multiple of {MULTIPLE}"
-            yield Problem(f"model.{side.setting}", message, "or set precision.fp8=none")
+        if side.size % recipe.multiple:
+            message = f"{side.text} {side.size}, but precision.matmul needs a multiple of {recipe.multiple}"
+            yield Problem(f"model.{side.setting}", message, "or set precision.matmul=none")
 
 
 def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -416,6 +417,6 @@ _CHECKS: tuple[Check, ...] = (
     _side_by_side,
     _pipeline,
     _schedule,
-    _fp8,
+    _matmul,
     _quantized,
 )

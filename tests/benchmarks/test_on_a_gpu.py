@@ -65,7 +65,7 @@ def test_the_train_step_agrees_with_float32_on_a_cpu(compute: str) -> None:
 
 @pytest.mark.slow
 def test_matmuls_in_8_bits_run_in_8_bits() -> None:
-    actual, expected = trained(None, BFLOAT16, "precision.fp8=Fp8"), trained(None, BFLOAT16)
+    actual, expected = trained(None, BFLOAT16, "precision.matmul=Fp8Current"), trained(None, BFLOAT16)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=0, atol=5e-2)
     assert EIGHT_BITS[platform()] in actual.bench.compiled.as_text()
 

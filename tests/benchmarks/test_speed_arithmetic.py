@@ -39,7 +39,7 @@ def test_devices_share_the_tokens() -> None:
 
 
 def test_eight_bits_have_two_peaks() -> None:
-    cfg = load("bench.py:llama_1b", "precision.fp8=Fp8")
+    cfg = load("bench.py:llama_1b", "precision.matmul=Fp8Current")
     actual = train_speed.speeds(cfg, 1, roof_of(H200, "gpu"), Spread(1.0, 1.0, 1.0, 1), 131_072)
     assert actual["mfu_of_fp8_peak"]["full"] == pytest.approx(actual["mfu"]["full"] / 2)
     assert (actual["peak_bf16_tflops"], actual["peak_fp8_tflops"]) == (989, 1978)

@@ -8,7 +8,7 @@ from tiny_runs import llama
 
 from megajax.command_line.parser import parse
 from megajax.config.errors import Problem, UserError
-from megajax.job.banner import _experts, _fp8
+from megajax.job.banner import _experts, _matmuls
 from megajax.job.description import mixtures_of
 from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -16,7 +16,7 @@ from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig,
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.facts import block_facts
-from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
 
 EXPERT = GatedMLPConfig(ffn=6)
 
@@ -157,11 +157,12 @@ def test_the_banner_has_a_line_about_experts(experts):
     mesh = build_mesh(parallel, jax.devices()[:4])
     section = model.section_facts()[0]
     mixtures = mixtures_of(block_facts(section, section.stack.pattern, "bfloat16"), 16)
+    fp8, device = PrecisionConfig(matmul=Fp8CurrentConfig()), jax.devices()[0]
     lines = [text for _, text in _experts(parallel, mesh, mixtures, known=True)]
     if experts:
         assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
         assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
-        assert _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=True)[0][1].endswith("; experts multiply in bfloat16")
+        assert _matmuls(fp8, device, mixtures=True)[0][1].endswith("; experts multiply in bfloat16")
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
-        assert "experts" not in _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=False)[0][1]
+        assert "experts" not in _matmuls(fp8, device, mixtures=False)[0][1]

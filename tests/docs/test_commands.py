@@ -49,7 +49,7 @@ LEFT_OUT = {
     "gpu_check.sh": "takes half an hour; tests/benchmarks/test_gpu_check.py runs its parts",
     "--config=bench.py": "needs a GPU",
     "megajax.launch -- ": "needs a GPU; tests/launcher starts a process for each of a folder of device files",
-    "--config=llama3.py --precision.fp8=Fp8 --": "needs a GPU",
+    "--config=llama3.py --precision.matmul=Fp8Current --": "needs a GPU",
     "--config=own.py\n": "takes hours on a CPU; the page tries own.py:debug",
     "FILE.xplane": "needs a profile; tests/metrics reads one",
     "source .venv": "the tests run in that environment",

@@ -15,11 +15,11 @@ from megajax.job.start.resume import Resume
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.optim.config import ScheduleConfig
-from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
+from megajax.precision.config import Fp8DelayedConfig, PrecisionConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
-DELAYED = PrecisionConfig(fp8=Fp8Config(delayed=DelayedScalingConfig(history=3, algorithm="max")))
+DELAYED = PrecisionConfig(matmul=Fp8DelayedConfig(history=3, algorithm="max"))
 STACK = "stack.blocks.0.mlp.up.amax.max"
 
 

@@ -17,9 +17,11 @@ from megajax.mesh.layer_observations import accumulated
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.presets.llama import llama3
-from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
-from megajax.precision.fp8 import STARTS, AmaxHistory, Fp8Matmul, quantize, refuse_old, terms
+from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
+from megajax.precision.fp8 import STARTS, AmaxHistory, PerTensor, quantize, refuse_old
+from megajax.precision.matmul import RoundedMatmul, terms
 
+CURRENT = RoundedMatmul(PerTensor(Fp8CurrentConfig()))
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 FORMS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 CASES = {
@@ -55,7 +57,7 @@ def draw(shape: tuple[int, ...], scale: float, seed: int) -> jax.Array:
 def test_forward_and_both_gradients_are_products_of_8_bit_numbers(equation: str, form: str) -> None:
     shapes, (first, second, out) = CASES[equation], terms(equation)
     x, w = draw(shapes[0], 3.0, 0), draw(shapes[1], 0.02, 1)
-    multiply = Fp8Matmul(Fp8Config(format=form))
+    multiply = RoundedMatmul(PerTensor(Fp8CurrentConfig(format=form)))
     y, pull = jax.vjp(lambda x, w: multiply(equation, x, w), x, w)
     dy = draw(y.shape, 1e-5, 2)
     dx, dw = pull(dy)
@@ -73,8 +75,7 @@ def test_forward_and_both_gradients_are_products_of_8_bit_numbers(equation: str,
 
 def test_bfloat16_in_and_out() -> None:
     x, w = (draw(shape, 1.0, seed).astype(jnp.bfloat16) for seed, shape in enumerate(CASES["bsd,df->bsf"]))
-    multiply = Fp8Matmul(Fp8Config())
-    y, pull = jax.vjp(jax.jit(lambda x, w: multiply("bsd,df->bsf", x, w)), x, w)
+    y, pull = jax.vjp(jax.jit(lambda x, w: CURRENT("bsd,df->bsf", x, w)), x, w)
     dx, dw = pull(y)
     assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
     small = [rounded(np.asarray(a.astype(jnp.float32)), "e4m3") for a in (x, w)]
@@ -84,8 +85,7 @@ def test_bfloat16_in_and_out() -> None:
 
 def test_the_input_in_8_bits_and_the_weight_are_saved_for_the_backward_pass() -> None:
     x, w = (jnp.ones(shape, jnp.bfloat16) for shape in CASES["bsd,df->bsf"])
-    multiply = Fp8Matmul(Fp8Config())
-    _, pull = jax.vjp(lambda w, x: multiply("bsd,df->bsf", x, w), w, x)
+    _, pull = jax.vjp(lambda w, x: CURRENT("bsd,df->bsf", x, w), w, x)
     assert any(leaf is w for leaf in jax.tree.leaves(pull)), "not a copy: a pipeline leaves the weights out"
     residuals = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(pull) if leaf is not w}
     assert residuals == {(x.shape, "float8_e4m3fn"), ((), "float32")}
@@ -125,9 +125,8 @@ def test_another_scale_gives_the_same_numbers() -> None:
 
 
 def test_zeros_stay_zeros() -> None:
-    multiply = Fp8Matmul(Fp8Config())
     x, w = jnp.zeros((16, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)
-    y, pull = jax.vjp(lambda x, w: multiply("bd,df->bf", x, w), x, w)
+    y, pull = jax.vjp(lambda x, w: CURRENT("bd,df->bf", x, w), x, w)
     assert not np.asarray(y).any() and not any(np.asarray(g).any() for g in pull(jnp.zeros_like(y)))
 
 
@@ -137,8 +136,7 @@ def test_nonfinite_values_propagate(value: float, place: str) -> None:
     arrays = {name: np.ones((16, 16), np.float32) for name in ("x", "w", "dy")}
     arrays[place][3, 5] = value
     x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in arrays.values())
-    multiply = Fp8Matmul(Fp8Config())
-    y, pull = jax.vjp(lambda x, w: multiply("bd,df->bf", x, w), x, w)
+    y, pull = jax.vjp(lambda x, w: CURRENT("bd,df->bf", x, w), x, w)
     dx, dw = pull(dy)
     # dx is computed from w and dy, dw from x and dy: each result of such a tensor is NaN.
     assert np.isnan(np.asarray(y, np.float32)).all() == (place != "dy")
@@ -149,8 +147,8 @@ def test_nonfinite_values_propagate(value: float, place: str) -> None:
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])
 def test_four_steps_equal_those_of_numpy(algorithm: str) -> None:
     """History 2; magnitudes fall and rise so that the two algorithms differ and some values are clipped."""
-    cfg = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm=algorithm, margin=1))
-    history, multiply = AmaxHistory(cfg.delayed, token_share=0.5), Fp8Matmul(cfg)
+    cfg = Fp8DelayedConfig(history=2, algorithm=algorithm, margin=1)
+    history, multiply = AmaxHistory(cfg, token_share=0.5), RoundedMatmul(PerTensor(cfg))
     state, scale = jnp.zeros((3, 2)), jnp.float32(8)
     past: list[np.ndarray] = []
     rng, clipped = np.random.default_rng(0), 0
@@ -183,12 +181,12 @@ def test_four_steps_equal_those_of_numpy(algorithm: str) -> None:
 
 
 def test_values_outside_the_step_are_not_recorded_and_infinities_are_visible() -> None:
-    history = AmaxHistory(DelayedScalingConfig(history=3), token_share=1.0)
+    history = AmaxHistory(Fp8DelayedConfig(history=3), token_share=1.0)
     state = jnp.arange(1.0, 10).reshape(3, 3)
     actual = history.updated(state, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
     np.testing.assert_array_equal(actual, [[5, 1, 2], [4, 5, 6], [3, 7, 8]])
     x = jnp.ones((2, 16, 32)).at[0, 0, 0].set(jnp.inf)
-    y = Fp8Matmul(Fp8Config())("bsd,df->bsf", x, jnp.ones((32, 48)), jnp.ones(3))
+    y = CURRENT("bsd,df->bsf", x, jnp.ones((32, 48)), jnp.ones(3))
     assert np.isnan(y[0, 0]).all() and np.isfinite(y[1]).all()
     total = accumulated("0.mlp.up.amax.max", jnp.array([1.0, 4.0, 1.0]), jnp.array([2.0, 3.0, jnp.nan]))
     np.testing.assert_array_equal(total, [2, 4, np.nan])
@@ -199,12 +197,10 @@ def test_a_layout_multiplies_by_its_recipe() -> None:
     plan = Plan.of(ParallelConfig())
     x, w = draw((1, 16, 32), 1.0, 0), draw((32, 16), 1.0, 1)
     axes = ("batch", "seq", "mlp")
-    plain, small = (
-        layout.dot("bsd,df->bsf", x, w, *axes) for layout in (Layout(plan), Layout(plan, Fp8Config().build()))
-    )
+    plain, small = (layout.dot("bsd,df->bsf", x, w, *axes) for layout in (Layout(plan), Layout(plan, CURRENT)))
     np.testing.assert_array_equal(plain, jnp.einsum("bsd,df->bsf", x, w))
     assert np.abs(plain - small).max() > 1e-3
-    assert hash(Layout(plan, Fp8Config().build())) == hash(Layout(plan, Fp8Config().build()))
+    assert hash(Layout(plan, CURRENT)) == hash(Layout(plan, CURRENT))
 
 
 @pytest.mark.parametrize("equation", ["bsd,df->bs", "bsd->bd", "bsd,df", "bdd,df->bf", "bd,df,fg->bg"])
@@ -217,7 +213,7 @@ def test_matrices_with_odd_sides_are_refused_by_name() -> None:
     with pytest.raises(
         UserError, match=r"bsd,df->bsf of \(1, 16, 32\) and weights \(32, 40\) is 40 out, .*multiples of 16"
     ):
-        Fp8Matmul(Fp8Config())("bsd,df->bsf", jnp.ones((1, 16, 32)), jnp.ones((32, 40)))
+        CURRENT("bsd,df->bsf", jnp.ones((1, 16, 32)), jnp.ones((32, 40)))
 
 
 class Device:
@@ -233,7 +229,7 @@ class Device:
 def test_GPUs_without_8_bit_floats_are_refused(capability: str | None) -> None:
     device: Any = Device("gpu", capability)
     with pytest.raises(
-        UserError, match=rf"(?s)NVIDIA A100 has compute capability {capability or 'unknown'}.*precision.fp8=none"
+        UserError, match=rf"(?s)NVIDIA A100 has compute capability {capability or 'unknown'}.*precision.matmul=none"
     ):
         refuse_old(device)
 
@@ -257,17 +253,17 @@ def test_GPUs_without_8_bit_matmuls_are_refused_for_quantized_activations() -> N
 
 REFUSED = {
     "ends": (
-        ["--precision.fp8.first_layers=3", "--precision.fp8.last_layers=2"],
+        ["--precision.matmul.first_layers=3", "--precision.matmul.last_layers=2"],
         "first_layers=3 and last_layers=2 are more than the 4 there are",
     ),
-    "no ends": (["--precision.fp8.last_layers=-1"], "precision.fp8.last_layers: must not be negative, got -1"),
-    "dtype": (["--precision.compute=float32"], "precision.fp8: needs compute=bfloat16, got float32"),
-    "format": (["--precision.fp8.format=e3m4"], "precision.fp8.format: expected one of hybrid, e4m3, got 'e3m4'"),
+    "no ends": (["--precision.matmul.last_layers=-1"], "precision.matmul.last_layers: must not be negative, got -1"),
+    "dtype": (["--precision.compute=float32"], "precision.matmul: needs compute=bfloat16, got float32"),
+    "format": (["--precision.matmul.format=e3m4"], "precision.matmul.format: expected one of hybrid, e4m3, got 'e3m4'"),
     "tokens": (
         ["--model.sequence_length=24"],
-        "rows of 24 over parallel.context=1 are 24, but 8-bit matmuls need a multiple of 16",
+        "rows of 24 over parallel.context=1 are 24, but precision.matmul needs a multiple of 16",
     ),
-    "hidden": (["--model.hidden=72"], "model.hidden: is 72, but 8-bit matmuls need a multiple of 16"),
+    "hidden": (["--model.hidden=72"], "model.hidden: is 72, but precision.matmul needs a multiple of 16"),
     "ffn": (
         ["--parallel.tensor=2", "--model.stack.pattern.0.mlp.ffn=176"],
         "176 over parallel.tensor=2 is 88, but",
@@ -283,20 +279,19 @@ REFUSED = {
 def test_settings_that_exclude_each_other(case: str) -> None:
     overrides, message = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
-        load("llama3.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=hybrid", *overrides)
+        load("llama3.py:debug", "--precision.compute=bfloat16", "--precision.matmul=Fp8Current", *overrides)
     assert message in str(caught.value)
 
 
 def test_sides_of_experts_may_be_any_number() -> None:
     """They multiply in the compute dtype. The matrices that all tokens pass do not."""
-    fp8, mlp = ("--precision.compute=bfloat16", "--precision.fp8=Fp8"), "--model.stack.pattern.0.mlp"
+    fp8, mlp = ("--precision.compute=bfloat16", "--precision.matmul=Fp8Current"), "--model.stack.pattern.0.mlp"
     load("mixtral.py:debug", *fp8, f"{mlp}.expert.ffn=24")
-    with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, but 8-bit matmuls need a multiple of 16"):
+    with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, but precision.matmul needs a multiple of 16"):
         load("mixtral.py:debug", *fp8, f"{mlp}.latent=24")
 
 
 def test_fp8_is_off_by_default() -> None:
-    assert PrecisionConfig().fp8 is None
-    assert load(
-        "llama3.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=e4m3"
-    ).precision.fp8 == Fp8Config(format="e4m3")
+    assert PrecisionConfig().matmul is None
+    settings = "--precision.compute=bfloat16", "--precision.matmul=Fp8Current", "--precision.matmul.format=e4m3"
+    assert load("llama3.py:debug", *settings).precision.matmul == Fp8CurrentConfig(format="e4m3")

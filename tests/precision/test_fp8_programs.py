@@ -21,7 +21,7 @@ from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla_options import GPU, INFERENCE
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
-from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
+from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
 from megajax.training.run_config import RunConfig
 
 LLAMA, GPT = 7, 6
@@ -30,7 +30,7 @@ OPERANDS = {"f8e4m3fn", "f8e5m2"}
 pytestmark = pytest.mark.aot
 
 
-def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunConfig:
+def wide(family: str, parallel: ParallelConfig, fp8: Fp8CurrentConfig | None) -> RunConfig:
     """Sizes at which 8 bits pay, two layers and two microbatches a stage."""
     cfg = load({"llama": "llama3.py:debug", "gpt": "gpt3.py:gpt3_175b_debug"}[family])
     (block,) = cfg.model.stack.pattern
@@ -41,14 +41,14 @@ def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunCon
     return cfg.but(
         model=replace(cfg.model, hidden=1024, sequence_length=2048, stack=stack),
         parallel=parallel,
-        precision=PrecisionConfig(fp8=fp8),
+        precision=PrecisionConfig(matmul=fp8),
         xla=replace(cfg.xla, schedule="default"),  # one compilation
         batch=replace(cfg.batch, global_size=2 * 2 * parallel.pipeline, micro_size=1),
     )
 
 
 @cache
-def compiled(family: str, gpus: str, fp8: Fp8Config | None, parallel: ParallelConfig) -> TrainPlan:
+def compiled(family: str, gpus: str, fp8: Fp8CurrentConfig | None, parallel: ParallelConfig) -> TrainPlan:
     """The train step for virtual GPUs."""
     cluster, _ = read_cluster(gpus)
     assert cluster is not None
@@ -89,8 +89,8 @@ def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
     return counts
 
 
-HYBRID = Fp8Config()
-DELAYED = Fp8Config(delayed=DelayedScalingConfig(history=16, algorithm="max"))
+HYBRID = Fp8CurrentConfig()
+DELAYED = Fp8DelayedConfig(history=16, algorithm="max")
 FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", "HIGHEST")
 
 
@@ -107,7 +107,7 @@ def test_every_matmul_of_a_layer_is_in_8_bits() -> None:
 
 @pytest.mark.slow
 def test_16_bit_layers_are_chosen_without_a_branch_and_e4m3_accumulates_in_float32() -> None:
-    fp8 = Fp8Config(format="e4m3", fast_accumulation=False, first_layers=1)
+    fp8 = Fp8CurrentConfig(format="e4m3", fast_accumulation=False, first_layers=1)
     plan = compiled("llama", "h100:1", fp8, ParallelConfig(data=1))
     assert in_8_bits(plan) == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
     assert len(uncast_products(plan)) == 3 + 3 * LLAMA
@@ -133,7 +133,7 @@ def test_tensor_parallelism_moves_the_bytes_of_16_bits_and_a_few_amax() -> None:
     ("fp8", "parallel"),
     [(HYBRID, ParallelConfig(data=2, data_sharding="fsdp")), (DELAYED, ParallelConfig(data=1, pipeline=2))],
 )
-def test_other_layouts(fp8: Fp8Config, parallel: ParallelConfig) -> None:
+def test_other_layouts(fp8: Fp8CurrentConfig, parallel: ParallelConfig) -> None:
     plan = compiled("llama", "h100:2", fp8, parallel)
     actual = in_8_bits(plan)
     assert set(actual) == {FORWARD, BACKWARD}

@@ -21,7 +21,7 @@ from megajax.job.start.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.pipeline.partition import Partition
-from megajax.precision.config import DelayedScalingConfig, Fp8Config
+from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.training.guarded.step import StepControl
 from megajax.training.state import TrainState
 from megajax.training.step_report import GuardLimits
@@ -36,7 +36,7 @@ ROUNDED = MappingProxyType({**QUICK, "xla_allow_excess_precision": False})
 MICROBATCHES, STEPS = 6, 20
 APART = 1e-2
 """Of losses around 5.6 on 384 tokens; the largest observed difference was 5.3e-3."""
-CURRENT, DELAYED = Fp8Config(), Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm="max"))
+CURRENT, DELAYED = Fp8CurrentConfig(), Fp8DelayedConfig(history=2, algorithm="max")
 
 
 class Compiled(NamedTuple):
@@ -45,20 +45,19 @@ class Compiled(NamedTuple):
 
 
 @cache
-def prepared(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2) -> Program:
+def prepared(parallel: ParallelConfig, fp8: Fp8CurrentConfig | None, repeats: int = 2) -> Program:
     """Not compiled."""
     microbatches = MICROBATCHES // parallel.data_size(2)
     program = build_program(wide(repeats), parallel, microbatches=microbatches, compute="bfloat16", isolated=False)
-    cfg = program.cfg.but(
-        precision=replace(program.cfg.precision, fp8=fp8), schedule=replace(program.cfg.schedule, lr=1e-3), steps=STEPS
-    )
+    precision, schedule = replace(program.cfg.precision, matmul=fp8), replace(program.cfg.schedule, lr=1e-3)
+    cfg = program.cfg.but(precision=precision, schedule=schedule, steps=STEPS)
     assert not cfg.problems(8)
     return Program.of(cfg, build_mesh(parallel))
 
 
 @cache
 def compiled(
-    parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, controlled: bool = False
+    parallel: ParallelConfig, fp8: Fp8CurrentConfig | None, repeats: int = 2, *, controlled: bool = False
 ) -> Compiled:
     """A train step that takes a StepControl if `controlled`."""
     program = prepared(parallel, fp8, repeats)
@@ -80,14 +79,14 @@ def run(compiled_step: Compiled, state: TrainState, numbers: range, *more: Any) 
 
 
 @cache
-def losses(parallel: ParallelConfig, fp8: Fp8Config | None, steps: int = STEPS) -> np.ndarray:
+def losses(parallel: ParallelConfig, fp8: Fp8CurrentConfig | None, steps: int = STEPS) -> np.ndarray:
     step = compiled(parallel, fp8)
     return np.array(run(step, start(step.program), range(steps))[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fp8", [CURRENT, Fp8Config(format="e4m3"), DELAYED], ids=["current", "e4m3", "delayed"])
-def test_twenty_steps_beside_bfloat16(fp8: Fp8Config) -> None:
+@pytest.mark.parametrize("fp8", [CURRENT, Fp8CurrentConfig(format="e4m3"), DELAYED], ids=["current", "e4m3", "delayed"])
+def test_twenty_steps_beside_bfloat16(fp8: Fp8CurrentConfig) -> None:
     assert 0 < np.abs(losses(ONE, fp8) - losses(ONE, None)).max() < APART
 
 
@@ -100,14 +99,17 @@ def test_twenty_steps_beside_bfloat16(fp8: Fp8Config) -> None:
         (EVERYTHING, DELAYED),
     ],
 )
-def test_twenty_steps_on_other_layouts(parallel: ParallelConfig, fp8: Fp8Config) -> None:
+def test_twenty_steps_on_other_layouts(parallel: ParallelConfig, fp8: Fp8CurrentConfig) -> None:
     assert np.abs(losses(parallel, fp8) - losses(ONE, fp8)).max() < APART
 
 
 @pytest.mark.slow
 def test_layers_at_both_ends_stay_in_16_bits() -> None:
     """With two layers, both ends are all layers: the same as without fp8. A pipeline chooses by a branch."""
-    actual, half = losses(PIPELINE, Fp8Config(first_layers=1, last_layers=1), 3), Fp8Config(first_layers=1)
+    actual, half = (
+        losses(PIPELINE, Fp8CurrentConfig(first_layers=1, last_layers=1), 3),
+        Fp8CurrentConfig(first_layers=1),
+    )
     np.testing.assert_allclose(actual, losses(ONE, None)[:3], rtol=2e-4)
     assert np.abs(losses(PIPELINE, half, 3) - actual).max() > 5e-4
     # Scales of parts of a batch differ, the 8-bit numbers do not: powers of two.
@@ -126,7 +128,7 @@ def test_without_a_pipeline_layers_at_both_ends_are_spans_of_their_own(recompute
     """Their numbers are known, so no branch decides: a GPU may wait for the host at each."""
     model = replace(wide(), stack=replace(wide().stack, repeats=4), **({"recompute": "full"} | recomputed))
     program = build_program(model, ONE, microbatches=1, compute="bfloat16", isolated=False)
-    precision = replace(program.cfg.precision, fp8=Fp8Config(first_layers=1, last_layers=1))
+    precision = replace(program.cfg.precision, matmul=Fp8CurrentConfig(first_layers=1, last_layers=1))
     program = Program.of(program.cfg.but(precision=precision), program.mesh)
     stack = program.abstract.stack
     assert [span.units for span in stack.spans()] == units
@@ -218,6 +220,6 @@ def test_rows_follow_their_layers_to_another_pipeline() -> None:
 @pytest.mark.parametrize(("settings", "message"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
 def test_refusals(settings: dict[str, int], message: str) -> None:
     cfg = prepared(ONE, DELAYED).cfg
-    fp8 = Fp8Config(delayed=DelayedScalingConfig(**settings))
+    fp8 = Fp8DelayedConfig(**settings)
     with pytest.raises(ConfigError, match=message):
-        check(cfg.but(precision=replace(cfg.precision, fp8=fp8)), 8)
+        check(cfg.but(precision=replace(cfg.precision, matmul=fp8)), 8)

@@ -26,7 +26,7 @@ from megajax.mesh.xla_options import (
     options_for_once,
     termination,
 )
-from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
 from megajax.training.check_compiler_options import accepted_options, default_options, refusal, run_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -110,7 +110,7 @@ def test_options_follow_from_the_config_and_the_platform():
     assert names(cfg.but(parallel=ParallelConfig(**fsdp, pipeline=2)), "gpu") == always
     exact = run_config(xla=XlaConfig(deterministic=True))
     assert names(exact, "gpu") == always | {option.name for option in DETERMINISTIC}
-    fp8 = run_config(precision=PrecisionConfig(fp8=Fp8Config()))
+    fp8 = run_config(precision=PrecisionConfig(matmul=Fp8CurrentConfig()))
     assert names(fp8, "gpu") == always | {option.name for option in FP8}
 
 

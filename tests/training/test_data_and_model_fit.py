@@ -33,6 +33,6 @@ def test_the_message_names_both_sides(settings: str) -> None:
 def test_sections_of_different_depth_refuse_fp8() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"precision.fp8: needs sections of equally many layers, and these differ: encoder 4, stack 2",
+        match=r"precision.matmul: needs sections of equally many layers, and these differ: encoder 4, stack 2",
     ):
-        load("t5.py:debug", "precision.fp8.type=Fp8", "precision.compute=bfloat16", "model.encoder.repeats=4")
+        load("t5.py:debug", "precision.matmul.type=Fp8Current", "precision.compute=bfloat16", "model.encoder.repeats=4")

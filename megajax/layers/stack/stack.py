@@ -37,7 +37,7 @@ from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.recompute import Recomputing, SavePolicy
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.layers.stack.spans import Segment, Span, Unit
-from megajax.layers.stack.unit import Fp8Layers, unit_of
+from megajax.layers.stack.unit import RecipeLayers, unit_of
 
 BLOCKS = "blocks."
 """Path prefix of the weights with a leading `layer` dimension; the other weights are shared by all layers."""
@@ -153,22 +153,22 @@ class Stack(nnx.Module):
             if count % group:
                 raise ValueError(f"{count} repeats are no multiple of the {group} of a checkpoint")
             recipes = [
-                self._fp8_layers(segment, start, group) if numbered else None
+                self._recipe_layers(segment, start, group) if numbered else None
                 for start in range(begin, begin + count, group)
             ]
-            for fp8_layers, alike in groupby(recipes):
+            for recipe_layers, alike in groupby(recipes):
                 units = len(list(alike))
                 unroll = units if self.unroll is None else min(units, -(-self.unroll // (group * pattern)))
-                unit = self.unit(segment.blocks, policy, group, fp8_layers)
+                unit = self.unit(segment.blocks, policy, group, recipe_layers)
                 layer = segment.layer + begin * pattern if numbered else None
                 yield Span(units, group, unit, unroll, segment.places(begin, group), layer, units)
                 begin += units * group
 
     def unit(
-        self, blocks: tuple[int, ...], policy: SavePolicy, repeats: int = 1, fp8_layers: Fp8Layers | None = None
+        self, blocks: tuple[int, ...], policy: SavePolicy, repeats: int = 1, recipe_layers: RecipeLayers | None = None
     ) -> Unit:
         """`repeats` repeats of a pattern as one function under the save policy."""
-        return unit_of([self.blocks[block] for block in blocks], self.layout, policy, repeats, fp8_layers)
+        return unit_of([self.blocks[block] for block in blocks], self.layout, policy, repeats, recipe_layers)
 
     def in_order(self) -> Params:
         """The stacked weights by path in `blocks`, with rows in the order of the layers."""
@@ -178,13 +178,13 @@ class Stack(nnx.Module):
         """The weights that all layers share, by path in the stack."""
         return {} if self.relative is None else {"relative.table": self.relative.table[...]}
 
-    def _fp8_layers(self, segment: Segment, start: int, repeats: int) -> Fp8Layers | None:
+    def _recipe_layers(self, segment: Segment, start: int, repeats: int) -> RecipeLayers | None:
         """The 8-bit layers of the repeats from `start`; None if all layers of the model are alike."""
-        if self.layout.fp8_layers is None:
+        if self.layout.recipe_layers is None:
             return None
         pattern = len(segment.blocks)
         layers = [segment.layer + repeat * pattern for repeat in range(start, start + repeats)]
-        return tuple(tuple(self.layout.in_fp8(layer + place) for place in range(pattern)) for layer in layers)
+        return tuple(tuple(self.layout.in_recipe(layer + place) for place in range(pattern)) for layer in layers)
 
 
 def _segments(cfg: StackConfig | SegmentsConfig, numbers: tuple[tuple[int, ...], ...]) -> tuple[Segment, ...]:

@@ -16,7 +16,7 @@ from megajax.layers.remat import checkpointed
 from megajax.layers.stack.spans import Unit
 from megajax.mesh.layout import Layout
 
-type Fp8Layers = tuple[tuple[bool, ...], ...]
+type RecipeLayers = tuple[tuple[bool, ...], ...]
 """For each repeat of a unit and each block of the pattern: whether it multiplies in 8 bits."""
 
 
@@ -25,10 +25,10 @@ def unit_of(
     layout: Layout,
     policy: SavePolicy,
     repeats: int = 1,
-    fp8_layers: Fp8Layers | None = None,
+    recipe_layers: RecipeLayers | None = None,
 ) -> Unit:
-    """`repeats` repeats of these blocks. fp8_layers: None if all layers are alike or differ between devices."""
-    recipes = (None,) * repeats if fp8_layers is None else fp8_layers
+    """`repeats` repeats of these blocks. recipe_layers: None if all layers are alike or differ between devices."""
+    recipes = (None,) * repeats if recipe_layers is None else recipe_layers
     if repeats == 1:
         return checkpointed(_repeat(blocks, layout, policy, recipes[0]), policy)
     # Each repeat is recomputed, and saves the inputs of matmuls while it is differentiated.
@@ -43,7 +43,7 @@ def unit_of(
 
 
 def _repeat(
-    blocks: Sequence[nnx.Module], layout: Layout, policy: SavePolicy, fp8_layers: tuple[bool, ...] | None
+    blocks: Sequence[nnx.Module], layout: Layout, policy: SavePolicy, recipe_layers: tuple[bool, ...] | None
 ) -> Unit:
     """One repeat, without the policy; it names its input if that is offloaded, since arguments can't be."""
     name_input, parts = "input" in policy.offloaded, [nnx.split(block) for block in blocks]
@@ -63,18 +63,18 @@ def _repeat(
             block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place
             of_layer = ctx.for_layer(layer)
             drop_inputs(block, of_layer)
-            x = _with_recipe(block, layout, layer, None if fp8_layers is None else fp8_layers[place])(x, of_layer)
+            x = _with_recipe(block, layout, layer, None if recipe_layers is None else recipe_layers[place])(x, of_layer)
         return x
 
     return repeat
 
 
-def _with_recipe(block: nnx.Module, layout: Layout, layer: Array, in_fp8: bool | None) -> Callable[..., Array]:
+def _with_recipe(block: nnx.Module, layout: Layout, layer: Array, in_recipe: bool | None) -> Callable[..., Array]:
     """The block with or without the 8-bit recipe; None: by the number of the layer at run time."""
-    if in_fp8 or layout.fp8_layers is None:
+    if in_recipe or layout.recipe_layers is None:
         return block
     plain = nnx.merge(*nnx.split(block))
     for _, node in nnx.iter_graph(plain):
         if isinstance(getattr(node, "layout", None), Layout):
             node.layout = node.layout.plain()
-    return layout.fp8_or_plain(layer, block, plain) if in_fp8 is None else plain
+    return layout.recipe_or_plain(layer, block, plain) if in_recipe is None else plain

@@ -24,12 +24,16 @@ from megajax.mesh.xla_options import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
+from megajax.precision.config import Fp8CurrentConfig, Mxfp8Config, Nvfp4Config
 from megajax.training.run_config import RunConfig
 
-type Compute = Literal["bfloat16", "float16", "float32", "fp8"]
+type Compute = Literal["bfloat16", "float16", "float32", "fp8", "mxfp8", "nvfp4"]
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 2}
-"""Bytes of an element of activations, weights in use and gradients; with fp8, only matmuls are in fp8."""
+OPERANDS = {recipe.rate: recipe.saved_bytes for recipe in (Fp8CurrentConfig, Mxfp8Config, Nvfp4Config)}
+"""Bytes of a number that a matmul saves, with its share of the scales, by the format of matmuls."""
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(OPERANDS, 2)
+"""Bytes of an element of activations, weights in use and gradients; only operands of matmuls are in fewer bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +171,8 @@ class Description:
 
     @property
     def dtype(self) -> str:
-        """Dtype of what is not multiplied in fp8: attention, the loss."""
-        return "bfloat16" if self.compute == "fp8" else self.compute
+        """Dtype of what no recipe rounds: attention, the loss."""
+        return "bfloat16" if self.compute in OPERANDS else self.compute
 
     @property
     def spread(self) -> ExpertSharding:
@@ -326,7 +330,7 @@ class Tower:
         run, width = self.run, self.run.width
         residual = 4 if self.section.residual == "float32" else width
         sizes = {"tensor": run.parallel.tensor, "sequence": run.sequence_shards}
-        operand = 1 if run.compute == "fp8" else None
+        operand = OPERANDS.get(run.compute)
         return Share(tokens=self.tokens, width=width, residual_width=residual, operand_width=operand, **sizes)
 
     @cached_property
@@ -402,7 +406,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         side_by_side=cfg.batch.side_by_side,
-        compute=cfg.precision.compute if cfg.precision.fp8 is None else "fp8",
+        compute=cfg.precision.compute if cfg.precision.matmul is None else cfg.precision.matmul.rate,
         gradients=cfg.precision.gradients,
         reduce=cfg.precision.reduce,
         moment_bytes=(1 if single else 2) * BYTES[cfg.optimizer.moments],

@@ -31,8 +31,8 @@ PASSES: dict[Part, int] = {
 """Additional reads and writes of each named tensor of a layer."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
-CAST_BYTES = 4
-"""Bytes of casting one element to fp8: read in bfloat16, written twice, as it is and transposed."""
+CAST_BYTES = {"fp8": 4.0, "mxfp8": 6.0, "nvfp4": 8.0}
+"""Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed."""
 SCORE_BYTES = 24
 """Bytes of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
 LOGIT_BYTES = 14
@@ -179,13 +179,13 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
     elif not run.in_place:
         backward.copies += 4 * gradient * weights + 4 * run.width * weights
     _experts(tower, block, halves)
-    if run.compute == "fp8":
+    if cast := CAST_BYTES.get(run.compute):
         for matmul in block.matmuls:
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token
-            forward.elementwise += CAST_BYTES * (tokens * rows + matmul.local_size(tensor))
-            backward.elementwise += CAST_BYTES * tokens * columns
+            forward.elementwise += cast * (tokens * rows + matmul.local_size(tensor))
+            backward.elementwise += cast * tokens * columns
     return Halves(forward.streamed(run), backward.streamed(run) if tower.differentiated else Work())
 
 

@@ -156,7 +156,7 @@ def _notes(cfg: RunConfig, candidate: Candidate) -> list[str]:
         if kind == "order" or rows != now:
             before = "" if rows is None else f", before {rows}"
             notes.append(f"{setting} depends on the rows of a microbatch, which has {now}{before}: other losses")
-    if cfg.precision.fp8 is not None:
+    if cfg.precision.matmul is not None:
         notes.append("8-bit scales are computed from other parts of a batch: losses differ by rounding to 8 bits")
     return notes
 

@@ -43,7 +43,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_dense_script_with_conditions(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = translated("dense_fp8.sh", output)
     assert (config.model.stack.repeats, config.model.vocabulary_size) == (32, 128257)
-    assert config.precision.fp8 is not None and config.precision.gradients == "bfloat16"
+    assert config.precision.matmul is not None and config.precision.gradients == "bfloat16"
     assert config.parallel.data_sharding == "zero1" and not config.parallel.sequence
     assert config.model.recompute == "selective"
     stderr = capsys.readouterr().err

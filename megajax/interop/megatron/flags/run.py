@@ -10,7 +10,16 @@ from megajax.interop.megatron.flags.model import positions
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
 from megajax.metrics.config import WandbConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
-from megajax.precision.config import ConstantScaleConfig, DelayedScalingConfig, DynamicScaleConfig, Fp8Config
+from megajax.precision.config import (
+    ConstantScaleConfig,
+    DynamicScaleConfig,
+    Fp8BlocksConfig,
+    Fp8CurrentConfig,
+    Fp8DelayedConfig,
+    MatmulConfig,
+    Mxfp8Config,
+    Nvfp4Config,
+)
 from megajax.training.config import LinearRampConfig, RampConfig, StepRampConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -44,8 +53,8 @@ def precision(args: Arguments) -> Settings:
             window=int(args["loss-scale-window"]),
             hysteresis=args["hysteresis"],
         )
-    if (fp8 := _fp8(args)) is not None:
-        settings["precision.fp8"] = fp8
+    if (recipe := _recipe(args)) is not None:
+        settings["precision.matmul"] = recipe
     return settings
 
 
@@ -60,25 +69,32 @@ def _fsdp_gradients(args: Arguments) -> Settings:
     return {"precision.gradients": "bfloat16"} if main == "bf16" else {}
 
 
-def _fp8(args: Arguments) -> Fp8Config | None:
-    """The fp8 recipe."""
+def _recipe(args: Arguments) -> MatmulConfig | None:
+    """The recipe of the layers' matmuls."""
     switch_format = "hybrid" if args["fp8-hybrid"] else "e4m3" if args["fp8-e4m3"] else None
-    fp8_format, recipe, delayed = args["fp8-format"] or switch_format, args["fp8-recipe"], None
-    bf16_layers = (args["num-layers-at-start-in-bf16"], args["num-layers-at-end-in-bf16"])
-    bf16_layers = bf16_layers if args["first-last-layers-bf16"] else (0, 0)
+    fp8_format, recipe = args["fp8-format"] or switch_format, args["fp8-recipe"]
+    ends = (args["num-layers-at-start-in-bf16"], args["num-layers-at-end-in-bf16"])
+    ends = ends if args["first-last-layers-bf16"] else (0, 0)
+    layers: dict[str, Any] = {"first_layers": ends[0], "last_layers": ends[1]}
+    if args["fp4-format"] is not None:
+        args.one_of("fp4-format", {"e2m1": None})
+        args.one_of("fp4-recipe", {"nvfp4": None})
+        return Nvfp4Config(**layers)
     if fp8_format is None:
         return None
     if fp8_format not in ("hybrid", "e4m3"):
         args.problem("fp8-format", f"expected hybrid or e4m3, got {fp8_format}")
         return None
-    if recipe not in ("delayed", "tensorwise"):
-        args.refuse("fp8-recipe", f"{recipe}: only per-tensor scales are supported, delayed and tensorwise")
-        return None
+    shared: dict[str, Any] = {"format": fp8_format, **layers}
     if recipe == "delayed":
         algorithm = args.one_of("fp8-amax-compute-algo", _identity("most_recent", "max"))
         history, margin = args["fp8-amax-history-len"], args["fp8-margin"]
-        delayed = DelayedScalingConfig(history=history, algorithm=algorithm, margin=margin)
-    return Fp8Config(format=fp8_format, first_layers=bf16_layers[0], last_layers=bf16_layers[1], delayed=delayed)
+        return Fp8DelayedConfig(history=history, algorithm=algorithm, margin=margin, **shared)
+    kinds = {"tensorwise": Fp8CurrentConfig, "blockwise": Fp8BlocksConfig, "mxfp8": Mxfp8Config}
+    if recipe not in kinds:
+        args.refuse("fp8-recipe", f"{recipe}: supported are delayed, {', '.join(kinds)}")
+        return None
+    return kinds[recipe](**shared)
 
 
 def optimizer(args: Arguments) -> Settings:

@@ -1,0 +1,176 @@
+"""The recipes with a scale per block: format, blocks and rounding of each tensor of a product."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from megajax.mesh.layer_observations import Observed
+from megajax.mesh.layout import LetterSharding
+from megajax.mesh.mesh import free_axes
+from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize
+from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
+from megajax.precision.matmul import Letters, Tensor, in_order
+
+type BlockKernel = Literal["cudnn", "reference"]
+HARDWARE_BLOCK = 32
+"""Numbers of a block with a scale that is a power of two, on GPUs that multiply such blocks."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("blocks",), meta_fields=("form", "tiles"))
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An operand: [shared and kept dimensions, K], with the numbers that are summed over last."""
+
+    blocks: Blocks
+    """codes [..., K], scales [..., K / size]; for a tensor in tiles, scales of [shared dimensions, N, K]."""
+    form: Format
+    tiles: bool
+
+    def flat(self) -> Blocks:
+        """In tiles: [shared dimensions, N, K]."""
+        if not self.tiles:
+            return self.blocks
+        codes, scales, whole = self.blocks
+        return Blocks(codes.reshape(*scales.shape[:-2], -1, codes.shape[-1]), scales, whole)
+
+    def wide(self, dtype: jnp.dtype) -> Array:
+        """The numbers [..., K], without the scale of the whole tensor."""
+        return dequantize(self.flat(), self.form, dtype, tiles=self.tiles).reshape(self.blocks.codes.shape)
+
+    def rows(self) -> tuple[Array, Array]:
+        """Codes [..., K] and their scales [..., K / block], with the blocks that hardware has."""
+        codes, scales, _ = self.flat()
+        if self.tiles:
+            scales = jnp.repeat(scales, self.form.size, -2)[..., : codes.shape[-2], :]
+        if self.form.size > HARDWARE_BLOCK:
+            blocks = codes.shape[-1] // HARDWARE_BLOCK
+            scales = jnp.repeat(scales, self.form.size // HARDWARE_BLOCK, -1)[..., :blocks]
+        return self.blocks.codes, scales.reshape(*self.blocks.codes.shape[:-1], -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InBlocks:
+    """Recipe of the matmuls with blocks along the dimension that a product sums over. Hashable."""
+
+    forward: Format
+    """Format of activations and weights."""
+    gradients: Format
+    tiles: bool = False
+    """Weights in square tiles, so that both products with them read the same numbers."""
+    transformed: bool = False
+    """Inputs of weights' gradients pass a random Hadamard transform."""
+    stochastic: bool = False
+    """Gradients are rounded stochastically."""
+    multiple: int
+    kernel: BlockKernel = "reference"
+    sharding: LetterSharding | None = ()
+    """Of the letters over free mesh axes; None: unknown."""
+
+    def operand(
+        self, tensor: Tensor, x: Array, term: str, letters: Letters, amax: Array | None, *, of_weight: bool = False
+    ) -> Rows:
+        del amax
+        kept = [letter for letter in term if letter not in letters.summed() + letters.shared()]
+        order = (*letters.shared(), *kept, *letters.summed())
+        x = x.transpose([term.index(letter) for letter in order])
+        shared, dimensions = len(letters.shared()), len(order) - len(letters.summed())
+        shape = (*x.shape[:dimensions], prod(x.shape[dimensions:]))
+        form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
+        x = x.reshape(*shape[:shared], -1, shape[-1]) if tiles else x.reshape(shape)
+        x = hadamard(x) if self.transformed and of_weight else x
+        blocks = quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy")
+        return Rows(blocks._replace(codes=blocks.codes.reshape(shape)), form, tiles)
+
+    def product(self, letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, *, forward: bool) -> Array:
+        """Codes times codes by hardware, or exactly the same numbers in bfloat16; float32 scales need float32."""
+        del forward
+        whole = None if a.blocks.whole is None or b.blocks.whole is None else a.blocks.whole * b.blocks.whole
+        result = dtype if whole is None else jnp.dtype(jnp.float32)
+        if self.kernel == "cudnn":
+            y = _by_hardware(letters, a, b, result, dict(self.sharding or ()))
+        else:
+            y = _by_reference(letters, a, b, result)
+        return in_order(y if whole is None else (y * whole).astype(dtype), letters)
+
+    def on(self, sharding: LetterSharding | None) -> "InBlocks":
+        """With an unknown sharding over several devices, the reference: it is left to the compiler."""
+        unknown = sharding is None and max(free_axes().values(), default=1) > 1
+        return replace(self, sharding=sharding, kernel="reference" if unknown else self.kernel)
+
+    def observed(self, x: Rows, w: Rows, dy: Rows) -> Array:
+        raise AssertionError("scales of blocks have no history")
+
+    def beside(self) -> Mapping[str, Observed]:
+        return {}
+
+
+def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array:
+    exact = "float32" not in (a.form.scales, b.form.scales)
+    wide, precision = (jnp.bfloat16, None) if exact else (jnp.float32, lax.Precision.HIGHEST)
+    x, y = (rows.wide(jnp.dtype(wide)) for rows in (a, b))
+    shared = tuple(range(len(letters.shared())))
+    dimensions = ((x.ndim - 1,), (y.ndim - 1,)), (shared, shared)
+    return lax.dot_general(x, y, dimensions, preferred_element_type=dtype, precision=precision)
+
+
+def _by_hardware(
+    letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: Mapping[str, tuple[str, ...]]
+) -> Array:
+    """On a GPU of FIRST_WITH_BLOCKS, cuDNN's product of blocks; the compiler writes it out for other devices.
+
+    Each device multiplies its parts: jax can't partition the product within a partly manual mesh.
+    """
+    shared, over = letters.shared(), sharding.get(letters.summed()[0], ())
+
+    def local(x: Array, x_scales: Array, y: Array, y_scales: Array) -> Array:
+        batch, kept = prod(x.shape[: len(shared)]), (*x.shape[:-1], *y.shape[len(shared) : -1])
+        matrices = [part.reshape(batch, -1, part.shape[-1]) for part in (x, y, x_scales, y_scales)]
+        product = jax.nn.scaled_matmul(*matrices, preferred_element_type=dtype).reshape(kept)
+        return lax.psum(product, over) if over else product
+
+    free = {name for names in sharding.values() for name in names}
+    if not free:
+        return local(*a.rows(), *b.rows())
+    others = letters.summed() + shared
+    x_kept, y_kept = ([n for n in term if n not in others] for term in (letters.first, letters.second))
+    ins = [PartitionSpec(*(sharding.get(n) for n in (*shared, *kept)), over or None) for kept in (x_kept, y_kept)]
+    out = PartitionSpec(*(sharding.get(n) for n in (*shared, *x_kept, *y_kept)))
+    specs = (ins[0], ins[0], ins[1], ins[1])
+    island = jax.shard_map(local, axis_names=set(free_axes()), in_specs=specs, out_specs=out, check_vma=False)
+    return island(*a.rows(), *b.rows())
+
+
+def fp8_blocks(cfg: Fp8BlocksConfig, kernel: BlockKernel = "reference") -> InBlocks:
+    """The recipe of DeepSeek-V3 (2024, section 3.3)."""
+    power, least = (True, 1e-4) if cfg.scales == "power_of_two" else (False, 1e-12)
+    forward = Format("e4m3", 128, "power_of_two" if power else "float32", "up", least)
+    gradients = forward._replace(element="e5m2" if cfg.format == "hybrid" else "e4m3")
+    return InBlocks(forward=forward, gradients=gradients, tiles=True, multiple=cfg.multiple, kernel=kernel)
+
+
+def mxfp8(cfg: Mxfp8Config, kernel: BlockKernel = "reference") -> InBlocks:
+    """The recipe of MXFP8."""
+    forward = Format("e4m3", 32, "power_of_two", cfg.rounding)
+    gradients = forward._replace(element="e5m2" if cfg.format == "hybrid" else "e4m3")
+    return InBlocks(forward=forward, gradients=gradients, multiple=cfg.multiple, kernel=kernel)
+
+
+def nvfp4(cfg: Nvfp4Config, kernel: BlockKernel = "reference") -> InBlocks:
+    """The recipe of NVFP4."""
+    form = Format("e2m1", 16, "nvfp4")
+    return InBlocks(
+        forward=form,
+        gradients=form,
+        tiles=True,
+        transformed=cfg.hadamard,
+        stochastic=cfg.stochastic,
+        multiple=cfg.multiple,
+        kernel=kernel,
+    )

@@ -1,0 +1,172 @@
+"""Numbers in blocks with a scale each: OCP Microscaling formats (MX, version 1.0), NVFP4 and DeepSeek-V3's fp8 blocks.
+
+A block is `size` numbers along the dimension that a product sums over, or a tile of size x size numbers of a matrix.
+Codes are numbers of the element's format, and code * scale is the number that they stand for. Scales are
+
+* powers of two, stored as exponents (e8m0). `ROUNDINGS` says which power of two follows from a block's amax;
+* with NVFP4 numbers in e4m3 times one float32 scale of the whole tensor, amax / (448 * 6);
+* with `float32`, amax / 448, as in DeepSeek-V3 (2024, section 3.3).
+
+A block that holds a NaN or an infinity has NaN as its scale, so that what is not finite stays visible: codes are
+clipped. Sums of products of codes are exact in float32, and codes times scales in bfloat16, but with `float32` scales.
+"""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+type Rounding = Literal["floor", "ceil", "even", "up"]
+ELEMENTS = MappingProxyType({"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.float4_e2m1fn})
+NAN_EXPONENT = 255
+"""The NaN of e8m0."""
+SMALLEST_SCALE = 2.0**-6
+"""Of a block in NVFP4: the smallest normal number of e4m3."""
+HADAMARD = 16
+"""Numbers that one random Hadamard transform mixes."""
+
+
+class Format(NamedTuple):
+    """Format of a tensor."""
+
+    element: Literal["e4m3", "e5m2", "e2m1"]
+    size: int
+    scales: Literal["power_of_two", "float32", "nvfp4"] = "power_of_two"
+    rounding: Rounding = "floor"
+    least: float = 0.0
+    """Scales are those of blocks whose amax is at least this."""
+
+    @property
+    def largest(self) -> float:
+        """The largest number of the element's format."""
+        return float(jnp.finfo(ELEMENTS[self.element]).max)
+
+
+class Blocks(NamedTuple):
+    """A tensor [..., N, K] in blocks."""
+
+    codes: Array
+    """In the element's format, [..., N, K]."""
+    scales: Array
+    """e8m0, e4m3 or float32: [..., N, K / size], or [..., N / size, K / size] for tiles, rounded up."""
+    whole: Array | None = None
+    """The scale of the whole tensor, float32 []; None: 1."""
+
+
+def quantize(x: Array, form: Format, *, tiles: bool = False, stochastic: bool = False) -> Blocks:
+    """x [..., N, K] in blocks along K, or in tiles of N and K; parts of blocks at the ends count as blocks.
+
+    stochastic: rounds to one of the two neighbours, with probabilities that keep the mean; e2m1 only. The random bits
+    are a hash of the number and its place, so that a step repeats exactly.
+    """
+    x = x.astype(jnp.float32)
+    amax = _amax(x, form.size, tiles=tiles)
+    scales, whole, factor = _scales(amax, form)
+    spread = _spread(scales if factor is None else factor, x.shape, form.size, tiles=tiles)
+    scaled = jnp.clip(x / spread if factor is None else x * spread, -form.largest, form.largest)
+    codes = (_stochastic(scaled) if stochastic else scaled).astype(ELEMENTS[form.element])
+    # The compiler may leave out a conversion to few bits and back, and so its rounding.
+    return Blocks(lax.optimization_barrier(codes), scales, whole)
+
+
+def dequantize(blocks: Blocks, form: Format, dtype: jnp.dtype, *, tiles: bool = False) -> Array:
+    """Codes times scales [..., N, K], without the scale of the whole tensor."""
+    scales = _spread(blocks.scales.astype(dtype), blocks.codes.shape, form.size, tiles=tiles)
+    return blocks.codes.astype(dtype) * scales
+
+
+def hadamard(x: Array, *, seed: int = 0) -> Array:
+    """The random Hadamard transform of each 16 numbers along the last dimension of x, in float32: H diag(signs) x / 4.
+
+    Orthogonal, so the product of two transformed matrices is the product of the matrices. The signs are fixed.
+    """
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], HADAMARD)
+    matrix = np.ones((1, 1))
+    while len(matrix) < HADAMARD:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, HADAMARD)
+    transform = jnp.asarray(matrix * signs / HADAMARD**0.5, jnp.float32)
+    mixed = jnp.einsum("...k,jk->...j", groups, transform, precision=lax.Precision.HIGHEST)
+    return mixed.reshape(x.shape)
+
+
+def _amax(x: Array, size: int, *, tiles: bool) -> Array:
+    rows, columns = x.shape[-2:]
+    height = size if tiles else 1
+    ends = [(0, 0)] * (x.ndim - 2) + [(0, -rows % height), (0, -columns % size)]
+    padded = jnp.pad(jnp.abs(x), ends)
+    shape = (*x.shape[:-2], padded.shape[-2] // height, height, padded.shape[-1] // size, size)
+    return padded.reshape(shape).max((-3, -1))
+
+
+def _spread(scales: Array, shape: tuple[int, ...], size: int, *, tiles: bool) -> Array:
+    """The scale of each number."""
+    spread = jnp.repeat(scales, size, axis=-1)[..., : shape[-1]]
+    return jnp.repeat(spread, size, axis=-2)[..., : shape[-2], :] if tiles else spread
+
+
+def _scales(amax: Array, form: Format) -> tuple[Array, Array | None, Array | None]:
+    """Scales of blocks, that of the whole tensor, and factors on numbers before they are rounded; None: 1 / scales."""
+    finite = jnp.isfinite(amax)
+    if form.scales == "nvfp4":
+        whole = _quotient(amax.max(initial=0.0), float(jnp.finfo(jnp.float8_e4m3fn).max) * form.largest)
+        whole = jnp.where(whole == 0, 1.0, whole)
+        wanted = lax.max(_quotient(amax, form.largest), -whole) / whole
+        scales = jnp.clip(wanted, SMALLEST_SCALE, 448.0).astype(jnp.float8_e4m3fn)
+        scales = jnp.where(finite, scales, jnp.asarray(jnp.nan, scales.dtype))
+        return scales, whole, (1 / whole) / scales.astype(jnp.float32)
+    if form.scales == "float32":
+        scales = jnp.where(finite, _quotient(jnp.maximum(amax, form.least), form.largest), jnp.nan)
+        return scales, None, None
+    bits = lax.bitcast_convert_type(jnp.maximum(amax, form.least), jnp.uint32)
+    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
+    fraction, exponent = np.frexp(form.largest)
+    more = ROUNDINGS[form.rounding](mantissa, 2 * float(fraction), int(jnp.finfo(ELEMENTS[form.element]).nmant))
+    code = jnp.clip((bits >> 23).astype(jnp.int32) - int(exponent - 1) + more, 0, NAN_EXPONENT - 1)
+    code = jnp.where(finite, code, NAN_EXPONENT)
+    factor = lax.bitcast_convert_type(jnp.clip(254 - code, 1, 253).astype(jnp.uint32) << 23, jnp.float32)
+    scales = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return scales, None, factor
+
+
+ROUNDINGS: Mapping[Rounding, Callable[[Array, float, int], Array | int]] = MappingProxyType(
+    {
+        "floor": lambda mantissa, largest, digits: 0,
+        "ceil": lambda mantissa, largest, digits: mantissa > 1,
+        "even": lambda mantissa, largest, digits: mantissa >= 2 - 2.0 ** -(digits + 1),
+        "up": lambda mantissa, largest, digits: mantissa > largest,
+    }
+)
+"""Whether the exponent of a scale is one more than that of amax over that of the largest number of the format.
+
+floor: never, as in the MX specification; numbers above the largest are clipped. ceil: unless amax is a power of two.
+even: if amax, rounded to the digits of the format, has the next exponent. up: if amax would be clipped.
+"""
+
+
+def _quotient(x: Array, constant: float) -> Array:
+    """x / constant of x >= 0, rounded once: the compiler multiplies by the reciprocal of a constant, rounded twice."""
+    return x / lax.max(jnp.float32(constant), -x)
+
+
+def _stochastic(x: Array) -> Array:
+    """Numbers within +-6 rounded to one of the two nearest numbers of e2m1, float32."""
+    size = jnp.abs(x)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return jnp.sign(x) * jnp.floor(size / step + _uniform(x)) * step
+
+
+def _uniform(x: Array) -> Array:
+    """Numbers in [0, 1) of 24 random bits, a hash of each number and its place (the finalizer of MurmurHash3)."""
+    places = sum(
+        lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(prod(x.shape[axis + 1 :]) % 2**32)
+        for axis in range(x.ndim)
+    )
+    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ (places * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24

@@ -1,0 +1,51 @@
+"""The table of recipes for the layers' matmuls, and which of their kernels a device runs."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+
+from megajax.precision.block_recipes import BlockKernel, fp8_blocks, mxfp8, nvfp4
+from megajax.precision.config import (
+    Fp8BlocksConfig,
+    Fp8CurrentConfig,
+    Fp8DelayedConfig,
+    MatmulConfig,
+    Mxfp8Config,
+    Nvfp4Config,
+    RecipeConfig,
+)
+from megajax.precision.fp8 import AmaxHistory, PerTensor, capability_of, refuse_old
+from megajax.precision.matmul import Recipe
+
+FIRST_WITH_BLOCKS = (10, 0)
+"""Compute capability of the first GPUs that multiply numbers in blocks (Blackwell)."""
+
+RECIPES: Mapping[type[RecipeConfig], Callable[..., Recipe]] = MappingProxyType(
+    {
+        Fp8CurrentConfig: lambda cfg, kernel, share: PerTensor(cfg),
+        Fp8DelayedConfig: lambda cfg, kernel, share: PerTensor(cfg, AmaxHistory(cfg, share)),
+        Fp8BlocksConfig: lambda cfg, kernel, share: fp8_blocks(cfg, kernel),
+        Mxfp8Config: lambda cfg, kernel, share: mxfp8(cfg, kernel),
+        Nvfp4Config: lambda cfg, kernel, share: nvfp4(cfg, kernel),
+    }
+)
+
+
+def kernel_of(cfg: MatmulConfig, device: jax.Device) -> BlockKernel:
+    """cuDNN's products of blocks where a device has them; elsewhere the same numbers are multiplied in bfloat16.
+
+    Scales in float32 are for products in float32 everywhere.
+    """
+    hardware = capability_of(device) >= FIRST_WITH_BLOCKS and getattr(cfg, "scales", "") != "float32"
+    return "cudnn" if hardware else "reference"
+
+
+def recipe_of(cfg: MatmulConfig, device: jax.Device, token_share: float) -> Recipe:
+    """The recipe on this device, real or virtual. token_share: as in `AmaxHistory`.
+
+    Raises UserError for a GPU without the format of a recipe with one scale per tensor.
+    """
+    if isinstance(cfg, Fp8CurrentConfig | Fp8DelayedConfig):
+        refuse_old(device)
+    return RECIPES[type(cfg)](cfg, kernel_of(cfg, device), token_share)
