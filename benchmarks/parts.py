@@ -43,7 +43,7 @@ PARTS = {
     "state_space": Part(SPEED, "training.ratios:state_space", "Mamba-2 in chunks relative to a sequential scan"),
     "delta_rule": Part(SPEED, "training.ratios:delta_rule", "gated delta nets in chunks relative to a sequential scan"),
     "compiled_kernels": Part(COMPILED, "kernels.compiled:compiled_kernels",
-                             "layers: attention kernels, experts, Mamba-2, gated delta nets, fp8", prints=True),
+                             "layers: attention kernels, experts, Mamba-2, gated delta nets, recipes", prints=True),
     "compiled_peaks": Part(COMPILED, "planning.compiled_peaks:compiled_peaks",
                            "memory of the shipped configs, and the tables of docs", prints=True, own_file=True),
     "shipped_layouts": Part(COMPILED, "planning.shipped:shipped_layouts",

@@ -12,6 +12,9 @@ from flax import nnx
 
 from benchmarks.kernels.cases import layer_settings, uneven
 from benchmarks.virtual_gpus import compile_for, kernels, temporary_mib
+from megajax.compiled import gpus as devices
+from megajax.compiled import hlo
+from megajax.compiled.gpus import GPUS, Cluster
 from megajax.kernels.attention.capability import Kernel
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped import triton as grouped_triton
@@ -27,10 +30,10 @@ from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
+from megajax.mesh.layout import exact
 from megajax.mesh.xla_options import FP8, GPU
-from megajax.precision.config import Fp8CurrentConfig
-from megajax.precision.fp8 import PerTensor
 from megajax.precision.matmul import RoundedMatmul
+from megajax.precision.recipes import RECIPES, recipe_of
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16
 """Of the layers of BERT-large and T5."""
@@ -39,11 +42,11 @@ LAYER = {"length": 8192, "heads": 80, "size": 64, "groups": 1, "states": 128}
 DELTA_LAYER = {"length": 8192, "heads": 32, "groups": 16, "keys": 128, "size": 128}
 """Qwen3-Next's gated delta net."""
 MATMULS = ((4096, 14336), (14336, 4096), (4096, 6144), (4096, 4096))
-"""In and out of the weights of an 8B model, for fp8."""
+"""In and out of the weights of an 8B model, for recipes of precision.matmul."""
 
 
 def compiled_kernels(
-    *, parts: tuple[str, ...] = ("attention", "experts", "state_space", "delta_rule", "fp8"), quick: bool = False
+    *, parts: tuple[str, ...] = ("attention", "experts", "state_space", "delta_rule", "recipes"), quick: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Kernels and temporary memory of layers, compiled for virtual GPUs. Needs the extra aot; five minutes, no GPU.
 
@@ -53,8 +56,8 @@ def compiled_kernels(
     8x7B, forward and both gradients; operations are relative to the model's, because kernels compute whole blocks. Rows
     of experts are drawn with equal probability, and with the last expert three times as likely as the first.
     state_space: a layer of Mamba-2 2.7B with several chunk sizes; operations relative to the minimum. delta_rule:
-    memory of a layer of Qwen3-Next with several chunk sizes, operations by formula. fp8: a matmul of a layer
-    and its gradients in 8 bits and in bfloat16. --quick: the first size of each only.
+    memory of a layer of Qwen3-Next with several chunk sizes, operations by formula. recipes: a matmul of a
+    layer and its gradients by each recipe and in bfloat16. --quick: the first size of each only.
     """
     figures: dict[str, Any] = {}
     for part in parts:
@@ -245,21 +248,43 @@ def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-def fp8_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
-    """One for each shape of weights."""
-    for inner, outer in MATMULS[: 1 if quick else None]:
-        shapes = (tokens, inner), (inner, outer), (tokens, outer)
-        like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-        row: dict[str, Any] = {"in": inner, "out": outer}
-        for name, multiply in (("bfloat16", jnp.einsum), ("8 bits", RoundedMatmul(PerTensor(Fp8CurrentConfig())))):
+def recipe_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
+    """One for each GPU, shape of weights and recipe: forward, and both gradients from a gradient of the result."""
+    devices.prepare()
+    for gpu in ("h100", "b200")[: 1 if quick else None]:
+        device = devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0]
+        for inner, outer in MATMULS[: 1 if quick else 2]:
+            like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, inner), (inner, outer), (tokens, outer))]
+            for cfg in (None, *(recipe() for recipe in RECIPES)):
+                multiply = exact if cfg is None else RoundedMatmul(recipe_of(cfg, device, 1.0))
 
-            def step(x: Any, w: Any, dy: Any, multiply: Any = multiply) -> Any:
-                y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)
-                return y, *pull(dy)
+                def step(x: Any, w: Any, dy: Any, multiply: Any = multiply) -> Any:
+                    y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)
+                    return y, *pull(dy)
 
-            program = compile_for("h100", step, *like, options=(*GPU, *FP8))
-            row[name] = {"temporary_mib": temporary_mib(program), "kernels": kernels(program)}
-        yield row
+                program = compile_for(gpu, step, *like, options=(*GPU, *FP8))
+                yield {
+                    "gpu": gpu,
+                    "in": inner,
+                    "out": outer,
+                    "recipe": "bfloat16" if cfg is None else type(cfg).__name__.removesuffix("Config"),
+                    "kernels": kernels(program),
+                    "casts": len(casts := _casts(program.as_text())),
+                    "cast_mib": round(sum(casts) / 2**20, 1),
+                    "temporary_mib": temporary_mib(program),
+                }
+
+
+def _casts(text: str) -> list[int]:
+    """Bytes read and written by each kernel that is no matmul."""
+    program = hlo.Program.read(text)
+    entry = program.computations[program.entry]
+    fused = (op for op in entry.values() if op.opcode in ("fusion", "copy", "transpose", "convert", "reduce"))
+    found = []
+    for op in fused:
+        if not program.matmuls(op):
+            found.append(hlo.size(op.shape) + sum(hlo.size(entry[name].shape) for name in op.operands if name in entry))
+    return found
 
 
 ROWS_OF: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
@@ -267,5 +292,5 @@ ROWS_OF: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
     "experts": expert_rows,
     "state_space": state_space_rows,
     "delta_rule": delta_rows,
-    "fp8": fp8_rows,
+    "recipes": recipe_rows,
 }

@@ -92,7 +92,7 @@ class Costs:
         if not op.is_matmul or not operands:
             return 0.0
         kind, compute = operands[0][0], "bfloat16"
-        compute = "fp8" if kind.startswith("f8") else "float32" if kind == "f32" else compute
+        compute = {"f8": "fp8", "f4": "nvfp4", "f32": "float32"}.get(kind if kind == "f32" else kind[:2], compute)
         matmuls, sizes = _dot(op, operands[0][1], results[0][1]) or _grouped([*operands, *results], self.over_mean)
         return self.device.matmul_seconds(compute, sizes, matmuls)
 

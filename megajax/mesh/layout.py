@@ -18,13 +18,11 @@ from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_sh
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import devices_along, free_axes, manual_axes
 from megajax.mesh.rules import LogicalAxes, Plan, demand_known
+from megajax.mesh.sharded_product import LetterSharding
 from megajax.mesh.zigzag_order import AXIS, UNSHARDED_ROWS, SequenceSharding
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
 """Logical axes of one array, or of each array of a tuple or a mapping; None where there is no array."""
-
-type LetterSharding = tuple[tuple[str, tuple[str, ...]], ...]
-"""Letters of an einsum equation with the free mesh axes over which their dimensions are sharded; others are not."""
 
 type Matmul = Callable[..., Array]
 """A matmul recipe: (einsum equation, activation, weight, sharding=) -> their product, in the activation's dtype.

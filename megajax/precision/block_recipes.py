@@ -9,11 +9,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
 from megajax.mesh.layer_observations import Observed
-from megajax.mesh.layout import LetterSharding
 from megajax.mesh.mesh import free_axes
+from megajax.mesh.sharded_product import LetterSharding, sharded_product
 from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.matmul import Letters, Tensor, in_order
@@ -26,7 +25,7 @@ HARDWARE_BLOCK = 32
 @partial(jax.tree_util.register_dataclass, data_fields=("blocks",), meta_fields=("form", "tiles"))
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """An operand: [shared and kept dimensions, K], with the numbers that are summed over last."""
+    """An operand: [shared dimensions, other dimensions, K], with the numbers that are summed over last."""
 
     blocks: Blocks
     """codes [..., K], scales [..., K / size]; for a tensor in tiles, scales of [shared dimensions, N, K]."""
@@ -77,8 +76,8 @@ class InBlocks:
         self, tensor: Tensor, x: Array, term: str, letters: Letters, amax: Array | None, *, of_weight: bool = False
     ) -> Rows:
         del amax
-        kept = [letter for letter in term if letter not in letters.summed() + letters.shared()]
-        order = (*letters.shared(), *kept, *letters.summed())
+        unshared = [letter for letter in term if letter not in letters.summed() + letters.shared()]
+        order = (*letters.shared(), *unshared, *letters.summed())
         x = x.transpose([term.index(letter) for letter in order])
         shared, dimensions = len(letters.shared()), len(order) - len(letters.summed())
         shape = (*x.shape[:dimensions], prod(x.shape[dimensions:]))
@@ -94,7 +93,7 @@ class InBlocks:
         whole = None if a.blocks.whole is None or b.blocks.whole is None else a.blocks.whole * b.blocks.whole
         result = dtype if whole is None else jnp.dtype(jnp.float32)
         if self.kernel == "cudnn":
-            y = _by_hardware(letters, a, b, result, dict(self.sharding or ()))
+            y = _by_hardware(letters, a, b, result, self.sharding or ())
         else:
             y = _by_reference(letters, a, b, result)
         return in_order(y if whole is None else (y * whole).astype(dtype), letters)
@@ -120,31 +119,23 @@ def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array
     return lax.dot_general(x, y, dimensions, preferred_element_type=dtype, precision=precision)
 
 
-def _by_hardware(
-    letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: Mapping[str, tuple[str, ...]]
-) -> Array:
+def _by_hardware(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: LetterSharding) -> Array:
     """On a GPU of FIRST_WITH_BLOCKS, cuDNN's product of blocks; the compiler writes it out for other devices.
 
     Each device multiplies its parts: jax can't partition the product within a partly manual mesh.
     """
-    shared, over = letters.shared(), sharding.get(letters.summed()[0], ())
+    shared, summed = letters.shared(), letters.summed()
 
     def local(x: Array, x_scales: Array, y: Array, y_scales: Array) -> Array:
-        batch, kept = prod(x.shape[: len(shared)]), (*x.shape[:-1], *y.shape[len(shared) : -1])
+        batch, result = prod(x.shape[: len(shared)]), (*x.shape[:-1], *y.shape[len(shared) : -1])
         matrices = [part.reshape(batch, -1, part.shape[-1]) for part in (x, y, x_scales, y_scales)]
-        product = jax.nn.scaled_matmul(*matrices, preferred_element_type=dtype).reshape(kept)
-        return lax.psum(product, over) if over else product
+        return jax.nn.scaled_matmul(*matrices, preferred_element_type=dtype).reshape(result)
 
-    free = {name for names in sharding.values() for name in names}
-    if not free:
-        return local(*a.rows(), *b.rows())
-    others = letters.summed() + shared
-    x_kept, y_kept = ([n for n in term if n not in others] for term in (letters.first, letters.second))
-    ins = [PartitionSpec(*(sharding.get(n) for n in (*shared, *kept)), over or None) for kept in (x_kept, y_kept)]
-    out = PartitionSpec(*(sharding.get(n) for n in (*shared, *x_kept, *y_kept)))
-    specs = (ins[0], ins[0], ins[1], ins[1])
-    island = jax.shard_map(local, axis_names=set(free_axes()), in_specs=specs, out_specs=out, check_vma=False)
-    return island(*a.rows(), *b.rows())
+    x, y = (
+        [*shared, *(letter for letter in term if letter not in summed + shared), summed]
+        for term in (letters.first, letters.second)
+    )
+    return sharded_product(local, (x, x, y, y), letters.result(), sharding)(*a.rows(), *b.rows())
 
 
 def fp8_blocks(cfg: Fp8BlocksConfig, kernel: BlockKernel = "reference") -> InBlocks:

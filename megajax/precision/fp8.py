@@ -23,7 +23,7 @@ from jax import Array, lax
 from megajax.config.errors import UserError
 from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Observed
-from megajax.mesh.layout import LetterSharding
+from megajax.mesh.sharded_product import LetterSharding
 from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.precision.matmul import Letters, Tensor, in_order
 

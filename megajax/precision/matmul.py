@@ -16,7 +16,7 @@ from jax import Array
 
 from megajax.config.errors import UserError
 from megajax.mesh.layer_observations import Observed
-from megajax.mesh.layout import LetterSharding
+from megajax.mesh.sharded_product import LetterSharding
 
 type Tensor = Literal["x", "w", "dy"]
 
@@ -38,8 +38,8 @@ class Letters(NamedTuple):
 
     def result(self) -> str:
         """The letters of a result of `dot_general`."""
-        kept = [[n for n in term if n not in self.summed() + self.shared()] for term in (self.first, self.second)]
-        return "".join([self.shared(), *kept[0], *kept[1]])
+        unshared = [[n for n in term if n not in self.summed() + self.shared()] for term in (self.first, self.second)]
+        return "".join([self.shared(), *unshared[0], *unshared[1]])
 
 
 class Recipe(Protocol):

@@ -57,6 +57,7 @@ COLLECTIVES = {
         "keys, values and heads between devices that hold parts of rows, in an island",
     ),
     "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
+    "megajax.mesh.sharded_product": ({"psum"}, "partial sums of products that the compiler can't partition"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
     "megajax.layers.moe.dispatch": (
         {"all_gather", "all_to_all", "psum", "psum_scatter", "ragged_all_to_all"},

@@ -1,6 +1,8 @@
 """Invalid settings of mixtures of experts: one message each, with both values and what to change."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -16,7 +18,14 @@ from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig,
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.facts import block_facts
-from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
+from megajax.precision.config import (
+    Fp8BlocksConfig,
+    Fp8CurrentConfig,
+    Fp8DelayedConfig,
+    Mxfp8Config,
+    Nvfp4Config,
+    PrecisionConfig,
+)
 
 EXPERT = GatedMLPConfig(ffn=6)
 
@@ -166,3 +175,17 @@ def test_the_banner_has_a_line_about_experts(experts):
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
         assert "experts" not in _matmuls(fp8, device, mixtures=False)[0][1]
+
+
+def test_the_banner_says_what_multiplies():
+    device: Any = SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0")
+    lines = {
+        (type(cfg).__name__, kind.device_kind): _matmuls(PrecisionConfig(matmul=cfg), kind, mixtures=False)[0][1]
+        for cfg in (Mxfp8Config(), Nvfp4Config(), Fp8BlocksConfig(scales="float32"), Fp8DelayedConfig(history=4))
+        for kind in (device, jax.devices()[0])
+    }
+    assert lines["Mxfp8Config", "NVIDIA B200"] == "layers, MXFP8, blocks of 32; by cuDNN"
+    assert "multiplied in bfloat16, because cpu has no products of blocks" in lines["Mxfp8Config", "cpu"]
+    assert lines["Nvfp4Config", "NVIDIA B200"].endswith("; first 1 and last 1 layers in bfloat16")
+    assert "multiplied in float32, because scales are float32" in lines["Fp8BlocksConfig", "NVIDIA B200"]
+    assert "scales from previous steps (1), margin 0 bits" in lines["Fp8DelayedConfig", "cpu"]

@@ -116,7 +116,7 @@ AFTER = {
         " --use-rope-scaling --no-rope-freq 4 --mtp-num-layers 2"
     ),
     "--quick-geglu": "--activation-func-clamp-value 7 --glu-linear-offset 1",
-    "--bf16": "--fp32-residual-connection --grad-reduce-in-bf16",
+    "--bf16": "--fp32-residual-connection --grad-reduce-in-bf16 --fp4-format e2m1",
     YARN: (
         "--yarn-original-max-position-embeddings 2048 --yarn-beta-fast 16 --yarn-beta-slow 2"
         " --no-yarn-correction-range-round-to-int"
@@ -214,6 +214,7 @@ CASES: dict[str, str | None] = {
         "--use-megatron-fsdp | --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16",
     "fp8-param-gather": f"{FP8} --fp8-format hybrid --use-distributed-optimizer | --fp8-param-gather",
     "fp8-recipe": f"{FP8} --fp8-format hybrid",
+    "fp4-recipe": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
     "first-last-layers-bf16": f"{FP8} --fp8-format hybrid | --first-last-layers-bf16",
     "cp-comm-type": "--context-parallel-size 2 | --cp-comm-type a2a",
     "hierarchical-context-parallel-sizes": f"{LEVELS} --hierarchical-context-parallel-sizes 4 1",

@@ -18,7 +18,7 @@ from megajax.models.bert.config import BertConfig
 from megajax.models.llava.config import LlavaConfig
 from megajax.models.t5.config import T5Config
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
-from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
+from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 from megajax.training.config import StepRampConfig
 from megajax.training.run_config import RunConfig
 
@@ -204,6 +204,12 @@ HALF = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype 
             {"model.recompute": "selective", "model.offload": ("query_key_value", "mlp", "input")},
         ),
         ("--offload-modules core_attn", {"model.recompute": "none", "model.offload": ()}),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", {"precision.matmul": Mxfp8Config()}),
+        ("--bf16 --fp8-format hybrid --fp8-recipe blockwise", {"precision.matmul": Fp8BlocksConfig(format="hybrid")}),
+        (
+            "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            {"precision.matmul": Nvfp4Config(first_layers=1, last_layers=2)},
+        ),
     ],
 )
 def test_settings_of_lines(changes: str, settings: dict[str, Any]) -> None:
@@ -229,6 +235,7 @@ def test_settings_of_lines(changes: str, settings: dict[str, Any]) -> None:
         ("--dataloader-type external", ["--dataloader-type external"]),
         ("--eval-micro-batch-size 4", ["--eval-micro-batch-size 4"]),
         ("--hybrid-context-parallel", ["--hybrid-context-parallel"]),
+        ("--bf16 --fp8-format hybrid --fp8-recipe custom", ["--fp8-recipe custom"]),
     ],
 )
 def test_unsupported_values_are_refused(changes: str, refused: list[str]) -> None:

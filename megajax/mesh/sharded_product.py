@@ -1,0 +1,36 @@
+"""Products of two operands of which each device multiplies its parts, over axes otherwise left to the compiler."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from megajax.mesh.mesh import free_axes
+
+type LetterSharding = tuple[tuple[str, tuple[str, ...]], ...]
+"""Letters of an einsum equation with the free mesh axes over which their dimensions are sharded; others are not."""
+
+
+def sharded_product(
+    local: Callable[..., Array], terms: Sequence[Sequence[str]], out: Sequence[str], sharding: LetterSharding
+) -> Callable[..., Array]:
+    """`local`, on the parts of a device; partial sums are added over devices.
+
+    terms: for each array, the letters of its dimensions, several letters for a dimension that joins them, of which only
+    the first is sharded; out: those of the result. Letters that are not in `out` are summed over.
+    """
+    over = dict(sharding)
+    if not over:
+        return local
+    summed = {letters[0] for term in terms for letters in term if letters not in out}
+    axes = tuple(axis for letter in sorted(summed) for axis in over.get(letter, ()))
+
+    def part(*arrays: Array) -> Array:
+        product = local(*arrays)
+        return lax.psum(product, axes) if axes else product
+
+    specs = [PartitionSpec(*(over.get(letters[0]) for letters in term)) for term in (*terms, out)]
+    return jax.shard_map(
+        part, axis_names=set(free_axes()), in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False
+    )
