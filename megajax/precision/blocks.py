@@ -63,24 +63,23 @@ def quantize(x: Array, form: Format, *, tiles: bool = False, stochastic: bool = 
     stochastic: rounds to one of the two neighbours, with probabilities that keep the mean; e2m1 only. The random bits
     are a hash of the number and its place, so that a step repeats exactly.
     """
-    x = x.astype(jnp.float32)
-    amax = _amax(x, form.size, tiles=tiles)
-    scales, whole, factor = _scales(amax, form)
-    spread = _spread(scales if factor is None else factor, x.shape, form.size, tiles=tiles)
-    scaled = jnp.clip(x / spread if factor is None else x * spread, -form.largest, form.largest)
+    parts = _parts(x.astype(jnp.float32), form.size, tiles=tiles)
+    scales, whole, factor = _scales(jnp.abs(parts).max((-3, -1)), form)
+    scaled = parts / _for_each(scales) if factor is None else parts * _for_each(factor)
+    scaled = jnp.clip(scaled, -form.largest, form.largest)
     codes = (_stochastic(scaled) if stochastic else scaled).astype(ELEMENTS[form.element])
     # The compiler may leave out a conversion to few bits and back, and so its rounding.
-    return Blocks(lax.optimization_barrier(codes), scales, whole)
+    return Blocks(lax.optimization_barrier(_joined(codes, x.shape)), scales, whole)
 
 
 def dequantize(blocks: Blocks, form: Format, dtype: jnp.dtype, *, tiles: bool = False) -> Array:
     """Codes times scales [..., N, K], without the scale of the whole tensor."""
-    scales = _spread(blocks.scales.astype(dtype), blocks.codes.shape, form.size, tiles=tiles)
-    return blocks.codes.astype(dtype) * scales
+    parts = _parts(blocks.codes, form.size, tiles=tiles).astype(dtype)
+    return _joined(parts * _for_each(blocks.scales.astype(dtype)), blocks.codes.shape)
 
 
 def hadamard(x: Array, *, seed: int = 0) -> Array:
-    """The random Hadamard transform of each 16 numbers along the last dimension of x, in float32: H diag(signs) x / 4.
+    """The random Hadamard transform of each 16 numbers along the last dimension of x, in its dtype: H diag(signs) x / 4.
 
     Orthogonal, so the product of two transformed matrices is the product of the matrices. The signs are fixed.
     """
@@ -88,25 +87,30 @@ def hadamard(x: Array, *, seed: int = 0) -> Array:
     matrix = np.ones((1, 1))
     while len(matrix) < HADAMARD:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, HADAMARD)
-    transform = jnp.asarray(matrix * signs / HADAMARD**0.5, jnp.float32)
+    groups = x.reshape(*x.shape[:-1], -1, HADAMARD)
+    transform = jnp.asarray(matrix * signs / HADAMARD**0.5, x.dtype)
     mixed = jnp.einsum("...k,jk->...j", groups, transform, precision=lax.Precision.HIGHEST)
     return mixed.reshape(x.shape)
 
 
-def _amax(x: Array, size: int, *, tiles: bool) -> Array:
+def _parts(x: Array, size: int, *, tiles: bool) -> Array:
+    """[..., N, K] -> [..., blocks of N, their height, blocks of K, size], with zeros at the ends."""
     rows, columns = x.shape[-2:]
     height = size if tiles else 1
-    ends = [(0, 0)] * (x.ndim - 2) + [(0, -rows % height), (0, -columns % size)]
-    padded = jnp.pad(jnp.abs(x), ends)
-    shape = (*x.shape[:-2], padded.shape[-2] // height, height, padded.shape[-1] // size, size)
-    return padded.reshape(shape).max((-3, -1))
+    if rows % height or columns % size:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -rows % height), (0, -columns % size)])
+    return x.reshape(*x.shape[:-2], -1, height, x.shape[-1] // size, size)
 
 
-def _spread(scales: Array, shape: tuple[int, ...], size: int, *, tiles: bool) -> Array:
-    """The scale of each number."""
-    spread = jnp.repeat(scales, size, axis=-1)[..., : shape[-1]]
-    return jnp.repeat(spread, size, axis=-2)[..., : shape[-2], :] if tiles else spread
+def _for_each(scales: Array) -> Array:
+    """Scales [..., blocks of N, blocks of K] for the numbers of `_parts`."""
+    return scales[..., :, None, :, None]
+
+
+def _joined(parts: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `_parts`."""
+    *_, rows, height, columns, size = parts.shape
+    return parts.reshape(*shape[:-2], rows * height, columns * size)[..., : shape[-2], : shape[-1]]
 
 
 def _scales(amax: Array, form: Format) -> tuple[Array, Array | None, Array | None]:

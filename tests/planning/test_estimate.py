@@ -244,3 +244,16 @@ def test_no_jax_and_no_numpy() -> None:
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     assert "fits" in process.stdout and "tokens/s" in process.stdout
+
+
+def test_blocks_are_multiplied_by_blackwell_and_widened_elsewhere() -> None:
+    times = {
+        (gpu, compute): estimate(run(compute=compute, device=GPUS[gpu])).matmul_seconds
+        for gpu in ("h100", "b200")
+        for compute in ("bfloat16", "fp8", "mxfp8", "nvfp4")
+    }
+    assert times["h100", "mxfp8"] == times["h100", "nvfp4"] == times["h100", "bfloat16"]
+    assert times["b200", "nvfp4"] < times["b200", "mxfp8"] == times["b200", "fp8"] < times["b200", "bfloat16"]
+    assert GPUS["b200"].peak_of("nvfp4") == 9e15 and GPUS["b200"].peak_of("mxfp8") == 4.5e15
+    casts = [estimate(run(compute=compute, device=GPUS["h100"])).stream_seconds for compute in ("bfloat16", "mxfp8")]
+    assert casts[1] > casts[0]

@@ -31,8 +31,11 @@ PASSES: dict[Part, int] = {
 """Additional reads and writes of each named tensor of a layer."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
-CAST_BYTES = {"fp8": 4.0, "mxfp8": 6.0, "nvfp4": 8.0}
-"""Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed."""
+CAST_BYTES = {"fp8": 4.0, "mxfp8": 9.0, "nvfp4": 20.0}
+"""Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed.
+mxfp8 and nvfp4: as compiled for a B200 (`python -m benchmarks compiled_kernels --parts=recipes`), one pass for each maximum."""
+WIDENED_BYTES = 6.0
+"""Bytes of widening an element to bfloat16 again for two products, where a device does not multiply blocks."""
 SCORE_BYTES = 24
 """Bytes of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
 LOGIT_BYTES = 14
@@ -180,6 +183,7 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
         backward.copies += 4 * gradient * weights + 4 * run.width * weights
     _experts(tower, block, halves)
     if cast := CAST_BYTES.get(run.compute):
+        cast += WIDENED_BYTES * (run.device.multiplied(run.compute) == "bfloat16")
         for matmul in block.matmuls:
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
