@@ -79,7 +79,7 @@ def dequantize(blocks: Blocks, form: Format, dtype: jnp.dtype, *, tiles: bool = 
 
 
 def hadamard(x: Array, *, seed: int = 0) -> Array:
-    """The random Hadamard transform of each 16 numbers along the last dimension of x, in its dtype: H diag(signs) x / 4.
+    """The random Hadamard transform of each 16 numbers along the last dimension of x, H diag(signs) x / 4.
 
     Orthogonal, so the product of two transformed matrices is the product of the matrices. The signs are fixed.
     """

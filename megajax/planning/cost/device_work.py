@@ -33,7 +33,7 @@ LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 9.0, "nvfp4": 20.0}
 """Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed.
-mxfp8 and nvfp4: as compiled for a B200 (`python -m benchmarks compiled_kernels --parts=recipes`), one pass for each maximum."""
+mxfp8 and nvfp4: as compiled for a B200, by `python -m benchmarks compiled_kernels --parts=recipes`."""
 WIDENED_BYTES = 6.0
 """Bytes of widening an element to bfloat16 again for two products, where a device does not multiply blocks."""
 SCORE_BYTES = 24
