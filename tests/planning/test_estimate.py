@@ -257,3 +257,10 @@ def test_blocks_are_multiplied_by_blackwell_and_widened_elsewhere() -> None:
     assert GPUS["b200"].peak_of("nvfp4") == 9e15 and GPUS["b200"].peak_of("mxfp8") == 4.5e15
     casts = [estimate(run(compute=compute, device=GPUS["h100"])).stream_seconds for compute in ("bfloat16", "mxfp8")]
     assert casts[1] > casts[0]
+
+
+def test_experts_are_planned_in_the_dtype_that_they_multiply_in() -> None:
+    cfg: Any = load("mixtral.py:mixtral_8x7b", "precision.matmul=Fp8Current")
+    described = describe(cfg, H100, 32)
+    rounded = replace(described, system=replace(described.system, rounds_experts=True))
+    assert estimate(described).matmul_seconds > 1.3 * estimate(rounded).matmul_seconds

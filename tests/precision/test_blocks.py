@@ -183,7 +183,7 @@ def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
         y = layout.dot("bsd,df->bsf", x, first, "batch", "seq", "mlp")
         return jnp.sum(layout.dot("bsf,fd->bsd", y, second, "batch", "seq_residual", "embed") ** 2)
 
-    for kernel, devices in (("reference", 1), ("cudnn", 1), ("cudnn", 2)):
+    for kernel, devices in (("reference", 1), ("reference", 2), ("cudnn", 1), ("cudnn", 2)):
         parallel = ParallelConfig(data=1, tensor=devices)
         layout = Layout(Plan.of(parallel), RoundedMatmul(replace(recipe, kernel=kernel)))
         mesh = build_mesh(parallel, jax.devices()[:devices])

@@ -61,11 +61,21 @@ class System:
     Queries, keys, values, gate and up have separate matmuls; otherwise q, k and v are one matrix, and gate and up."""
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
+    rounds_experts: bool = True
+    """Experts multiply in the format of the other matmuls; otherwise in bfloat16."""
     overhead: float = 1.0
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
 
-MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True, overhead=OVERHEAD)
+MEGAJAX = System(
+    name="MegaJAX",
+    lockstep=True,
+    data_hidden=False,
+    most_in_place=8,
+    xla=True,
+    rounds_experts=False,
+    overhead=OVERHEAD,
+)
 """As counted in compiled programs (megajax.planning.cost.device_work); most_in_place is MOST_LOOPS of
 pipeline.executor."""
 

@@ -111,10 +111,13 @@ class Product:
     """Bytes of all experts."""
     backward: bool = False
     experts: int = 1
+    grouped: bool = False
+    """Of experts, here or on other devices."""
 
     def seconds(self, run: Description) -> float:
         shape = self.rows, self.contracted, self.columns
-        computing = run.device.matmul_seconds(run.compute, shape, self.experts)
+        compute = run.dtype if self.grouped and not run.system.rounds_experts else run.compute
+        computing = run.device.matmul_seconds(compute, shape, self.experts)
         return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
 
@@ -131,15 +134,15 @@ def products(
         tokens, weights = all_tokens * matmul.per_token, matmul.local_size(tensor)
         rows = tokens / experts
         forward = (tokens * (ahead * inner + outer) + weights) * width
-        yield Product(rows, inner, outer, forward, False, experts)
+        yield Product(rows, inner, outer, forward, False, experts, matmul.grouped)
         if recomputed(policy, matmul.result):
-            yield Product(rows, inner, outer, forward, True, experts)
+            yield Product(rows, inner, outer, forward, True, experts, matmul.grouped)
         # Results of further weights are added to the first one's: read once more.
         input_gradient = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
-        yield Product(rows, outer, inner, input_gradient, True, experts)
+        yield Product(rows, outer, inner, input_gradient, True, experts, matmul.grouped)
         weight_gradient = tokens * (behind * inner + outer) * width + weights * accumulated
         if trained:
-            yield Product(inner, rows, outer, weight_gradient, True, experts)
+            yield Product(inner, rows, outer, weight_gradient, True, experts, matmul.grouped)
 
 
 def matmul_work(run: Description, matmuls: Iterable[Product]) -> Halves:
@@ -184,7 +187,7 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
     _experts(tower, block, halves)
     if cast := CAST_BYTES.get(run.compute):
         cast += WIDENED_BYTES * (run.device.multiplied(run.compute) == "bfloat16")
-        for matmul in block.matmuls:
+        for matmul in (m for m in block.matmuls if run.system.rounds_experts or not m.grouped):
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token
