@@ -18,6 +18,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import choose
 from megajax.mesh.xla_options import FP8, GPU, compiler_options
 from megajax.precision.fp8 import product, quantize
+from megajax.precision.matmul import terms
 
 SIZES = (
     *((rows, contracted, columns) for rows in (1024, 8192) for contracted in (1024, 8192) for columns in (1024, 8192)),
@@ -86,7 +87,7 @@ def matmuls_fp8(sizes: tuple[tuple[int, int, int], ...], seconds: float) -> Read
 
     def products(pairs: list[tuple[Any, Any]]) -> list[Any]:
         fast = jax.lax.Precision.DEFAULT
-        return [product(("bd", "df", "bf"), a, b, dtype=jnp.dtype(jnp.bfloat16), precision=fast) for a, b in pairs]
+        return [product(terms("bd,df->bf"), a, b, dtype=jnp.dtype(jnp.bfloat16), precision=fast) for a, b in pairs]
 
     quantized = jax.jit(lambda x: quantize(x, jnp.dtype(jnp.float8_e4m3fn)))
     return _matmuls(sizes, seconds, quantized, jax.jit(products, compiler_options=compiler_options(*GPU, *FP8)))

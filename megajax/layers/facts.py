@@ -122,11 +122,6 @@ class Matmul:
     """Devices of the mesh axis `expert` with different matrices; the devices of other sharding axes have the same."""
 
     @property
-    def grouped(self) -> bool:
-        """Whether tokens are distributed over several matrices, here or on other devices."""
-        return self.experts * self.expert_shards > 1
-
-    @property
     def size(self) -> int:
         """Elements of the weights."""
         return self.experts * self.inputs.total * self.outputs.total

@@ -121,6 +121,11 @@ class Product:
         return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
 
+def _grouped(matmul: Matmul) -> bool:
+    """Whether it is one of experts, here or on other devices."""
+    return matmul.experts * matmul.expert_shards > 1
+
+
 def products(
     run: Description, matmuls: Sequence[Matmul], all_tokens: int, policy: SavePolicy, *, trained: bool = True
 ) -> Iterator[Product]:
@@ -134,15 +139,15 @@ def products(
         tokens, weights = all_tokens * matmul.per_token, matmul.local_size(tensor)
         rows = tokens / experts
         forward = (tokens * (ahead * inner + outer) + weights) * width
-        yield Product(rows, inner, outer, forward, False, experts, matmul.grouped)
+        yield Product(rows, inner, outer, forward, False, experts, _grouped(matmul))
         if recomputed(policy, matmul.result):
-            yield Product(rows, inner, outer, forward, True, experts, matmul.grouped)
+            yield Product(rows, inner, outer, forward, True, experts, _grouped(matmul))
         # Results of further weights are added to the first one's: read once more.
         input_gradient = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
-        yield Product(rows, outer, inner, input_gradient, True, experts, matmul.grouped)
+        yield Product(rows, outer, inner, input_gradient, True, experts, _grouped(matmul))
         weight_gradient = tokens * (behind * inner + outer) * width + weights * accumulated
         if trained:
-            yield Product(inner, rows, outer, weight_gradient, True, experts, matmul.grouped)
+            yield Product(inner, rows, outer, weight_gradient, True, experts, _grouped(matmul))
 
 
 def matmul_work(run: Description, matmuls: Iterable[Product]) -> Halves:
@@ -187,7 +192,7 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
     _experts(tower, block, halves)
     if cast := CAST_BYTES.get(run.compute):
         cast += WIDENED_BYTES * (run.device.multiplied(run.compute) == "bfloat16")
-        for matmul in (m for m in block.matmuls if run.system.rounds_experts or not m.grouped):
+        for matmul in (m for m in block.matmuls if run.system.rounds_experts or not _grouped(m)):
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token
