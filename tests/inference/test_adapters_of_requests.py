@@ -286,6 +286,7 @@ def test_beams_scores_of_prompts_and_embeddings(
         np.testing.assert_allclose(*vectors, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

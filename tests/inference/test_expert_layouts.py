@@ -115,6 +115,7 @@ def test_the_engine_of_a_run_shards_experts() -> None:
     demand_equal(answers(engine, prompts()), answers_of_one_device("mixture"))
 
 
+@pytest.mark.slow
 def test_padding_of_steps_goes_to_no_expert() -> None:
     """A row of the step that has no token, and tokens past a row's end, give zeros; the others their outputs."""
     cfg = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=8))

@@ -60,7 +60,8 @@ def right(cfg: DecoderConfig) -> LoadedModel:
     return replace(model, weights=weights)
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
 def test_all_drafts_of_heads_that_are_right_are_accepted(depth: int) -> None:
     """Greedy and sampled, preempted, and with shared blocks; also by the last head again, with its spare blocks."""
     cfg = replace(PREDICTING, prediction=PredictionConfig(depth=depth))

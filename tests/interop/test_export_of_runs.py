@@ -256,6 +256,7 @@ def load_config_of(folder: Path) -> Any:
     return families()["llama"].read(Settings(settings_of(folder)))
 
 
+@pytest.mark.slow
 def test_an_export_answers_in_a_chat(back, capsys) -> None:
     """As with `generate --hf=DIR --chat`: by its own template, tokenizer and end tokens."""
     origin = Origin(hf=back[0])

@@ -274,6 +274,7 @@ def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: d
         np.testing.assert_allclose(scores, expected[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_single_requests_on_quantized_weights(folder: Path) -> None:
     """The answers are those of float weights: what the 8 bits stand for, plus the adapter."""
     origin, paths = Origin(hf=folder / "base"), {"peft": folder / "adapter"}

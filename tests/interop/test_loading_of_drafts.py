@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_draft_model_changes_no_answer(folder: Path, tensor: int, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [(tuple(range(number, number + 9)), Sampling(max_tokens=16, seed=number)) for number in range(4)]

@@ -18,6 +18,7 @@ from gangs import Started, free_port, started
 from hugging_face_folders import MIXTRAL, mixtral_shapes, random_weights, write
 from PIL import Image
 from safetensors.numpy import save_file
+from test_hugging_face_decoders import LATENT_SIZES, TINY
 from test_huggingface_encoders import BERT, LLAVA, T5, described
 from waiting import wait_until
 
@@ -156,6 +157,11 @@ def described_image(url: str) -> list[list[float]]:
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[str], list[list[float]]], tuple[str, ...]]] = {
     "embeddings": (BERT, vectors, ()),
+    "heads that draft": (
+        {"model_type": "deepseek_v3", **TINY, **LATENT_SIZES, "num_nextn_predict_layers": 1},
+        completed,
+        ("--inference.drafts=mtp", "--inference.speculate=2"),
+    ),
     "text to text": ({**T5, "decoder_start_token_id": 0}, completed, ("--inference.length=16",)),
     "images": (
         LLAVA,
@@ -166,10 +172,10 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], list[list[float]]], tuple
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_with_encoders_answer_as_in_one_process(
+def test_programs_beside_the_decoder_answer_as_in_one_process(
     kind: str, start: Callable[..., Started], tmp_path: Path
 ) -> None:
-    """Whose programs run before the steps of the decoder, or alone."""
+    """Programs of encoders, which run before its steps or alone, and those of heads, which run after them."""
     config, answer, more = KINDS[kind]
     shapes = {tensor.name: tensor.shape() for tensor in described(config).table}
     write(tmp_path / "model", config, shapes, np.float32)
@@ -179,6 +185,7 @@ def test_models_with_encoders_answer_as_in_one_process(
     for found, wanted in zip(answer(two.url()), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     assert "4 cpu: data 2, tensor 2" in two.first.text
+    assert ("tokens in a step, by" in two.first.text) == (kind == "heads that draft")
     two.first.process.send_signal(signal.SIGTERM)
     assert two.codes() == [0, 0]
 

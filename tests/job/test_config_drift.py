@@ -37,7 +37,9 @@ def before() -> dict[str, Any]:
     return facts(prepare(run_config()))
 
 
-@pytest.mark.parametrize("case", DRIFT)
+@pytest.mark.parametrize(
+    "case", [case if case in ("seed", "data") else pytest.param(case, marks=pytest.mark.slow) for case in DRIFT]
+)
 def test_changed_settings_are_named_with_both_values(before: dict[str, Any], case: str) -> None:
     settings, name, text = DRIFT[case]
     assert text in changes(before, facts(prepare(run_config(**settings))))[name]

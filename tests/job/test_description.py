@@ -12,7 +12,7 @@ from megajax.training.session import setup
 @pytest.mark.parametrize(
     ("config", "experts", "sections"),
     [
-        ("deepseek.py:debug", 1, [""]),
+        pytest.param("deepseek.py:debug", 1, [""], marks=pytest.mark.slow),
         ("gpt3.py:debug", 0, [""]),
         pytest.param("t5.py:debug", 0, ["encoder", ""], marks=pytest.mark.slow),
     ],

@@ -43,6 +43,7 @@ def test_attempts_of_a_given_number_of_steps_complete_the_run(uninterrupted, tmp
     assert [line["split"] for line in lines(tmp_path) if "split" in line] == ["validation", "test"]
 
 
+@pytest.mark.slow
 def test_an_attempt_ends_at_its_time_limit(uninterrupted, tmp_path, monkeypatch):
     cfg = run_config(
         tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0)

@@ -103,7 +103,10 @@ def test_the_signal_that_stops_a_run(tmp_path: Path, start: Callable[..., Starte
     assert attempt.ending.startswith("stopped (SIGTERM), step ") and attempt.exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["", "metrics.jsonl", "config.yaml", "checkpoints"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "metrics.jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("config.yaml", "checkpoints"))],
+)
 def test_a_run_whose_files_are_deleted_fails_and_creates_none(tmp_path: Path, monkeypatch, capsys, name) -> None:
     """Also without a save that would notice it."""
     run, records = tmp_path / "run", []

@@ -28,7 +28,9 @@ def hashed(layout: str) -> tuple[Program, StateHash]:
     return of, StateHash(of.shardings, of.state_like(), of.mesh, of.optimizer.cfg.offload, QUICK)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in ("tensor", "fsdp") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_flipped_bit_of_one_copy_is_named(layout):
     of, state_hash = hashed(layout)
     state = start(of)

@@ -86,6 +86,7 @@ def hf(folder: Path, **settings: Any) -> WeightsConfig:
     return WeightsConfig(run=Path(f"hf:{folder}"), **settings)
 
 
+@pytest.mark.slow
 def test_weights_of_megatron(folder: Path, tmp_path: Path) -> None:
     """A run starts from any format that has tensors of all weights."""
     weights = open_source(f"hf:{folder}").weights

@@ -252,6 +252,7 @@ def test_the_check_for_gpus_passes_for_the_cpu_replacements(case: str, name: str
     check_rounded(passes, CASES[case])
 
 
+@pytest.mark.slow
 def test_rows_with_too_many_documents_use_the_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also rows with a document in two pieces: which case it is, only the running program knows."""
     monkeypatch.setattr(cudnn, "DOCUMENTS", 3)

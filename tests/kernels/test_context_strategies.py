@@ -111,6 +111,7 @@ def statistics(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(lse)[:, :, np.argsort(order)], np.asarray(expected)
 
 
+@pytest.mark.slow
 def test_in_16_bits_statistics_are_in_float32() -> None:
     np.testing.assert_allclose(*statistics(Case(strategy="ring", dtype=jnp.bfloat16, length=32)), atol=1e-5)
 
@@ -144,6 +145,7 @@ INTERPRETED = {"interpret": True, "blocks": Blocks(16, 16, 4)}
 PALLAS = Passes(partial(pallas_attention.forward, **INTERPRETED), partial(pallas_attention.backward, **INTERPRETED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -81,6 +81,7 @@ def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated, rep
         np.testing.assert_allclose(state, expected[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_of_chunks_equal_those_of_the_recurrence(repeated):
     arrays, ids = inputs(70, repeated=repeated), segments(70)

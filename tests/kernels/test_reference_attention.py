@@ -104,6 +104,7 @@ def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarra
     return AttentionDropout(rate, keys, jnp.asarray(heads), jnp.asarray(queries))
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_for_a_part_of_the_heads():
     """A device with some rows, heads and queries draws the same numbers for them as one device would."""
     weights = jnp.ones((3, 4, 8, 16))

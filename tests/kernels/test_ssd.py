@@ -129,6 +129,7 @@ def test_steps_of_one_position_equal_the_recurrence():
     np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_continue_from_a_state():
     """Two halves equal the whole row, also where a document continues in the second half and ends there."""
     arrays, ids = inputs(40), np.array([[1] * 30 + [2] * 10, [1] * 5 + [2] * 35], np.int32)

@@ -65,6 +65,7 @@ def test_a_launcher_on_the_CPU_asks_for_a_number(start, tmp_path):
     assert gang.wait() == 2 and "--processes: must be given where no GPU is visible" in gang.text
 
 
+@pytest.mark.slow
 def test_two_launchers_start_one_run(start, tmp_path):
     """As in two pods; here both are on one machine, without knowing of each other."""
     common = ("--machines=2", f"--coordinator=127.0.0.1:{free_port()}", "--processes=1")

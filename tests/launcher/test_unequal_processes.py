@@ -40,6 +40,7 @@ def two_processes(start, tmp_path, *settings: str, places: tuple[Path, Path], pa
     return members
 
 
+@pytest.mark.slow
 def test_other_code_in_one_process(start, tmp_path):
     folder = other_package(tmp_path / "copy")
     members = two_processes(start, tmp_path, places=(REPOSITORY, folder), package=folder)

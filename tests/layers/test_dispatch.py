@@ -93,7 +93,7 @@ def check(way: str, dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tup
 WAYS = ("gather", "ragged", "capacity")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["gather", "ragged", pytest.param("capacity", marks=pytest.mark.slow)])
 def test_every_way_equals_one_device(way):
     """Numbers of tokens that are no multiples of 8; then all tokens to one expert; then experts without any."""
     dispatch = Dispatch(experts=8, top_k=2, axes=AXES)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from megajax.layers.context import Context, dropout
 from megajax.mesh.config import ParallelConfig
@@ -23,6 +24,7 @@ def dropped(layout: Layout, ctx: Context, place: int = 1) -> jax.Array:
     return dropout(jnp.ones((len(ctx.positions), LENGTH, HIDDEN)), 0.25, ctx, place, layout)
 
 
+@pytest.mark.slow
 def test_masks_are_the_same_on_every_layout():
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
     single, sharded = (Layout(Plan.of(config)) for config in (ParallelConfig(), parallel))
