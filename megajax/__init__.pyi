@@ -66,6 +66,7 @@ from megajax.layers.attention.config import CrossAttentionConfig as CrossAttenti
 from megajax.layers.attention.latent_config import LatentAttentionConfig as LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig as BlockConfig
 from megajax.layers.delta.config import GatedDeltaNetConfig as GatedDeltaNetConfig
+from megajax.layers.delta.config import KimiDeltaConfig as KimiDeltaConfig
 from megajax.layers.linear.config import LightningAttentionConfig as LightningAttentionConfig
 from megajax.layers.linear.config import ShortConvConfig as ShortConvConfig
 from megajax.layers.lora.config import LoRAConfig as LoRAConfig
@@ -133,6 +134,7 @@ from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss
 from megajax.models.presets.granite import granite as granite
 from megajax.models.presets.hybrids.hybrid import hybrid_pipeline as hybrid_pipeline
 from megajax.models.presets.hybrids.hybrid import hybrid_stack as hybrid_stack
+from megajax.models.presets.hybrids.kimi_linear import kimi_linear as kimi_linear
 from megajax.models.presets.hybrids.lfm2 import lfm2 as lfm2
 from megajax.models.presets.hybrids.mamba import mamba2 as mamba2
 from megajax.models.presets.hybrids.mamba import nemotron3 as nemotron3

@@ -38,7 +38,7 @@ from megajax.models.presets import (
     qwen,
     smollm,
 )
-from megajax.models.presets.hybrids import lfm2, mamba, minimax
+from megajax.models.presets.hybrids import kimi_linear, lfm2, mamba, minimax
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -237,6 +237,7 @@ PRESETS = {
     "lfm2": (lfm2.lfm2, ("debug", "350m", "700m", "1.2b")),
     "lfm2_moe": (lfm2.lfm2, ("debug-moe", "8b-a1b")),
     "minimax": (minimax.minimax, minimax.MINIMAX),
+    "kimi_linear": (kimi_linear.kimi_linear, kimi_linear.KIMI_LINEAR),
     "nemotron_h": (mamba.nemotron3, mamba.NEMOTRON_3),
     "glm4_moe": (glm.glm4_moe, glm.GLM4_MOE),
     "olmo3": (olmo.olmo3, olmo.OLMO3),

@@ -10,7 +10,7 @@ from flax import nnx
 
 from megajax.layers.context import Context
 from megajax.layers.decoding import StepRows
-from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
@@ -24,6 +24,7 @@ LAYERS = {
     "mamba 2": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
     "mamba 1": Mamba1Config(inner=24, rank=3, state=4, chunk=5, bias=True),
     "delta net": GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16),
+    "kimi delta": KimiDeltaConfig(heads=4, head_dim=6, key_dim=5, gate_rank=3, chunk=16),
 }
 
 
@@ -116,9 +117,10 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
     declared = specs(layer(name))
     frozen = {path for path, spec in declared.items() if not has_decay(spec)}
     delta = {"a_log", "dt_bias", "norm_gain"}
-    assert (delta if name == "delta net" else {"a_log", "dt_bias", "skip", "in_z_bias", "conv_x.bias"}) <= frozen
-    inner = {"in_v", "conv_v.kernel"} if name == "delta net" else {"in_x", "conv_x.kernel"}
-    assert {"in_z", "output", *inner} <= declared.keys() - frozen
+    nets = ("delta net", "kimi delta")
+    assert (delta if name in nets else {"a_log", "dt_bias", "skip", "in_z_bias", "conv_x.bias"}) <= frozen
+    inner = {"in_v", "conv_v.kernel"} if name in nets else {"in_x", "conv_x.kernel"}
+    assert {"z_up" if name == "kimi delta" else "in_z", "output", *inner} <= declared.keys() - frozen
     assert all(matrices(spec) is None for path, spec in declared.items() if path.startswith("conv_"))
 
 

@@ -22,6 +22,7 @@ CASES = {
     "lfm2": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "minimax": (8, 12, 0.8, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
+    "kimi_linear": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "olmo3": (None, 12, 1.0, SEQUENCE),
     "exaone4": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring")),

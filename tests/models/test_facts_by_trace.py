@@ -24,7 +24,7 @@ from megajax.config.files import functions_of
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
-from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.facts import BlockFacts, Elements, Matmul, Share, Weight, unsharded
 from megajax.layers.linear.config import LightningAttentionConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
@@ -61,6 +61,9 @@ EXTRA_COUNTS: dict[type, Callable[[Any, int], float]] = {
     Mamba1Config: lambda mixer, hidden: 3.5 * mixer.inner * mixer.state,
     Mamba2Config: lambda mixer, hidden: 3.5 * mixer.inner * mixer.state,
     GatedDeltaNetConfig: lambda mixer, hidden: (
+        4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner)
+    ),
+    KimiDeltaConfig: lambda mixer, hidden: (
         4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner)
     ),
     LightningAttentionConfig: lambda mixer, hidden: 2 * mixer.inner * mixer.head_dim,

@@ -28,6 +28,7 @@ from megajax.models.presets.glm import GLM4_MOE, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.granite import GRANITE, granite
+from megajax.models.presets.hybrids.kimi_linear import KIMI_LINEAR, kimi_linear
 from megajax.models.presets.hybrids.lfm2 import LFM2, lfm2
 from megajax.models.presets.hybrids.mamba import MAMBA2, NEMOTRON_3, NEMOTRON_H, mamba2, nemotron3, nemotron_h
 from megajax.models.presets.hybrids.minimax import MINIMAX, minimax
@@ -209,6 +210,7 @@ PUBLISHED = {
     "lfm2 350m": (lfm2("350m"), 354_483_968),
     "lfm2 700m": (lfm2("700m"), 742_489_344),
     "lfm2 1.2b": (lfm2("1.2b"), 1_170_340_608),
+    "kimi-linear 48b-a3b": (kimi_linear("48b-a3b"), 49_122_675_072),
     "minimax text-01": (minimax("text-01"), 456_089_655_296),
     "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
     "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
@@ -348,7 +350,8 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
             "glm4_moe": (glm4_moe, GLM4_MOE), "olmo3": (olmo3, OLMO3), "exaone4": (exaone4, EXAONE4),
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H), "nemotron3": (nemotron3, NEMOTRON_3),
-            "llama4": (llama4, LLAMA4), "lfm2": (lfm2, LFM2), "minimax": (minimax, MINIMAX)}  # fmt: skip
+            "llama4": (llama4, LLAMA4), "lfm2": (lfm2, LFM2), "minimax": (minimax, MINIMAX),
+            "kimi_linear": (kimi_linear, KIMI_LINEAR)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,6 +11,7 @@ that float16 holds exactly, and io.npz: input_ids [2, 24], logits in float32, lo
 
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 FILE = Path(__file__).parent / "decoder_families.tar.xz"
 SIZES = {
@@ -108,6 +110,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"linear_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.3, "mlp_beta_factor": 0.9},
         {},
     ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+        | {"linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "v_head_dim": 6}
+        | {"qk_rope_head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"routed_scaling_factor": 2.0, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+        {"layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 1, "linear_num_heads": None}
+        | {"linear_head_dim": None, "linear_conv_kernel_dim": None, "mla_use_nope": True}
+        | {
+            "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "num_heads": 4, "head_dim": 8}
+            | {"short_conv_kernel_size": 4}
+        },
+    ),
     "nemotron_h": (
         "NemotronHForCausalLM",
         {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"], "head_dim": 8}
@@ -154,6 +169,13 @@ def opened(folder: Path) -> Any:
     return model.eval()
 
 
+def rename_dense(file: Path) -> None:
+    """Layers of Kimi Linear without experts by their published names; transformers writes those of experts."""
+    tensors, dense = load_file(file), r"\.block_sparse_moe\.(gate|up|down)_proj"
+    if any(re.search(dense, name) for name in tensors):
+        save_file({re.sub(dense, r".mlp.\1_proj", name): x for name, x in tensors.items()}, file, {"format": "pt"})
+
+
 @torch.no_grad()
 def make(root: Path, name: str) -> None:
     architecture, settings, changes = CASES[name]
@@ -164,6 +186,7 @@ def make(root: Path, name: str) -> None:
     # MiniMax' decays follow from the number of a layer; float16 would round them.
     kept = {name: x for name, x in model.half().state_dict().items() if not name.endswith(("slope_rate", "_decay"))}
     model.save_pretrained(folder, state_dict=kept)
+    rename_dense(folder / "model.safetensors")
     torch.manual_seed(1)
     ids = torch.randint(3, SIZES["vocab_size"], (2, 24))
     model = opened(folder)

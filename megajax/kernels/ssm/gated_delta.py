@@ -2,6 +2,8 @@
 
     h_t = exp(g_t) h_(t-1) + k_t u_t^T    u_t = beta_t (v_t - exp(g_t) h_(t-1)^T k_t)    y_t = h_t^T q_t / sqrt(K)
 
+g_t is a number, or one for each channel of the key, which decays that row of h ("Kimi Linear", Kimi Team 2025).
+
 B rows, S positions, N heads, V value size, G groups of N / G consecutive heads that share q and k, K key size. h is
 [K, V]. The state is zero at the start of each document. `gated_delta_reference` is the recurrence as written,
 `gated_delta` computes chunks of positions by matmuls.
@@ -36,7 +38,7 @@ class DeltaRule(NamedTuple):
     v: Array
     """[B, S, N, V], in compute dtype."""
     g: Array
-    """float32 [B, S, N]: logarithms of decays, at most 0."""
+    """float32 [B, S, N], or [B, S, N, K] for each channel: logarithms of decays, at most 0."""
     beta: Array
     """float32 [B, S, N]: the part of the error that is corrected, at least 0."""
     runs: Array | None = None
@@ -59,10 +61,11 @@ def unit_length(x: Array) -> Array:
 
 
 def gated_delta_step(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:
-    """One position: state float32 [B, N, K, V], q and k [B, G, K], v [B, N, V], g and beta [B, N] -> y, state."""
+    """One position: state float32 [B, N, K, V], q and k [B, G, K], v [B, N, V], g [B, N] or [B, N, K], beta [B, N]
+    -> y, state."""
     heads = v.shape[1]
     q, k = (jnp.repeat(x.astype(jnp.float32), heads // x.shape[1], axis=1) for x in (q, k))
-    state = jnp.exp(g)[..., None, None] * state
+    state = jnp.exp(g).reshape(*g.shape[:2], -1, 1) * state
     error = v.astype(jnp.float32) - jnp.einsum("bnkv,bnk->bnv", state, k)
     state = state + k[..., None] * (beta[..., None] * error)[:, :, None]
     return (jnp.einsum("bnkv,bnk->bnv", state, q) * q.shape[-1] ** -0.5).astype(v.dtype), state
@@ -125,7 +128,7 @@ class Parts(NamedTuple):
     closing: Array
     """float32 [B, M, G, R, L]: decay after the position to the end of the chunk; 0 in earlier documents."""
     through: Array
-    """float32 [B, M, G, R]: decay over the chunk; 0 if a document starts in it."""
+    """float32 [B, M, G, R, K], or 1 for K: decay over the chunk; 0 if a document starts in it."""
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -154,8 +157,70 @@ def _parts(chunk: int, rule: DeltaRule) -> Parts:
         keys=k,
         opening=opening,
         closing=jnp.where(masks.closing[:, :, None, None], jnp.exp(sums.after), 0),
-        through=jnp.where(masks.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0),
+        through=jnp.where(masks.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0)[..., None],
     )
+
+
+def _parts_by_channel(chunk: int, rule: DeltaRule) -> Parts:
+    """`_parts` with a decay for each channel. Queries and keys contain the decays, and each head is a group."""
+    (rows, length, heads), dtype = rule.v.shape[:3], rule.v.dtype
+    chunk = min(chunk, -(-length // BLOCK) * BLOCK)
+    runs = pad_runs(rule.runs, -length % chunk)
+
+    def chunked(x: Array) -> Array:
+        """[B, S, N, ...] -> [B, M, N, L, ...]."""
+        x = pad_end(x, -length % chunk)
+        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 3, 2)
+
+    q, k = (chunked(jnp.repeat(x, heads // x.shape[2], axis=2)) for x in (rule.q, rule.k))
+    v, g, beta = (chunked(x) for x in (rule.v, rule.g, rule.beta))
+    sums, masks = Sums.of(jnp.swapaxes(g, -1, -2)), Chunks.of(runs, rows, k.shape[1], chunk)
+    opening, closing = (
+        jnp.where(mask[:, :, None, :, None], jnp.exp(jnp.swapaxes(log, -1, -2)), 0)
+        for mask, log in ((masks.opening, sums.until), (masks.closing, sums.after))
+    )
+    among_keys, scores = (jnp.where(masks.pairs[:, :, None], decayed_products(x, k, sums), 0) for x in (k, q))
+    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * among_keys, -1)) * beta[..., None, :]
+    inverse, first_keys = inverse.astype(dtype), (opening * k).astype(dtype)
+    ones = jnp.ones((*beta.shape[:3], 1, beta.shape[-1]), jnp.float32)
+    through = jnp.where(masks.through[:, :, None, None, None], jnp.exp(sums.until[..., None, :, -1]), 0)
+    return Parts(
+        scores=scores[:, :, :, None],
+        reads=_product("bmnij,bmnjk->bmnik", inverse, first_keys)[:, :, :, None].astype(dtype),
+        written=_product("bmnij,bmnjv->bmniv", inverse, v)[:, :, :, None],
+        queries=jnp.moveaxis((opening * q).astype(dtype), 2, 3),
+        keys=jnp.moveaxis((closing * k).astype(dtype), 2, 3),
+        opening=ones,
+        closing=ones,
+        through=through,
+    )
+
+
+def decayed_products(x: Array, y: Array, sums: Sums) -> Array:
+    """float32 [..., L, L], at [i, j] for j <= i: the sum over channels of x_i y_j and the decay after j up to i.
+
+    x, y [..., L, K]; sums: of logarithms [..., K, L]. Between blocks, matmuls of x with its decay from the start of its
+    block, and y with the decay up to there; no factor is above 1. Within a block, products channel by channel.
+    """
+    *rest, count, block = sums.until_in_block.shape
+    x, y = (array.reshape(*rest[:-1], count, block, rest[-1]) for array in (x, y))
+    until, after = (jnp.moveaxis(log, -3, -1) for log in (sums.until_in_block, sums.after_in_block))
+    # [..., i's block, j's block, j, K]
+    before = jnp.exp(after[..., None, :, :, :] + jnp.moveaxis(sums.blocks_between, -3, -1)[..., :, :, None, :])
+    apart = _product(
+        "...iak,...ijbk->...iajb",
+        (x * jnp.exp(until)).astype(x.dtype),
+        (y[..., None, :, :, :] * before).astype(x.dtype),
+    )
+    within = jnp.exp(jnp.moveaxis(sums.between_in_block, -4, -1)) * x[..., :, None, :] * y[..., None, :, :]
+    same = jnp.eye(count, dtype=bool)[:, None, :, None].reshape((1,) * (len(rest) - 1) + (count, 1, count, 1))
+    products = jnp.where(same, within.sum(-1)[..., None, :], apart)
+    return products.reshape(*rest[:-1], count * block, count * block)
+
+
+def _parts_of(chunk: int, rule: DeltaRule) -> Parts:
+    """The parts by the form of the decays."""
+    return (_parts if rule.g.ndim == rule.beta.ndim else _parts_by_channel)(chunk, rule)
 
 
 def _carried(parts: Parts, state: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -167,7 +232,7 @@ def _carried(parts: Parts, state: Array) -> tuple[Array, tuple[Array, Array]]:
         before = state.astype(dtype)
         updates = written - _product("bgrik,bgrkv->bgriv", reads, before)
         added = _product("bjgk,bgrjv->bgrkv", keys, (closing[..., None] * updates).astype(dtype))
-        return through[..., None, None] * state + added, (before, updates.astype(dtype))
+        return through[..., None] * state + added, (before, updates.astype(dtype))
 
     by_chunk = (parts.reads, parts.written, parts.keys, parts.closing, parts.through)
     return lax.scan(carry, state, tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk))
@@ -176,8 +241,8 @@ def _carried(parts: Parts, state: Array) -> tuple[Array, tuple[Array, Array]]:
 def _by_chunks(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
     """`gated_delta`, with the outputs of the padding."""
     rows, _, heads, size = rule.v.shape
-    parts, first = _parts(chunk, rule), rule.first_state()
-    grouped = first.reshape(rows, *parts.through.shape[2:], *first.shape[2:])
+    parts, first = _parts_of(chunk, rule), rule.first_state()
+    grouped = first.reshape(rows, *parts.through.shape[2:4], *first.shape[2:])
     last, (before, updates) = _carried(parts, grouped)
     y = _product("bmigk,mbgrkv->bmigrv", parts.queries, before) * jnp.moveaxis(parts.opening, -1, 2)[..., None]
     y = y + _product("bmgrij,mbgrjv->bmigrv", parts.scores.astype(rule.v.dtype), updates)
@@ -187,10 +252,10 @@ def _by_chunks(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
 
 def _transition(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
     """The state is carried for zeros and for the identity, side by side, as its columns do not affect one another."""
-    parts, (rows, _, heads, size), keys = _parts(chunk, rule), rule.v.shape, rule.k.shape[-1]
+    parts, (rows, _, heads, size), keys = _parts_of(chunk, rule), rule.v.shape, rule.k.shape[-1]
     parts = parts._replace(written=jnp.pad(parts.written, [(0, 0)] * 5 + [(0, keys)]))
     columns = jnp.concatenate([jnp.zeros((keys, size), jnp.float32), jnp.eye(keys, dtype=jnp.float32)], axis=1)
-    last, _ = _carried(parts, jnp.broadcast_to(columns, (rows, *parts.through.shape[2:], *columns.shape)))
+    last, _ = _carried(parts, jnp.broadcast_to(columns, (rows, *parts.through.shape[2:4], *columns.shape)))
     last = last.reshape(rows, heads, *columns.shape)
     return last[..., size:], last[..., :size]
 

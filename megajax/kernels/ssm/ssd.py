@@ -9,6 +9,7 @@ chunks of positions by matmuls.
 A document's results do not depend on other documents, to the last bit (see `chunks`).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -165,12 +166,22 @@ def _pair_weights(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array
     return (jnp.where(pairs, jnp.exp(sums.between()) * shared, 0) * dt[..., None, :]).astype(dtype)
 
 
-def gated_norm(y: Array, z: Array, gain: Array, *, groups: int, epsilon: float, before_gate: bool) -> Array:
+def gated_norm(
+    y: Array,
+    z: Array,
+    gain: Array,
+    *,
+    groups: int,
+    epsilon: float,
+    before_gate: bool,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Array:
     """Root-mean-square normalisation of y silu(z) within each group of heads, [B, S, N, P] -> the same in y's dtype.
 
-    gain [N, P], or [1, P] for all heads. before_gate: y is normalised, and then multiplied by silu(z).
+    gain [N, P], or [1, P] for all heads. before_gate: y is normalised, and then multiplied by silu(z), or another
+    function of z.
     """
-    full, gate = y.astype(jnp.float32), jax.nn.silu(z.astype(jnp.float32))
+    full, gate = y.astype(jnp.float32), activation(z.astype(jnp.float32))
     if not before_gate:
         full = full * gate
     heads = y.shape[2] // groups

@@ -48,7 +48,7 @@ class LatentAttention(nnx.Module):
             self.norm = cfg.norm.build(settings, size=cfg.key_value_rank, axis=None)
         if cfg.norm is not None and cfg.query_rank is not None:
             self.query_norm = cfg.norm.build(settings, size=cfg.query_rank, axis=None)
-        self.rope = cfg.rope.build(cfg.position_dim, settings.length)
+        self.rope = None if cfg.rope is None else cfg.rope.build(cfg.position_dim, settings.length)
         self.core = CoreAttention(cfg, settings, scale=score_scale(cfg, settings))
 
     def __call__(self, x: Array, ctx: Context) -> Array:
@@ -88,13 +88,17 @@ class LatentAttention(nnx.Module):
         """[B, S, D] -> [B, S, N, C + P], rotated."""
         content = self.cfg.content_dim
         q = self.layout.dot("bsr,rnh->bsnh", self.query_latent(x), self.query, "batch", "seq", "heads", "head_dim")
-        return jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
+        return jnp.concatenate([q[..., :content], self.rotated(q[..., content:], ctx)], axis=-1)
 
     def position_part(self, x: Array, ctx: Context) -> Array:
         """[B, S, D] -> the position part of the keys [B, S, 1, P], rotated and shared by all heads."""
         place = self.layout.dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)
         place = (place + self.position_key_bias[...][None, None] if self.cfg.latent_bias else place)[:, :, None]
-        return self.rope(place, ctx.positions)
+        return self.rotated(place, ctx)
+
+    def rotated(self, x: Array, ctx: Context) -> Array:
+        """Position parts [B, S, N, P], rotated if the layer has rotary positions."""
+        return x if self.rope is None else self.rope(x, ctx.positions)
 
     def latent(self, x: Array) -> Array:
         """[B, S, D] -> the latent of keys and values [B, S, R]."""
@@ -115,6 +119,6 @@ def score_scale(cfg: LatentAttentionConfig, settings: LayerSettings) -> float:
     """Factor on scores. YaRN's mscale_all scales both queries and keys, including their content parts."""
     if cfg.scale is not None:
         return cfg.scale
-    yarn = cfg.rope.scaling
+    yarn = cfg.rope and cfg.rope.scaling
     longer = yarn.mscale_factor(yarn.mscale_all or 0.0) if isinstance(yarn, YarnScalingConfig) else 1.0
     return longer**2 * settings.score_scale(cfg.content_dim + cfg.position_dim)

@@ -43,8 +43,8 @@ class LatentAttentionConfig(MultiHeadConfig):
     """Biases on the latents and on the position part of keys."""
     norm: NormConfig | None = field(default_factory=RMSNormConfig)
     """Normalisation of the latents; none: no normalisation."""
-    rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
-    """Rotation of the position parts."""
+    rope: RopeConfig | None = field(default_factory=lambda: RopeConfig(interleaved=True))
+    """Rotation of the position parts; none: they are not rotated, and keys share them all the same."""
     window: int | None = None
     """Number of previous tokens that a query attends to, besides its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
@@ -67,7 +67,8 @@ class LatentAttentionConfig(MultiHeadConfig):
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """Problems on rows of `length` tokens and width `hidden`."""
         del hidden
-        return self.window_problems(length) + self.rope.head_problems(self.position_dim)
+        problems = self.window_problems(length)
+        return problems if self.rope is None else problems + self.rope.head_problems(self.position_dim)
 
     def groups(self) -> int:
         """Number of key-value heads: one per query head."""

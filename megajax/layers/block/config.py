@@ -10,7 +10,7 @@ from megajax.kernels.attention.capability import FUSED, Request
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.checks import below_one, missing_members
-from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,
@@ -44,6 +44,7 @@ type MixerConfig = (
     | Mamba2Config
     | Mamba1Config
     | GatedDeltaNetConfig
+    | KimiDeltaConfig
     | ShortConvConfig
     | LightningAttentionConfig
 )

@@ -1,4 +1,4 @@
-"""Config of gated delta nets; imports neither jax nor flax."""
+"""Configs of gated delta nets; imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ from megajax.layers.checks import above_zero, head_devices, head_problems, head_
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
 from megajax.layers.mamba.config import StateSpaceConfig, last_inputs, state_leaf
 from megajax.layers.recompute import Part
+
+DIRECT = 16
+"""Positions whose products the kernel of decays by channel makes channel by channel: its BLOCK."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +68,11 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         return self.key_heads or self.heads
 
     @property
+    def decays(self) -> tuple[int, ...]:
+        """Shape of the decays of a position."""
+        return (self.heads,)
+
+    @property
     def inner(self) -> int:
         """Channels of all value heads."""
         return self.heads * self.head_dim
@@ -110,7 +118,8 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         return (
             *(CacheLeaf(name, group, ("kv_heads", None)) for name in ("q", "k")),
             CacheLeaf("v", (self.heads, self.head_dim), ("heads", None)),
-            *(CacheLeaf(name, (self.heads,), ("heads",)) for name in ("a", "b")),
+            CacheLeaf("a", self.decays, ("heads", None)[: len(self.decays)]),
+            CacheLeaf("b", (self.heads,), ("heads",)),
         )
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
@@ -164,3 +173,78 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         return (
             f"gated delta net {self.heads} heads, {self.groups} key heads, states of {self.key_dim} x {self.head_dim}"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KimiDeltaConfig(GatedDeltaNetConfig):
+    """A gated delta net whose states decay by channel of the key (Kimi Team 2025).
+
+    The matrices that make decays and the gate have low rank; the gate's activation is the sigmoid.
+    Example: `mj.KimiDeltaConfig(heads=32)`
+    """
+
+    target: ClassVar[str] = "megajax.layers.delta.module:KimiDelta"
+    gate_rank: int | None = None
+    """Rank of the matrices of decays and of the gate; none: head_dim."""
+
+    def problems(self) -> list[Problem]:
+        ranks = {} if self.gate_rank is None else {"gate_rank": self.gate_rank}
+        return [*GatedDeltaNetConfig.problems(self), *above_zero(**ranks)]
+
+    @property
+    def rank(self) -> int:
+        """Rank of the matrices of decays and of the gate."""
+        return self.gate_rank or self.head_dim
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """Shape of the decays of a position."""
+        return (self.heads, self.key_dim)
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        head, replaced = ("heads", "head_dim"), ("in_a", "in_z", "dt_bias")
+        sizes = {"a": self.key_dim, "z": self.head_dim}
+        return (
+            *(weight for weight in GatedDeltaNetConfig.weights(self, hidden) if weight.name not in replaced),
+            *(Weight(f"{name}_down", (hidden, self.rank), ("embed", None)) for name in sizes),
+            *(Weight(f"{name}_up", (self.rank, self.heads, size), (None, *head)) for name, size in sizes.items()),
+            Weight("dt_bias", self.decays, head),
+        )
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Queries, keys, values and corrections; down to the low ranks, and up; the output."""
+        hidden_side, low = Elements(replicated=hidden), Elements(replicated=self.rank)
+        outputs = Elements(sharded=self.inner + self.heads, grouped=2 * self.keys, groups=self.groups)
+        return (
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=4, joined=True),
+            Matmul(
+                inputs=hidden_side, outputs=Elements(replicated=2 * self.rank), result="latent", weights=2, joined=True
+            ),
+            Matmul(inputs=low, outputs=Elements(sharded=self.heads * self.key_dim), result="query_key_value"),
+            Matmul(inputs=low, outputs=Elements(sharded=self.inner), result="gate"),
+            Matmul(inputs=Elements(sharded=self.inner), outputs=hidden_side, result="residual"),
+        )
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """As of `GatedDeltaNetConfig`, with products of keys and queries for each head."""
+        del hidden
+        chunk, channels = min(self.chunk, keys), self.heads * self.key_dim
+        pairs = chunk * (2 * channels + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
+        states = 3 * self.inner * self.key_dim
+        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs and outputs of the kernel, the gate, and the results of low rank."""
+        del hidden
+        sharded = self.inner + self.heads * (1 + self.key_dim)
+        return {
+            "query_key_value": Elements(sharded=sharded, grouped=2 * self.keys, groups=self.groups),
+            "latent": Elements(replicated=2 * self.rank),
+            "core_attention": Elements(sharded=self.inner),
+            "gate": Elements(sharded=self.inner),
+        }
+
+    def summary(self, hidden: int) -> str:
+        """Sizes of heads and states."""
+        return f"{GatedDeltaNetConfig.summary(self, hidden)}, decays by channel of rank {self.rank}"

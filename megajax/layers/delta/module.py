@@ -25,6 +25,7 @@ from megajax.layers.mamba.recurrent import (
 )
 from megajax.layers.param import ONES, LayerSettings, Normal, matrix, param
 from megajax.layers.remat import save_only_inputs
+from megajax.mesh.layout import AxesTree
 
 PER_HEAD = ("batch", "seq", "heads")
 
@@ -38,6 +39,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     convolved = ("q", "k", "v")
     rates = ("dt_bias", "a_log")
+    gate_activation = staticmethod(jax.nn.silu)
     input_axes: ClassVar = {
         "q": GROUPS,
         "k": GROUPS,
@@ -53,8 +55,6 @@ class GatedDeltaNet(RecurrentMixer):
         self.in_q = matrix(settings, (hidden, *group), ("embed", *per_group))
         self.in_k = matrix(settings, (hidden, *group), ("embed", *per_group))
         self.in_v = matrix(settings, (hidden, *head), ("embed", *per_head))
-        self.in_z = matrix(settings, (hidden, *head), ("embed", *per_head))
-        self.in_a = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
         self.in_b = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
         outer = Normal(settings.output_std)
         self.output = matrix(settings, (*head, hidden), (*per_head, "embed"), init=outer, inputs=2)
@@ -62,17 +62,31 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv_k = Filter(cfg.conv_kernel, settings, group, per_group, bias=False)
         self.conv_v = Filter(cfg.conv_kernel, settings, head, per_head, bias=False)
         steps, rates = StepBias(cfg.dt_min, cfg.dt_max, cfg.dt_floor), LogOfUniform(cfg.decay_min, cfg.decay_max)
-        self.dt_bias = param((cfg.heads,), ("heads",), init=steps, role="rate")
+        self.dt_bias = param(cfg.decays, self.input_axes["a"][2:], init=steps, role="rate")
         self.a_log = param((cfg.heads,), ("heads",), init=rates, role="rate")
         self.norm_gain = param((cfg.head_dim,), ("head_dim",), init=ONES, role="gain")
+        self.declare_gates(settings)
+
+    def declare_gates(self, settings: LayerSettings) -> None:
+        """The weights of `gates`."""
+        hidden, cfg = settings.hidden, self.cfg
+        self.in_z = matrix(settings, (hidden, cfg.heads, cfg.head_dim), ("embed", "heads", "head_dim"))
+        self.in_a = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
+
+    def gates(self, x: Array) -> tuple[Array, Array]:
+        """[B, S, D] -> what decays are made from, [B, S, N], and the gate [B, S, N, V]."""
+        # Not in 8 bits: those matmuls need dimensions that are multiples of 16.
+        a = self.layout.plain().dot("bsd,dn->bsn", x, self.in_a[...], *PER_HEAD)
+        return a, self.layout.dot("bsd,dnv->bsnv", x, self.in_z, *HEADS)
 
     def project(self, x: Array) -> tuple[Inputs, Array]:
         """[B, S, D] -> the inputs of the convolutions and the recurrence, and the gate [B, S, N, V]."""
-        dot, plain = self.layout.dot, self.layout.plain().dot
+        dot, (a, z) = self.layout.dot, self.gates(x)
         q, k = dot("bsd,dgk->bsgk", x, self.in_q, *GROUPS), dot("bsd,dgk->bsgk", x, self.in_k, *GROUPS)
-        v, z = dot("bsd,dnv->bsnv", x, self.in_v, *HEADS), dot("bsd,dnv->bsnv", x, self.in_z, *HEADS)
-        # Not in 8 bits: those matmuls need dimensions that are multiples of 16.
-        a, b = (plain("bsd,dn->bsn", x, w[...], *PER_HEAD) for w in (self.in_a, self.in_b))
+        v, b = (
+            dot("bsd,dnv->bsnv", x, self.in_v, *HEADS),
+            self.layout.plain().dot("bsd,dn->bsn", x, self.in_b[...], *PER_HEAD),
+        )
         names = {"q": "query", "k": "key", "v": "value", "a": "value", "b": "value"}
         inputs = {"q": q, "k": k, "v": v, "a": a, "b": b}
         return {name: checkpoint_name(y, names[name]) for name, y in inputs.items()}, checkpoint_name(z, "gate")
@@ -89,7 +103,8 @@ class GatedDeltaNet(RecurrentMixer):
         """See `RecurrentMixer.recurrence`; y [B, S, N, V], and the last state [B, N, K, V]."""
         full = {name: w.astype(jnp.float32) for name, w in rates.items()}
         steps = jax.nn.softplus(inputs["a"].astype(jnp.float32) + full["dt_bias"][None, None])
-        g = masked_steps(-jnp.exp(full["a_log"])[None, None] * steps, counts)
+        rate = jnp.exp(full["a_log"]).reshape(1, 1, -1, *[1] * (steps.ndim - 3))
+        g = masked_steps(-rate * steps, counts)
         beta = masked_steps(jax.nn.sigmoid(inputs["b"].astype(jnp.float32)), counts)
         q, k = (save_only_inputs(unit_length)(inputs[name]) for name in ("q", "k"))
         rule = DeltaRule(q, k, inputs["v"], g, beta, runs, state)
@@ -100,6 +115,37 @@ class GatedDeltaNet(RecurrentMixer):
     def project_output(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, N, V] -> the layer's output [B, S, D]."""
         cfg = self.cfg
-        norm = partial(gated_norm, groups=cfg.heads, epsilon=cfg.norm_epsilon, before_gate=True)
+        norm = partial(
+            gated_norm, groups=cfg.heads, epsilon=cfg.norm_epsilon, before_gate=True, activation=self.gate_activation
+        )
         y = self.layout.act(save_only_inputs(norm)(y, z, self.norm_gain[...][None]), *HEADS)
         return self.layout.dot("bsnv,nvd->bsd", y, self.output, "batch", "seq_residual", "embed")
+
+
+class KimiDelta(GatedDeltaNet):
+    """A layer whose states decay by channel of the key; what makes decays and the gate has low rank.
+
+    Kimi Team 2025, "Kimi Linear", sections 3 and 4. Inputs as of `GatedDeltaNet`, but a [B, S, N, K].
+    """
+
+    gate_activation = staticmethod(jax.nn.sigmoid)
+    input_axes: ClassVar = {**GatedDeltaNet.input_axes, "a": HEADS}
+
+    def declare_gates(self, settings: LayerSettings) -> None:
+        """See `GatedDeltaNet`."""
+        hidden, cfg = settings.hidden, self.cfg
+        for name, size in (("a", cfg.key_dim), ("z", cfg.head_dim)):
+            setattr(self, f"{name}_down", matrix(settings, (hidden, cfg.rank), ("embed", None)))
+            setattr(self, f"{name}_up", matrix(settings, (cfg.rank, cfg.heads, size), (None, "heads", "head_dim")))
+
+    def gates(self, x: Array) -> tuple[Array, Array]:
+        """[B, S, D] -> what decays are made from, [B, S, N, K], and the gate [B, S, N, V]."""
+        dot = self.layout.dot
+        a, z = (dot("bsd,dr->bsr", x, down, "batch", "seq", None) for down in (self.a_down, self.z_down))
+        a, z = checkpoint_name(a, "latent"), checkpoint_name(z, "latent")
+        return dot("bsr,rnk->bsnk", a, self.a_up, *HEADS), dot("bsr,rnv->bsnv", z, self.z_up, *HEADS)
+
+    def axes(self) -> Mapping[str, AxesTree]:
+        """Logical axes of `weights`."""
+        axes = super().axes()
+        return {**axes, "rates": {**axes["rates"], "dt_bias": HEADS[2:]}}

@@ -181,4 +181,4 @@ def masked_steps(dt: Array, counts: Array | None) -> Array:
     if counts is None:
         return dt
     present = jnp.arange(dt.shape[1])[None] < counts[:, None]
-    return jnp.where(present[..., None], dt, 0)
+    return jnp.where(present.reshape(*present.shape, *[1] * (dt.ndim - 2)), dt, 0)
