@@ -53,7 +53,7 @@ def looped(arrays: dict[str, np.ndarray], ids: np.ndarray | None) -> tuple[np.nd
         if ids is not None and t and ids[row, t] != ids[row, t - 1]:
             state[row, n] = 0
         key = k[row, t, n // share]
-        decayed = np.exp(g[row, t, n]) * state[row, n]
+        decayed = np.exp(g[row, t, n])[..., None] * state[row, n]
         state[row, n] = decayed + beta[row, t, n] * np.outer(key, v[row, t, n] - key @ decayed)
         y[row, t, n] = q[row, t, n // share] @ state[row, n] / KEYS**0.5
     return y, state
@@ -79,6 +79,33 @@ def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated, rep
         y, state = jax.jit(partial(ruled, of=of, **options))(arrays, ids)
         np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(state, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_decays_by_channel_match_a_float64_loop():
+    """In three blocks of a chunk and two documents, with gradients of the recurrence; and with equal decays, a number."""
+    length = 50
+    arrays, ids = inputs(length), segments(length)
+    equal = {**arrays, "g": np.repeat(arrays["g"][..., None], KEYS, axis=-1)}
+    varied = {**arrays, "g": equal["g"] * np.random.default_rng(0).uniform(0, 2, size=KEYS).astype(np.float32)}
+    expected = looped(varied, ids)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(of, arrays):
+        def loss(arrays):
+            y, state = ruled(arrays, ids, of)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(state)), (y, state)
+
+        return jax.value_and_grad(loss, has_aux=True)(arrays)
+
+    chunks = partial(gated_delta, chunk=48)
+    (_, found), gradients = run(chunks, varied)
+    for actual, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+    _, recurrent = run(gated_delta_reference, varied)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, recurrent[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    one = jax.jit(partial(ruled, of=chunks))(arrays, ids)[0]
+    np.testing.assert_allclose(run(chunks, equal)[0][1][0], one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
