@@ -82,7 +82,7 @@ def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated, rep
 
 
 def test_decays_by_channel_match_a_float64_loop():
-    """In three blocks of a chunk and two documents, with gradients of the recurrence; and with equal decays, a number."""
+    """In blocks of a chunk and two documents, with gradients of the recurrence; and with equal decays, a number."""
     length = 50
     arrays, ids = inputs(length), segments(length)
     equal = {**arrays, "g": np.repeat(arrays["g"][..., None], KEYS, axis=-1)}
