@@ -25,7 +25,6 @@ from megajax.layers.mamba.recurrent import (
 )
 from megajax.layers.param import ONES, LayerSettings, Normal, matrix, param
 from megajax.layers.remat import save_only_inputs
-from megajax.mesh.layout import AxesTree
 
 PER_HEAD = ("batch", "seq", "heads")
 
@@ -130,13 +129,15 @@ class KimiDelta(GatedDeltaNet):
 
     gate_activation = staticmethod(jax.nn.sigmoid)
     input_axes: ClassVar = {**GatedDeltaNet.input_axes, "a": HEADS}
+    rate_axes: ClassVar = {"dt_bias": HEADS[2:]}
 
     def declare_gates(self, settings: LayerSettings) -> None:
         """See `GatedDeltaNet`."""
-        hidden, cfg = settings.hidden, self.cfg
-        for name, size in (("a", cfg.key_dim), ("z", cfg.head_dim)):
-            setattr(self, f"{name}_down", matrix(settings, (hidden, cfg.rank), ("embed", None)))
-            setattr(self, f"{name}_up", matrix(settings, (cfg.rank, cfg.heads, size), (None, "heads", "head_dim")))
+        hidden, cfg, up = settings.hidden, self.cfg, (None, "heads", "head_dim")
+        self.a_down = matrix(settings, (hidden, cfg.rank), ("embed", None))
+        self.a_up = matrix(settings, (cfg.rank, cfg.heads, cfg.key_dim), up)
+        self.z_down = matrix(settings, (hidden, cfg.rank), ("embed", None))
+        self.z_up = matrix(settings, (cfg.rank, cfg.heads, cfg.head_dim), up)
 
     def gates(self, x: Array) -> tuple[Array, Array]:
         """[B, S, D] -> what decays are made from, [B, S, N, K], and the gate [B, S, N, V]."""
@@ -144,8 +145,3 @@ class KimiDelta(GatedDeltaNet):
         a, z = (dot("bsd,dr->bsr", x, down, "batch", "seq", None) for down in (self.a_down, self.z_down))
         a, z = checkpoint_name(a, "latent"), checkpoint_name(z, "latent")
         return dot("bsr,rnk->bsnk", a, self.a_up, *HEADS), dot("bsr,rnv->bsnv", z, self.z_up, *HEADS)
-
-    def axes(self) -> Mapping[str, AxesTree]:
-        """Logical axes of `weights`."""
-        axes = super().axes()
-        return {**axes, "rates": {**axes["rates"], "dt_bias": HEADS[2:]}}

@@ -83,13 +83,15 @@ type Inputs = Mapping[str, Array]
 class RecurrentMixer(nnx.Module):
     """A mixer with a state per head, [B, S, D] -> [B, S, D].
 
-    A subclass has a `Filter` conv_NAME for each name of `convolved`, and a weight [N] for each name of `rates`.
+    A subclass has a `Filter` conv_NAME for each name of `convolved`, and a weight [N, ...] for each name of `rates`.
     """
 
     convolved: ClassVar[tuple[str, ...]]
     """Inputs that pass a convolution and silu."""
     rates: ClassVar[tuple[str, ...]]
     """Weights of the recurrence."""
+    rate_axes: ClassVar[Mapping[str, LogicalAxes]] = {}
+    """Logical axes of those that are not one number per head."""
     input_axes: ClassVar[Mapping[str, LogicalAxes]]
     """Logical axes of all inputs."""
     cfg: Any
@@ -173,7 +175,7 @@ class RecurrentMixer(nnx.Module):
         for name in self.convolved:
             parts, axes = getattr(self, f"conv_{name}").weights(), self.input_axes[name][2:]
             filters[name] = {part: (None, *axes)[part == "bias" :] for part in parts}
-        return {**filters, "rates": dict.fromkeys(self.rates, ("heads",))}
+        return {**filters, "rates": {name: self.rate_axes.get(name, ("heads",)) for name in self.rates}}
 
 
 def masked_steps(dt: Array, counts: Array | None) -> Array:

@@ -91,7 +91,7 @@ def deepseek(
     """
     row = pick("deepseek", DEEPSEEK, size)
     mixer = row.mixer
-    if yarn:
+    if yarn and mixer.rope is not None:
         scaling = YarnScalingConfig(factor=40.0, original=4096, mscale=row.mscale, mscale_all=row.mscale)
         mixer = replace(mixer, rope=replace(mixer.rope, scaling=scaling))
     norm = RMSNormConfig(epsilon=row.epsilon)

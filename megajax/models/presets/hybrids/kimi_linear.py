@@ -26,10 +26,16 @@ def kimi_linear(size: str, *, sequence_length: int = 4096, vocabulary_size: int 
     Example: `mj.kimi_linear("48b-a3b")`
     """
     row = pick("kimi_linear", KIMI_LINEAR, size)
-    sizes = {"heads": row.heads, "key_value_rank": 4 * row.head_dim, "content_dim": row.head_dim}
-    sizes |= {"position_dim": row.head_dim // 2, "value_dim": row.head_dim}
-    norm, latent_norm = RMSNormConfig(epsilon=1e-5), RMSNormConfig(epsilon=1e-6)
-    latent = LatentAttentionConfig(**sizes, norm=latent_norm, rope=None)
+    norm = RMSNormConfig(epsilon=1e-5)
+    latent = LatentAttentionConfig(
+        heads=row.heads,
+        key_value_rank=4 * row.head_dim,
+        content_dim=row.head_dim,
+        position_dim=row.head_dim // 2,
+        value_dim=row.head_dim,
+        norm=RMSNormConfig(epsilon=1e-6),
+        rope=None,
+    )
     mlp = GatedMLPConfig(ffn=row.ffn)
     moe = MoEConfig(
         experts=row.experts,
