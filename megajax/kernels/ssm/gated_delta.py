@@ -213,8 +213,8 @@ def decayed_products(x: Array, y: Array, sums: Sums) -> Array:
         (y[..., None, :, :, :] * before).astype(x.dtype),
     )
     within = jnp.exp(jnp.moveaxis(sums.between_in_block, -4, -1)) * x[..., :, None, :] * y[..., None, :, :]
-    same = jnp.eye(count, dtype=bool)[:, None, :, None].reshape((1,) * (len(rest) - 1) + (count, 1, count, 1))
-    products = jnp.where(same, within.sum(-1)[..., None, :], apart)
+    same_block = jnp.eye(count, dtype=bool)[:, None, :, None].reshape((1,) * (len(rest) - 1) + (count, 1, count, 1))
+    products = jnp.where(same_block, within.sum(-1)[..., None, :], apart)
     return products.reshape(*rest[:-1], count * block, count * block)
 
 
