@@ -40,7 +40,7 @@ from megajax.training.scoring import Scorer, Window, row
 
 LENGTH = 3 * TILE
 """Positions of a row, in tiles of keys."""
-ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig(), kernel="fixed")
+ATTENTION = AttentionConfig(heads=4, rope=RopeConfig(), kernel="fixed")
 MIXTURE = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=64))
 
 

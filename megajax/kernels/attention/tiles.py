@@ -21,7 +21,7 @@ from megajax.kernels.soft_cap import soft_capped
 
 TILE = 64
 """Keys of a tile."""
-QUERIES = 32
+QUERIES = 64
 """Queries of a row from which the products of CPUs have the same bits for any number of them; measured."""
 
 type Fence = Callable[[tuple[Array, ...]], tuple[Array, ...]]
