@@ -67,10 +67,13 @@ class Objective:
     weigh: Callable[[Array, Array], Array] | None = None
     """(log p of the labels [C], facts of the tokens [C, E]) -> the weight of each token's loss, float32 [C]. So a loss
     that is any function of log p has its gradient with the logits that give log p. None: the weights are given."""
+    entropy_weight: float = 0.0
+    """With `weigh`: this times the entropy of a token's distribution, times its first fact, is subtracted from the
+    loss."""
 
-    def log_p(self, losses: Mapping[str, Array]) -> Array | None:
-        """The log p of the labels [C]; None without `weigh`."""
-        return None if self.weigh is None else -losses["loss"]
+    def scores(self, losses: Mapping[str, Array]) -> Array | None:
+        """The log p of the labels and the entropies [C, 2]; None without `weigh`."""
+        return None if self.weigh is None else jnp.stack([-losses["loss"], losses["entropy"]], axis=-1)
 
     def weights(self, losses: Mapping[str, Array], facts: Array) -> Array:
         """The weights of the losses of tokens [C], from the weights [C] themselves, or facts [C, E]."""
@@ -79,7 +82,8 @@ class Objective:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the `losses`."""
-        return ("loss", *["smoothed_loss"] * bool(self.label_smoothing), *["z_loss"] * bool(self.z_loss))
+        more = {"smoothed_loss": self.label_smoothing, "z_loss": self.z_loss, "entropy": self.weigh}
+        return ("loss", *(name for name, wanted in more.items() if wanted))
 
     def losses(self, softmax: "Softmax", size: int) -> dict[str, Array]:
         """Losses of tokens by name, float32 [C] each: `loss`, the plain cross-entropy, and the other terms."""
@@ -92,6 +96,8 @@ class Objective:
             losses["smoothed_loss"] = smoothed
         if self.z_loss:
             losses["z_loss"] = self.z_loss * jnp.square(softmax.log_z)
+        if softmax.expected_logit is not None:
+            losses["entropy"] = softmax.log_z - softmax.expected_logit
         return losses
 
     def minimised(self, losses: Mapping[str, Array]) -> Array:
@@ -101,7 +107,17 @@ class Objective:
 
     def gradient(self, softmax: "Softmax", size: int) -> Array:
         """Gradient of `minimised` with respect to the logits of each token before their cap, float32 [C, V]."""
-        gradient = self._capped_gradient(softmax, size)
+        return self._before_cap(softmax, self._capped_gradient(softmax, size))
+
+    def with_entropy(self, gradient: Array, softmax: "Softmax", losses: Mapping[str, Array], facts: Array) -> Array:
+        """The weighted `gradient` [C, V] with that of the entropies, -p (log p + entropy) of each logit."""
+        if not self.entropy_weight:
+            return gradient
+        p = softmax.probabilities
+        slope = jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1)) + losses["entropy"][:, None]), 0)
+        return gradient + self._before_cap(softmax, slope * (self.entropy_weight * facts[:, 0])[:, None])
+
+    def _before_cap(self, softmax: "Softmax", gradient: Array) -> Array:
         if softmax.capped is None:
             return gradient
         return gradient * soft_cap_slope(jnp.where(softmax.in_vocabulary[None], softmax.capped, 0), self.logit_cap)
@@ -134,6 +150,8 @@ class Softmax(NamedTuple):
     """[C]: the logit of the label."""
     mean_logit: Array | None
     """[C]: the mean logit without padding; None unless the objective needs it."""
+    expected_logit: Array | None
+    """[C]: the mean logit under the softmax; None unless the objective needs it."""
     probabilities: Array
     """[C, V]: 0 for padding."""
     one_hot: Array
@@ -156,13 +174,16 @@ def _softmax(
     sums = [exponentials.sum(-1), jnp.where(one_hot, logits, 0).sum(-1)]
     if objective.label_smoothing:
         sums.append(jnp.where(in_vocabulary[None], logits, 0).sum(-1) / shard.size)
+    if objective.weigh is not None:
+        sums.append((jnp.where(in_vocabulary[None], logits, 0) * exponentials).sum(-1))
     # A single reduction: in a pipeline it spans many nodes, so latency dominates its cost.
-    total, label_logit, *mean_logit = shard.sum(jnp.stack(sums))
+    total, label_logit, *others = shard.sum(jnp.stack(sums))
     return Softmax(
         log_z=jnp.log(total) + maximum,
         log_p=Normaliser(maximum, total).log_p(label_logit),
         label_logit=label_logit,
-        mean_logit=mean_logit[0] if mean_logit else None,
+        mean_logit=others[0] if objective.label_smoothing else None,
+        expected_logit=None if objective.weigh is None else others[-1] / total,
         probabilities=exponentials / total[:, None],
         one_hot=one_hot,
         in_vocabulary=in_vocabulary,
@@ -265,7 +286,7 @@ def loss_and_gradients(
     x's dtype.
     -> losses by name, float32 [] each; the gradient of x [T, D] in x's dtype, to be summed over shard.axes; the
        gradients of the table, float32 [V, D], and of the bias, float32 [V], None without a bias; and the log p of the
-       labels, float32 [T], None without `Objective.weigh`.
+       labels and the entropies, float32 [T, 2], None without `Objective.weigh`.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
@@ -276,16 +297,17 @@ def loss_and_gradients(
         softmax = _softmax(x, table, bias, labels, shard, objective)
         losses = objective.losses(softmax, shard.size)
         weights = objective.weights(losses, facts)
-        dlogits = (objective.gradient(softmax, shard.size) * weights[:, None]).astype(x.dtype)
+        gradient = objective.gradient(softmax, shard.size) * weights[:, None]
+        dlogits = objective.with_entropy(gradient, softmax, losses, facts).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
         dbias = None if dbias is None else dbias + dlogits.sum(0, dtype=jnp.float32)
         sums = {name: sums[name] + weighted(loss, weights) for name, loss in losses.items()}
-        return (sums, dtable, dbias), (dx, objective.log_p(losses))
+        return (sums, dtable, dbias), (dx, objective.scores(losses))
 
     pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)
     zero = {name: jnp.zeros((), jnp.float32) for name in objective.names}
     start = zero, jnp.zeros(table.shape, jnp.float32), None if bias is None else jnp.zeros(bias.shape, jnp.float32)
-    (sums, dtable, dbias), (dx, log_p) = jax.lax.scan(add_chunk, start, pieces)
-    log_p = None if log_p is None else log_p.reshape(-1)[:tokens]
-    return sums, dx.reshape(-1, x.shape[1])[:tokens], dtable, dbias, log_p
+    (sums, dtable, dbias), (dx, scores) = jax.lax.scan(add_chunk, start, pieces)
+    scores = None if scores is None else scores.reshape(-1, 2)[:tokens]
+    return sums, dx.reshape(-1, x.shape[1])[:tokens], dtable, dbias, scores

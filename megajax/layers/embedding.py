@@ -115,8 +115,8 @@ class VocabularyLoss(NamedTuple):
     """Differentiable."""
     losses: dict[str, Array]
     """The losses of `Objective.losses`, for reporting; their gradients are taken as 0."""
-    log_p: Array | None = None
-    """Log-probability of each label, float32 [B, S], with `Objective.weigh`; its gradient is taken as 0."""
+    scores: Array | None = None
+    """With `Objective.weigh`: log-probability of each label and entropy, float32 [B, S, 2], without a gradient."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -149,11 +149,11 @@ def vocabulary_loss(
         losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
         weights = objective.weights(losses, _flat(facts))
         sums = {name: weighted(values, weights) for name, values in losses.items()}
-        return lax.psum(sums, rows) if rows else sums, _of_rows(objective.log_p(losses), labels)
+        return lax.psum(sums, rows) if rows else sums, _of_rows(objective.scores(losses), labels)
 
     ins = RESIDUAL, TABLE, TOKENS, _axes_of_facts(weights), None if bias is None else BIAS
-    sums, log_p = layout.island(local, ins, ((), _log_p_axes(objective)))(x, table, labels, weights, bias)
-    return VocabularyLoss(objective.minimised(sums), sums, log_p)
+    sums, scores = layout.island(local, ins, ((), _axes_of_scores(objective)))(x, table, labels, weights, bias)
+    return VocabularyLoss(objective.minimised(sums), sums, scores)
 
 
 def _loss_forward(
@@ -175,18 +175,18 @@ def _loss_forward(
     ) -> tuple[dict[str, Array], Array | None, Array, Array, Array | None]:
         shard, x = _shard(table, size, axes), _gather_sequence(x, extra)
         arrays = _flat(x), table, _flat(labels), _flat(weights)
-        sums, dx, dtable, dbias, log_p = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
+        sums, dx, dtable, dbias, scores = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
         dx = _reduce(dx.reshape(x.shape), free, extra)
         if rows:
             sums, dtable, dbias = lax.psum((sums, dtable, dbias), rows)
         dbias = None if bias is None or dbias is None else dbias.astype(bias.dtype)
-        return sums, _of_rows(log_p, labels), dx, dtable.astype(table.dtype), dbias
+        return sums, _of_rows(scores, labels), dx, dtable.astype(table.dtype), dbias
 
     biased = None if bias is None else BIAS
     ins = RESIDUAL, TABLE, TOKENS, _axes_of_facts(weights), biased
-    island = layout.island(local, ins, ((), _log_p_axes(objective), RESIDUAL, TABLE, biased))
-    sums, log_p, *gradients = island(x, table, labels, weights, bias)
-    return VocabularyLoss(objective.minimised(sums), sums, log_p), tuple(gradients)
+    island = layout.island(local, ins, ((), _axes_of_scores(objective), RESIDUAL, TABLE, biased))
+    sums, scores, *gradients = island(x, table, labels, weights, bias)
+    return VocabularyLoss(objective.minimised(sums), sums, scores), tuple(gradients)
 
 
 def _loss_backward(
@@ -238,14 +238,14 @@ def _axes_of_facts(weights: Array) -> tuple[str | None, ...]:
     return (*TOKENS, *(None,) * (weights.ndim - 2))
 
 
-def _log_p_axes(objective: Objective) -> tuple[str, ...] | None:
-    """The axes of `VocabularyLoss.log_p`."""
-    return None if objective.weigh is None else TOKENS
+def _axes_of_scores(objective: Objective) -> tuple[str | None, ...] | None:
+    """The axes of `VocabularyLoss.scores`."""
+    return None if objective.weigh is None else (*TOKENS, None)
 
 
-def _of_rows(log_p: Array | None, labels: Array) -> Array | None:
-    """[B * S] -> [B, S], as the labels are."""
-    return None if log_p is None else log_p.reshape(labels.shape)
+def _of_rows(scores: Array | None, labels: Array) -> Array | None:
+    """[B * S, 2] -> [B, S, 2]."""
+    return None if scores is None else scores.reshape(*labels.shape, 2)
 
 
 def _flat(x: Array) -> Array:

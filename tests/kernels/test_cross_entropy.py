@@ -157,7 +157,7 @@ def test_the_default_objective_computes_only_the_cross_entropy():
 
 
 def test_weights_that_depend_on_log_p_give_the_gradient_of_any_loss_of_it(inputs):
-    """The loss sum(f * exp(-log p)) of facts f [T]: its weights are f * exp(-log p); chunks of 5 tokens."""
+    """The loss sum(f (g exp(-log p) - 0.7 entropy)) of facts f and g [T]; chunks of 5 tokens."""
     inputs = inputs | {"labels": np.clip(inputs["labels"], 0, SIZE - 1)}
     facts = np.stack([inputs["weights"], np.full(TOKENS, 0.5, np.float32)], axis=1)
 
@@ -167,13 +167,16 @@ def test_weights_that_depend_on_log_p_give_the_gradient_of_any_loss_of_it(inputs
     def loss(x, table):
         logits = (x @ table.T)[:, :SIZE]
         log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), inputs["labels"][:, None], axis=1)[:, 0]
-        return jnp.sum(facts[:, 0] * facts[:, 1] * jnp.exp(-log_p)), log_p
+        entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(logits)), axis=-1)
+        total = jnp.sum(facts[:, 0] * (facts[:, 1] * jnp.exp(-log_p) - 0.7 * entropy))
+        return total, jnp.stack([log_p, entropy], axis=-1)
 
     arrays = inputs["x"], inputs["table"]
     (expected_dx, expected_dtable), expected = jax.grad(loss, (0, 1), has_aux=True)(*arrays)
-    _, dx, dtable, _, log_p = loss_and_gradients(
-        **inputs | {"weights": facts}, shard=WHOLE, objective=Objective(weigh=weigh), chunk=5
+    objective = Objective(weigh=weigh, entropy_weight=0.7)
+    _, dx, dtable, _, scores = loss_and_gradients(
+        **inputs | {"weights": facts}, shard=WHOLE, objective=objective, chunk=5
     )
-    np.testing.assert_allclose(log_p, expected, atol=1e-5)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
     np.testing.assert_allclose(dx, expected_dx, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dtable, expected_dtable, rtol=1e-4, atol=1e-4)

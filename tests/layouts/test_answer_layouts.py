@@ -22,11 +22,12 @@ from megajax.models.answers.config import (
     ORPOConfig,
     with_objective,
 )
+from megajax.models.answers.objectives import TokenObjective
 from megajax.models.presets.mixtral import mixtral
 
 DPO = DPOConfig(beta=0.3, label_smoothing=0.1, length_weight=0.5, sft_weight=0.2)
 KTO = KTOConfig(beta=0.5, desirable_weight=1.5)
-GRPO = GRPOConfig(kl_weight=0.1, clip_high=0.28)
+GRPO = GRPOConfig(kl_weight=0.1, clip_high=0.28, entropy_weight=0.3)
 GSPO = GRPOConfig(ratio="sequence", average="tokens")
 CISPO = GRPOConfig(loss="cispo", clip_high=1.5, average="length", length=3)
 
@@ -72,7 +73,9 @@ def test_gradients_equal_those_of_a_plain_log_softmax(objective: ObjectiveConfig
         module = bind(program.abstract, params)
         logits = module.logits(module.hidden_states(piece["tokens"], module.context(piece)))
         log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), piece["labels"][..., None], -1)[..., 0]
-        terms = module.objective(log_p, piece)
+        token = isinstance(module.objective, TokenObjective)
+        entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(logits)), axis=-1)
+        terms = module.objective(log_p, {**piece, "entropy": entropy} if token else piece)
         return terms.loss, terms
 
     with within(program):

@@ -10,19 +10,10 @@ import pytest
 from megatron_cases import FOLDER as ORACLE
 
 from megajax.models.answers.advantages import group_advantages, leave_one_out, total_reward
-from megajax.models.answers.answers import Answers
-from megajax.models.answers.config import DPOConfig, KTOConfig, ORPOConfig, SimPOConfig
-from megajax.models.answers.policy_losses import (
-    Clip,
-    Samples,
-    averaged,
-    cispo,
-    clipped_surrogate,
-    entropies,
-    importance_ratios,
-    with_kl,
-)
-from megajax.models.answers.preference_losses import kl_estimate, kto, odds_ratio, simpo
+from megajax.models.answers.config import DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, SimPOConfig
+from megajax.models.answers.objectives import TokenObjective
+from megajax.models.answers.policy_losses import entropies
+from megajax.models.answers.preference_losses import kto, odds_ratio, simpo
 
 FOLDER = ORACLE.parent / "oracle3"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no reference values at {FOLDER}")
@@ -191,34 +182,44 @@ POLICY_CASES = read("rl/policy_losses")[0]
 
 @pytest.mark.parametrize("case", POLICY_CASES)
 def test_policy_loss(case: str) -> None:
+    """By the objective, whose weights of tokens in one pass of the head are its gradient."""
     settings, (_, arrays) = POLICY_CASES[case], read("rl/policy_losses")
-    mask, logs = arrays["mask"], {name: jnp.asarray(arrays[f"{name}_logps"]) for name in ("policy", "old", "ref")}
-    answers = Answers(jnp.asarray(mask.astype(np.int32)), 1)
-    advantages = jnp.asarray(np.repeat(arrays["advantages"][:, None], mask.shape[1], axis=1))
+    mask, policy = arrays["mask"].astype(np.float32), jnp.asarray(arrays["policy_logps"])
+    batch = {
+        "loss_mask": jnp.asarray(mask),
+        "answers": jnp.asarray(mask.astype(np.int32)),
+        "advantage": jnp.asarray(np.repeat(arrays["advantages"][:, None], mask.shape[1], axis=1)),
+        "old_log_p": policy if settings.get("on_policy") else jnp.asarray(arrays["old_logps"]),
+        "reference": jnp.asarray(arrays["ref_logps"]),
+    }
     kind, level = settings["loss_type"], settings.get("level", "token")
-    over = {"grpo": "answers", "dr_grpo": "length"}.get(kind, "tokens")
+    average = {"grpo": "answers", "dr_grpo": "length"}.get(kind, "tokens")
+    objective = GRPOConfig(
+        loss="cispo" if kind == "cispo" else "clipped",
+        ratio=level,
+        clip_low=settings.get("epsilon_low", 0.2),
+        clip_high=settings.get("epsilon_high", 0.2),
+        average=average,
+        length=settings.get("max_completion_length", 1) if average == "length" else 1,
+        kl_weight=settings.get("beta", 0.0),
+    ).build()
 
     def loss(log_p: jax.Array) -> tuple[jax.Array, Any]:
-        old = jax.lax.stop_gradient(log_p) if settings.get("on_policy") else logs["old"]
-        ratios = importance_ratios(Samples(log_p, old, advantages), answers, level)
-        if kind == "cispo":
-            clipped = cispo(log_p, ratios, advantages, settings["epsilon_high"])
-        else:
-            clip = Clip(settings.get("epsilon_low", 0.2), settings.get("epsilon_high", 0.2))
-            clipped = clipped_surrogate(ratios, advantages, clip)
-        losses = with_kl(clipped.losses, log_p, logs["ref"], settings.get("beta", 0.0))
-        total, weight = averaged(losses, answers, over, settings.get("max_completion_length", 1))
-        return total / weight, clipped
+        terms = objective(log_p, batch)
+        return terms.loss / terms.weight, terms
 
-    (value, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(logs["policy"])
+    (value, terms), gradient = jax.value_and_grad(loss, has_aux=True)(policy)
     close(value, arrays[f"{case}/loss"], case)
     close(gradient, arrays[f"{case}/grad"], case)
+    if isinstance(objective, TokenObjective):
+        weights = objective.weigh(policy.reshape(-1), objective.facts(batch).reshape(mask.size, -1))
+        close(-weights.reshape(mask.shape) / objective.weight(batch), arrays[f"{case}/grad"], case)
     theirs, tokens = settings["metrics"], mask.sum()
-    shares = {"clip_ratio/low_mean": clipped.low, "clip_ratio/high_mean": clipped.high}
-    shares |= {"cispo_clip_ratio": clipped.high, "kl": kl_estimate(logs["policy"], logs["ref"])}
-    for name, values in shares.items():
-        if name in theirs and level == "token":
-            close((values * mask).sum() / tokens, np.float32(theirs[name]), name)
+    names = {"clip_ratio/low_mean": "clip_low", "clip_ratio/high_mean": "clip_high", "cispo_clip_ratio": "clip_high"}
+    for name, ours in (names | {"kl": "kl"}).items():
+        if name in theirs and ours in terms.metrics and level == "token":
+            total, count = terms.metrics[ours]
+            close(total / count, np.float32(theirs[name]), name)
     close((entropies(arrays["logits"]) * mask).sum() / tokens, np.float32(theirs["entropy"]), "entropy")
 
 

@@ -221,8 +221,14 @@ class GRPOConfig(Builds):
     """Weight of the KL divergence from the reference model, the weights that the run starts from; estimated by k3
     (Schulman 2020) and not clipped."""
 
+    entropy_weight: float = 0.0
+    """Weight of the mean entropy of answer tokens, which is subtracted from the loss: the model goes on exploring."""
+
     def problems(self) -> list[Problem]:
-        problems = above_zero(clip_high=self.clip_high) + not_negative(kl_weight=self.kl_weight)
+        problems = above_zero(clip_high=self.clip_high)
+        problems += not_negative(kl_weight=self.kl_weight, entropy_weight=self.entropy_weight)
+        if self.entropy_weight and self.ratio == "sequence":
+            problems.append(Problem("entropy_weight", "has no effect with ratio=sequence", "set it to 0"))
         if not 0 <= self.clip_low <= 1:
             problems.append(Problem("clip_low", f"must be between 0 and 1, got {self.clip_low}"))
         if self.length < 1:

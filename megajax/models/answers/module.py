@@ -1,6 +1,7 @@
 """A decoder trained by a loss of whole answers. B rows, S positions, D hidden."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.batch import Loss, Rows
@@ -46,8 +47,9 @@ class AnswerDecoder(DecoderLM):
         share, weight = reduction.share(objective.weight(batch))
         facts = objective.facts(batch)
         facts = facts.at[..., 0].multiply(share * reduction.scale)
-        sums = self.vocabulary_loss(x, batch["labels"], facts, objective.weigh)
+        sums = self.vocabulary_loss(x, batch["labels"], facts, objective.weigh, objective.entropy_weight)
         linear = sums.minimised / reduction.scale
-        assert sums.log_p is not None  # because of `weigh`
-        terms = objective(lax.stop_gradient(sums.log_p), batch)
+        assert sums.scores is not None  # because of `weigh`
+        log_p, entropy = jnp.moveaxis(lax.stop_gradient(sums.scores), -1, 0)
+        terms = objective(log_p, {**batch, "entropy": entropy})
         return Loss(terms.loss * share + (linear - lax.stop_gradient(linear)), weight, terms.metrics)

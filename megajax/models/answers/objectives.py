@@ -55,8 +55,11 @@ class Objective(Protocol):
 class TokenObjective(Protocol):
     """A loss of answers whose gradient at a token depends on that token's log-probability alone."""
 
+    entropy_weight: float
+    """This times the entropies, as a mean like that of the losses, is subtracted from the loss."""
+
     def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`."""
+        """See `Objective`. The batch also has `entropy`, float32 [B, S]."""
         ...
 
     def weight(self, batch: Rows) -> Array:

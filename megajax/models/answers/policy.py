@@ -47,6 +47,9 @@ class AnswerPolicy:
         if reference is not None:
             losses = with_kl(losses, log_p, reference, cfg.kl_weight)
             more["kl"] = kl_estimate(log_p, reference)
+        if "entropy" in batch:
+            more["entropy"] = jnp.where(answers.inside, batch["entropy"], 0)
+            losses = losses - cfg.entropy_weight * more["entropy"]
         total, weight = averaged(losses, answers, cfg.average, cfg.length)
         tokens = jnp.maximum(answers.token_total(jnp.ones_like(log_p)), SMALL)
         metrics = {name: (answers.token_total(values), tokens) for name, values in more.items()}
@@ -61,6 +64,10 @@ class AnswerPolicy:
 
 class TokenPolicy(AnswerPolicy):
     """Those with a ratio for each token: a `megajax.models.answers.objectives.TokenObjective`."""
+
+    def __init__(self, cfg: GRPOConfig):
+        super().__init__(cfg)
+        self.entropy_weight = cfg.entropy_weight
 
     def weight(self, batch: Rows) -> Array:
         """See `TokenObjective`."""

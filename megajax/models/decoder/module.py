@@ -176,15 +176,20 @@ class DecoderLM(nnx.Module):
         return Loss(total, weight, metrics)
 
     def vocabulary_loss(
-        self, x: Array, labels: Array, weights: Array, weigh: Callable[[Array, Array], Array] | None = None
+        self,
+        x: Array,
+        labels: Array,
+        weights: Array,
+        weigh: Callable[[Array, Array], Array] | None = None,
+        entropy_weight: float = 0.0,
     ) -> VocabularyLoss:
         """Weighted sums of token losses over the local rows: the minimised loss and the reported ones.
 
-        x [B, S, D]: from `final_norm`; weigh: see `kernels.cross_entropy.Objective`. Apply the loss scale to the
-        weights, see `layers.embedding.vocabulary_loss`.
+        x [B, S, D]: from `final_norm`; weigh, entropy_weight: see `kernels.cross_entropy.Objective`. Apply the loss
+        scale to the weights, see `layers.embedding.vocabulary_loss`.
         """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
-        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap, weigh)
+        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap, weigh, entropy_weight)
         return vocabulary_loss(
             self.layout,
             cfg.vocabulary_size,
