@@ -20,15 +20,20 @@ from megajax.metrics.record import parse, read_metrics
 def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | None = None) -> str:
     """Draw `metrics` (a metrics.jsonl) into `picture` (a PNG, 1600 x 900) -> a line for the terminal.
 
-    With `vocabulary`, the number V of tokens, also draws ln V: the loss of a uniform guess, where an untrained model
-    starts. Without matplotlib or any step, the line tells why nothing was drawn.
+    The loss, or of reinforcement learning, whose losses say little, the reward. With `vocabulary`, the number V of
+    tokens, also draws ln V: the loss of a uniform guess, where an untrained model starts. Without matplotlib or any
+    step, the line tells why nothing was drawn.
     """
     steps, evaluations = read_metrics(metrics)
     if not steps:
         return f"{picture.name} not drawn: {metrics} has no steps"
+    rewards = [line for line in steps if line.get("reward") is not None]
+    if rewards:
+        steps, evaluations, vocabulary = [line | {"loss": line["reward"]} for line in rewards], [], None
+    what, unit = ("reward", "reward") if rewards else ("loss", "loss, nats per token")
     x, loss = _points(steps)
     window = max(1, len(loss) // 50)
-    series = [Series("train loss", x, loss, style="line" if window == 1 else "faint")]
+    series = [Series(f"train {what}", x, loss, style="line" if window == 1 else "faint")]
     if window > 1:
         series.append(Series(f"mean of {window} steps", x, running_mean(loss, window)))
     scored = [line for line in evaluations if line.get("loss_hex") is not None]  # Some tasks have no loss.
@@ -38,12 +43,12 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
     level = None
     if vocabulary is not None:
         level = math.log(vocabulary), f"uniform guess, ln {vocabulary:,} = {math.log(vocabulary):.2f}"
-    chart = LineChart(title=title, unit="loss, nats per token", x_label="step", series=series, level=level)
+    chart = LineChart(title=title, unit=unit, x_label="step", series=series, level=level)
     try:
         save_png(chart.plot, picture, inches=(10, 5.625), dpi=160)
     except ModuleNotFoundError as error:
         return f"{picture.name} not drawn: {error}"
-    return f"loss curve: {picture}"
+    return f"{what} curve: {picture}"
 
 
 def _points(lines: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:

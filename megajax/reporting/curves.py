@@ -110,7 +110,8 @@ def _other_charts(history: History, compiling: Collection[int]) -> Iterator[Line
     for name in sorted(steps.columns.keys() - PLOTTED):
         # Metrics of layers that are always 0, for example dropped tokens, are omitted.
         if not name.startswith("seconds_") and not (name in layers and not np.nan_to_num(steps.column(name)).any()):
-            yield chart(name.replace("_", " "), "", {name.replace("_", " "): name})
+            scale = "linear" if name.startswith("reward") else "auto"
+            yield chart(name.replace("_", " "), "", {name.replace("_", " "): name}, scale=scale)
 
 
 def _marks(runs: Sequence[Attempt]) -> Iterator[Mark]:

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_evaluations_without_a_loss_are_not_drawn(tmp_path, step, monkeypatch):
         writer.log(EvaluationRecord(step=1, split="test", loss=2.5))
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
     assert [series.name for series in charts[0].series] == ["train loss", "test loss"]
+
+
+def test_the_reward_is_drawn_if_there_is_one(tmp_path, step, monkeypatch):
+    charts = []
+    monkeypatch.setattr("megajax.metrics.plots.save_png", lambda draw, *_, **__: charts.append(draw.__self__))
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        for number in range(1, 5):
+            writer.log(replace(step(number, 0.0), metrics={"reward": number / 4} if number % 2 else {}))
+    assert (
+        plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny", vocabulary=9)[:12] == "reward curve"
+    )
+    (series,) = charts[0].series
+    assert (series.name, [*series.x], [*series.y]) == ("train reward", [1, 3], [0.25, 0.75])
 
 
 def test_one_step_is_enough_for_a_picture(tmp_path, step):
