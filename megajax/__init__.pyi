@@ -119,6 +119,9 @@ from megajax.models.decoder.config import DecoderConfig as DecoderConfig
 from megajax.models.decoder.config import PredictionConfig as PredictionConfig
 from megajax.models.decoder.config import WidthScalingConfig as WidthScalingConfig
 from megajax.models.decoder.config import text_schema as text_schema
+from megajax.models.distilled.config import DistillationConfig as DistillationConfig
+from megajax.models.distilled.config import DistilledDecoderConfig as DistilledDecoderConfig
+from megajax.models.distilled.config import with_teacher as with_teacher
 from megajax.models.llava.config import LlavaConfig as LlavaConfig
 from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
 from megajax.models.presets.bert import bert as bert

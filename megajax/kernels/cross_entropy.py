@@ -9,7 +9,7 @@ logits [V].
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,52 @@ class Normaliser(NamedTuple):
         return logits - maximum - log_total
 
 
+class TokenLoss(Protocol):
+    """A loss of tokens, with the targets that it compares logits with: a tree of arrays, the labels by default."""
+
+    target_axes: ClassVar[Any]
+    """Logical axes of each array of the targets."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the losses."""
+        ...
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether `scores` is not None."""
+        ...
+
+    def bound(self, targets: Any, gather: Callable[[Array], Array]) -> tuple[Self, Any]:
+        """The loss with those of the targets that belong to no token, and the others, [B, S, ...].
+
+        gather: states [B, part of S, D] of a sequence-parallel residual stream -> [B, S, D].
+        """
+        ...
+
+    def of_chunk(
+        self, x: Array, table: Array, bias: Array | None, targets: Any, shard: VocabularyShard
+    ) -> tuple[dict[str, Array], Callable[[Array, Array], Array]]:
+        """Losses by name, float32 [C] each, and (weights [C], facts) -> the gradient of the weighted sum of `minimised`
+        by logits before their cap [C, V].
+
+        x [C, D], table [V, D], bias [V], targets: arrays [C, ...]; facts: see `weights`.
+        """
+        ...
+
+    def minimised(self, losses: Mapping[str, Array]) -> Array:
+        """The loss to minimise, from such losses or from weighted sums of them."""
+        ...
+
+    def scores(self, losses: Mapping[str, Array]) -> Array | None:
+        """The log p of the labels and the entropies [C, 2] to return; None: they are not asked for."""
+        ...
+
+    def weights(self, losses: Mapping[str, Array], facts: Array) -> Array:
+        """The weights of the losses of tokens [C], from the weights [C] themselves, or facts [C, E]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The loss of a token, for K ids without padding, their softmax p and its denominator Z."""
@@ -70,6 +116,31 @@ class Objective:
     entropy_weight: float = 0.0
     """With `weigh`: this times the entropy of a token's distribution, times its first fact, is subtracted from the
     loss."""
+
+    target_axes: ClassVar[tuple[str, ...]] = ("batch", "seq")
+
+    def bound(self, targets: Array, gather: Callable[[Array], Array]) -> tuple[Self, Array]:
+        """See `TokenLoss`."""
+        del gather
+        return self, targets
+
+    def of_chunk(
+        self, x: Array, table: Array, bias: Array | None, targets: Array, shard: VocabularyShard
+    ) -> tuple[dict[str, Array], Callable[[Array, Array], Array]]:
+        """See `TokenLoss`; targets: labels int32 [C]."""
+        softmax = _softmax(x, table, bias, targets, shard, self)
+        losses = self.losses(softmax, shard.size)
+
+        def gradient(weights: Array, facts: Array) -> Array:
+            of_losses = self.gradient(softmax, shard.size) * weights[:, None]
+            return self.with_entropy(of_losses, softmax, losses, facts)
+
+        return losses, gradient
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether log p and entropies are returned."""
+        return self.weigh is not None
 
     def scores(self, losses: Mapping[str, Array]) -> Array | None:
         """The log p of the labels and the entropies [C, 2]; None without `weigh`."""
@@ -166,7 +237,7 @@ def _softmax(
     x: Array, table: Array, bias: Array | None, labels: Array, shard: VocabularyShard, objective: Objective
 ) -> Softmax:
     """x [C, D], table [V, D], bias [V], labels int32 [C]."""
-    logits, rows = _logits(x, table, bias, shard, objective.logit_cap)
+    logits, rows = capped_logits(x, table, bias, shard, objective.logit_cap)
     in_vocabulary = rows < shard.size
     maximum = shard.max(logits.max(-1))
     exponentials = jnp.exp(logits - maximum[:, None])
@@ -191,7 +262,7 @@ def _softmax(
     )
 
 
-def _logits(
+def capped_logits(
     x: Array, table: Array, bias: Array | None, shard: VocabularyShard, cap: float | None
 ) -> tuple[Array, Array]:
     """x [C, D], table [V, D], bias [V] -> capped logits float32 [C, V], -inf for padding, and their ids int32 [V]."""
@@ -202,32 +273,36 @@ def _logits(
     return jnp.where((rows < shard.size)[None], logits, -jnp.inf), rows
 
 
-def _chunked(x: Array, chunk: int) -> Array:
-    """[T, ...] -> [chunks, C, ...], zero-padded at the end."""
-    count = -(-x.shape[0] // chunk)
-    padding = [(0, count * chunk - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, padding).reshape(count, chunk, *x.shape[1:])
+def _chunked(tree: Any, chunk: int) -> Any:
+    """Arrays [T, ...] -> [chunks, C, ...], zero-padded at the end."""
+
+    def chunked(x: Array) -> Array:
+        count = -(-x.shape[0] // chunk)
+        padding = [(0, count * chunk - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding).reshape(count, chunk, *x.shape[1:])
+
+    return jax.tree.map(chunked, tree)
 
 
 def token_losses(
     x: Array,
     table: Array,
-    labels: Array,
+    targets: Any,
     shard: VocabularyShard,
-    objective: Objective = CROSS_ENTROPY,
+    objective: TokenLoss = CROSS_ENTROPY,
     *,
     chunk: int,
     bias: Array | None = None,
 ) -> dict[str, Array]:
     """The losses of the objective by name; not differentiable.
 
-    x [T, D], table [V, D], labels int32 [T], bias [V] -> float32 [T] each; `loss` is -log p(label).
+    x [T, D], table [V, D], targets [T, ...], bias [V] -> float32 [T] each; targets: labels, see `TokenLoss`.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
     losses = lax.map(
-        lambda c: objective.losses(_softmax(c[0], table, bias, c[1], shard, objective), shard.size),
-        (_chunked(x, chunk), _chunked(labels, chunk)),
+        lambda c: objective.of_chunk(c[0], table, bias, c[1], shard)[0],
+        (_chunked(x, chunk), _chunked(targets, chunk)),
     )
     return {name: loss.reshape(loss.size)[:tokens] for name, loss in losses.items()}
 
@@ -251,7 +326,7 @@ def token_scores(
     chunk = min(chunk, tokens)
 
     def score_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits, rows = _logits(piece[0], table, bias, shard, cap)
+        logits, rows = capped_logits(piece[0], table, bias, shard, cap)
         local_maximum = logits.max(-1)
         maximum = shard.max(local_maximum)
         first = jnp.where(local_maximum == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)
@@ -271,17 +346,17 @@ def weighted(losses: Array, weights: Array) -> Array:
 def loss_and_gradients(
     x: Array,
     table: Array,
-    labels: Array,
+    targets: Any,
     weights: Array,
     shard: VocabularyShard,
-    objective: Objective = CROSS_ENTROPY,
+    objective: TokenLoss = CROSS_ENTROPY,
     *,
     chunk: int,
     bias: Array | None = None,
 ) -> tuple[dict[str, Array], Array, Array, Array | None, Array | None]:
-    """Weighted sums of the losses of tokens, and the gradients of `Objective.minimised`.
+    """Weighted sums of the losses of tokens, and the gradients of `TokenLoss.minimised`.
 
-    x [T, D], table [V, D], labels int32 [T], bias [V]; weights float32 [T], or [T, E] for `Objective.weigh`. The
+    x [T, D], table [V, D], targets [T, ...], bias [V]; weights float32 [T], or [T, E] for `Objective.weigh`. The
     weights include the loss scale: gradients with respect to logits are multiplied by them before they are rounded to
     x's dtype.
     -> losses by name, float32 [] each; the gradient of x [T, D] in x's dtype, to be summed over shard.axes; the
@@ -293,19 +368,17 @@ def loss_and_gradients(
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, tuple[Array, Array | None]]:
         sums, dtable, dbias = carry
-        x, labels, facts = piece
-        softmax = _softmax(x, table, bias, labels, shard, objective)
-        losses = objective.losses(softmax, shard.size)
+        x, targets, facts = piece
+        losses, gradient = objective.of_chunk(x, table, bias, targets, shard)
         weights = objective.weights(losses, facts)
-        gradient = objective.gradient(softmax, shard.size) * weights[:, None]
-        dlogits = objective.with_entropy(gradient, softmax, losses, facts).astype(x.dtype)
+        dlogits = gradient(weights, facts).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
         dbias = None if dbias is None else dbias + dlogits.sum(0, dtype=jnp.float32)
         sums = {name: sums[name] + weighted(loss, weights) for name, loss in losses.items()}
         return (sums, dtable, dbias), (dx, objective.scores(losses))
 
-    pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)
+    pieces = _chunked(x, chunk), _chunked(targets, chunk), _chunked(weights, chunk)
     zero = {name: jnp.zeros((), jnp.float32) for name in objective.names}
     start = zero, jnp.zeros(table.shape, jnp.float32), None if bias is None else jnp.zeros(bias.shape, jnp.float32)
     (sums, dtable, dbias), (dx, scores) = jax.lax.scan(add_chunk, start, pieces)

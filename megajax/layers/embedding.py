@@ -9,14 +9,14 @@ part of the gradient with respect to x; `embedded_beside_loss` sums these parts.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.kernels.cross_entropy import (
-    Objective,
+    TokenLoss,
     VocabularyShard,
     loss_and_gradients,
     token_losses,
@@ -124,18 +124,18 @@ def vocabulary_loss(
     layout: Layout,
     size: int,
     chunk: int,
-    objective: Objective,
+    objective: TokenLoss,
     x: Array,
     table: Array,
-    labels: Array,
+    targets: Any,
     weights: Array,
     bias: Array | None = None,
 ) -> VocabularyLoss:
     """Loss of the head, summed over tokens.
 
     size: ids in use, the rest of the table is padding; chunk: tokens per chunk of logits.
-    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], bias [V] of the logits;
-    weights float32 [B, S], or [B, S, E] for `Objective.weigh`.
+    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], bias [V] of the logits; targets:
+    labels int32 [B, S], or what else the objective reads; weights float32 [B, S], or [B, S, E] for `Objective.weigh`.
 
     Gradients are computed in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. Apply a
     loss scale to the weights, so that it acts before the rounding.
@@ -143,16 +143,17 @@ def vocabulary_loss(
     rows, axes, extra = layout.free_axes("batch", "seq"), _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(
-        x: Array, table: Array, labels: Array, facts: Array, bias: Array | None
+        x: Array, table: Array, targets: Any, facts: Array, bias: Array | None
     ) -> tuple[dict[str, Array], Array | None]:
         shard, x = _shard(table, size, axes), _flat(_gather_sequence(x, extra))
-        losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
+        bound, tokens = objective.bound(targets, partial(_gather_sequence, extra=extra))
+        losses = token_losses(x, table, jax.tree.map(_flat, tokens), shard, bound, chunk=chunk, bias=bias)
         weights = objective.weights(losses, _flat(facts))
         sums = {name: weighted(values, weights) for name, values in losses.items()}
-        return lax.psum(sums, rows) if rows else sums, _of_rows(objective.scores(losses), labels)
+        return lax.psum(sums, rows) if rows else sums, _of_rows(objective.scores(losses), facts)
 
-    ins = RESIDUAL, TABLE, TOKENS, _axes_of_facts(weights), None if bias is None else BIAS
-    sums, scores = layout.island(local, ins, ((), _axes_of_scores(objective)))(x, table, labels, weights, bias)
+    ins = RESIDUAL, TABLE, objective.target_axes, _axes_of_facts(weights), None if bias is None else BIAS
+    sums, scores = layout.island(local, ins, ((), _axes_of_scores(objective)))(x, table, targets, weights, bias)
     return VocabularyLoss(objective.minimised(sums), sums, scores)
 
 
@@ -160,10 +161,10 @@ def _loss_forward(
     layout: Layout,
     size: int,
     chunk: int,
-    objective: Objective,
+    objective: TokenLoss,
     x: Array,
     table: Array,
-    labels: Array,
+    targets: Any,
     weights: Array,
     bias: Array | None,
 ) -> tuple[VocabularyLoss, tuple[Array, Array, Array | None]]:
@@ -171,21 +172,22 @@ def _loss_forward(
     free = layout.free_axes("vocab")
 
     def local(
-        x: Array, table: Array, labels: Array, weights: Array, bias: Array | None
+        x: Array, table: Array, targets: Any, weights: Array, bias: Array | None
     ) -> tuple[dict[str, Array], Array | None, Array, Array, Array | None]:
         shard, x = _shard(table, size, axes), _gather_sequence(x, extra)
-        arrays = _flat(x), table, _flat(labels), _flat(weights)
-        sums, dx, dtable, dbias, scores = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
+        bound, tokens = objective.bound(targets, partial(_gather_sequence, extra=extra))
+        arrays = _flat(x), table, jax.tree.map(_flat, tokens), _flat(weights)
+        sums, dx, dtable, dbias, scores = loss_and_gradients(*arrays, shard, bound, chunk=chunk, bias=bias)
         dx = _reduce(dx.reshape(x.shape), free, extra)
         if rows:
             sums, dtable, dbias = lax.psum((sums, dtable, dbias), rows)
         dbias = None if bias is None or dbias is None else dbias.astype(bias.dtype)
-        return sums, _of_rows(scores, labels), dx, dtable.astype(table.dtype), dbias
+        return sums, _of_rows(scores, weights), dx, dtable.astype(table.dtype), dbias
 
     biased = None if bias is None else BIAS
-    ins = RESIDUAL, TABLE, TOKENS, _axes_of_facts(weights), biased
+    ins = RESIDUAL, TABLE, objective.target_axes, _axes_of_facts(weights), biased
     island = layout.island(local, ins, ((), _axes_of_scores(objective), RESIDUAL, TABLE, biased))
-    sums, scores, *gradients = island(x, table, labels, weights, bias)
+    sums, scores, *gradients = island(x, table, targets, weights, bias)
     return VocabularyLoss(objective.minimised(sums), sums, scores), tuple(gradients)
 
 
@@ -193,7 +195,7 @@ def _loss_backward(
     layout: Layout,
     size: int,
     chunk: int,
-    objective: Objective,
+    objective: TokenLoss,
     saved: tuple[Array, Array, Array | None],
     cotangent: VocabularyLoss,
 ) -> tuple:
@@ -238,14 +240,14 @@ def _axes_of_facts(weights: Array) -> tuple[str | None, ...]:
     return (*TOKENS, *(None,) * (weights.ndim - 2))
 
 
-def _axes_of_scores(objective: Objective) -> tuple[str | None, ...] | None:
+def _axes_of_scores(objective: TokenLoss) -> tuple[str | None, ...] | None:
     """The axes of `VocabularyLoss.scores`."""
-    return None if objective.weigh is None else (*TOKENS, None)
+    return (*TOKENS, None) if objective.gives_scores else None
 
 
-def _of_rows(scores: Array | None, labels: Array) -> Array | None:
-    """[B * S, 2] -> [B, S, 2]."""
-    return None if scores is None else scores.reshape(*labels.shape, 2)
+def _of_rows(scores: Array | None, weights: Array) -> Array | None:
+    """[B * S, 2] -> [B, S, 2], as the weights [B, S, ...] are."""
+    return None if scores is None else scores.reshape(*weights.shape[:2], 2)
 
 
 def _flat(x: Array) -> Array:

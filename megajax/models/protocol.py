@@ -58,6 +58,10 @@ class ModelConfig(Protocol):
         """The expected loss of the first step, for the banner; "": unknown; None: that of equally likely ids."""
         return None
 
+    def never_trained(self) -> tuple[str, ...]:
+        """Patterns of the paths of weights that are never trained, such as a teacher's; * for any text."""
+        return ()
+
     def ignores_later_positions(self) -> bool:
         """Whether later positions never change the output of `Model.__call__` at a position, as in causal models.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from jax import Array
 
@@ -83,14 +84,22 @@ def groups(
 
 
 def trainable(
-    cfg: UpdateConfig | OptimizerBuilder, declared: Mapping[str, ParamSpec], adapters: Collection[str] = ()
+    cfg: UpdateConfig | OptimizerBuilder,
+    declared: Mapping[str, ParamSpec],
+    adapters: Collection[str] = (),
+    never: Collection[str] = (),
 ) -> dict[str, ParamSpec]:
     """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight.
 
     adapters: paths of low-rank adapters. With adapters, the default pattern * matches no other weight.
+    never: patterns of weights that no pattern matches.
     """
     patterns = () if adapters and cfg.trainable == ALL else cfg.trainable
-    floating = {path: spec for path, spec in declared.items() if spec.role != "quantized"}
+    floating = {
+        path: spec
+        for path, spec in declared.items()
+        if spec.role != "quantized" and not any(fnmatchcase(path, pattern) for pattern in never)
+    }
     paths = {path for pattern in patterns for path in matching("optimizer.trainable", pattern, floating)}
     return {path: spec for path, spec in declared.items() if path in paths or path in adapters}
 

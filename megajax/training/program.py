@@ -160,7 +160,7 @@ class Program:
         declared, observed = specs(abstract), specs(abstract, Observation)
         demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
-        trained = trainable(cfg.optimizer, declared, {*specs(abstract, Adapter)})
+        trained = trainable(cfg.optimizer, declared, {*specs(abstract, Adapter)}, cfg.model.never_trained())
         optimizer = cfg.optimizer.build(trained, plan, cfg.model.width_ratio())
         if not isinstance(optimizer, Optimizer):
             message = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"

@@ -33,7 +33,7 @@ def inputs() -> dict[str, np.ndarray]:
         # Logits are not centred, because log(Z) is not invariant to a shift.
         "x": rng.normal(0.3, 1, size=(TOKENS, HIDDEN)).astype(np.float32),
         "table": rng.normal(0.3, 1, size=(ROWS, HIDDEN)).astype(np.float32),
-        "labels": labels,
+        "targets": labels,
         "weights": weights,
     }
 
@@ -85,7 +85,7 @@ def check(
 def test_any_chunk_gives_the_plain_loss_and_gradients(inputs, name, chunk):
     objective = OBJECTIVES[name]
     sums, dx, dtable, *_ = loss_and_gradients(**inputs, shard=WHOLE, objective=objective, chunk=chunk)
-    losses = token_losses(inputs["x"], inputs["table"], inputs["labels"], WHOLE, objective, chunk=chunk)
+    losses = token_losses(inputs["x"], inputs["table"], inputs["targets"], WHOLE, objective, chunk=chunk)
     check((sums, dx, dtable), objective, inputs, losses)
 
 
@@ -131,7 +131,7 @@ def test_bfloat16_keeps_loss_and_table_gradient_in_float32(inputs):
     rounded = inputs | {name: np.asarray(low[name], np.float32) for name in ("x", "table")}
     sums, dx, dtable, *_ = loss_and_gradients(**low, shard=WHOLE, chunk=8)
     assert (sums["loss"].dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    losses = token_losses(low["x"], low["table"], low["labels"], WHOLE, chunk=8)
+    losses = token_losses(low["x"], low["table"], low["targets"], WHOLE, chunk=8)
     # Logits, softmax and loss lose no precision; gradients pass through matmuls of bfloat16 operands.
     check((sums, dx, dtable), CROSS_ENTROPY, rounded, losses, within=2**-6)
 
@@ -158,7 +158,7 @@ def test_the_default_objective_computes_only_the_cross_entropy():
 
 def test_weights_that_depend_on_log_p_give_the_gradient_of_any_loss_of_it(inputs):
     """The loss sum(f (g exp(-log p) - 0.7 entropy)) of facts f and g [T]; chunks of 5 tokens."""
-    inputs = inputs | {"labels": np.clip(inputs["labels"], 0, SIZE - 1)}
+    inputs = inputs | {"targets": np.clip(inputs["targets"], 0, SIZE - 1)}
     facts = np.stack([inputs["weights"], np.full(TOKENS, 0.5, np.float32)], axis=1)
 
     def weigh(log_p, facts):
@@ -166,7 +166,7 @@ def test_weights_that_depend_on_log_p_give_the_gradient_of_any_loss_of_it(inputs
 
     def loss(x, table):
         logits = (x @ table.T)[:, :SIZE]
-        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), inputs["labels"][:, None], axis=1)[:, 0]
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), inputs["targets"][:, None], axis=1)[:, 0]
         entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(logits)), axis=-1)
         total = jnp.sum(facts[:, 0] * (facts[:, 1] * jnp.exp(-log_p) - 0.7 * entropy))
         return total, jnp.stack([log_p, entropy], axis=-1)

@@ -13,7 +13,7 @@ TRAINING_ONLY = (
     "aux_loss", "row_loss", "global_loss", "force_balance", "jitter", "way", "room", "chunks", "reweighted", "weight",
 )  # fmt: skip
 """Last parts of names of settings that change how a model is trained or run, but not what it computes."""
-ELSEWHERE = ("stack.", "objective.")
+ELSEWHERE = ("stack.", "objective.", "teacher.", "distillation.")
 """Beginnings of names: of settings that are compared by layers, and of those that only training reads."""
 ABSENT = "absent"
 

@@ -163,7 +163,7 @@ class DecoderLM(nnx.Module):
         count = jnp.sum(mask)
         share, weight = reduction.share(count)
         x = self.final_norm(x)
-        sums = self.vocabulary_loss(x, batch["labels"], mask * (share * scale))
+        sums = self.token_loss(x, batch, mask * (share * scale))
         total = sums.minimised / scale
         metrics = {name: (value / scale / share, count) for name, value in sums.losses.items()}
         states = self.mtp_states(x, batch["tokens"], ctx)
@@ -174,6 +174,10 @@ class DecoderLM(nnx.Module):
             total = total + sums.minimised / scale * target.coefficient
             metrics[f"loss_{depth}_ahead"] = (sums.losses["loss"] / scale / target.share, target.counted)
         return Loss(total, weight, metrics)
+
+    def token_loss(self, x: Array, batch: Rows, weights: Array) -> VocabularyLoss:
+        """The loss of next tokens, see `vocabulary_loss`."""
+        return self.vocabulary_loss(x, batch["labels"], weights)
 
     def vocabulary_loss(
         self,
