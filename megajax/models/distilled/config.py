@@ -46,7 +46,7 @@ class DistillationConfig:
 class DistilledDecoderConfig(DecoderConfig):
     """A decoder that learns from a frozen decoder with the same vocabulary. Its own weights keep their names.
 
-    Example: `mj.with_teacher(mj.llama3("1b"), mj.llama3("8b"))`
+    Example: `mj.with_teacher(mj.llama3("8b"), mj.llama3("70b"))`
     """
 
     target: ClassVar[str] = "megajax.models.distilled.module:DistilledDecoder"
@@ -58,9 +58,9 @@ class DistilledDecoderConfig(DecoderConfig):
     def problems(self) -> list[Problem]:
         problems, teacher = DecoderConfig.problems(self), self.teacher
         for name in ("vocabulary_size", "vocabulary_multiple"):
-            theirs, own = getattr(teacher, name), getattr(self, name)
-            if theirs != own:
-                message = f"is {theirs}, and the student's is {own}"
+            theirs, students = getattr(teacher, name), getattr(self, name)
+            if theirs != students:
+                message = f"is {theirs}, and the student's is {students}"
                 problems.append(Problem(f"teacher.{name}", message, "both models need the same token ids"))
         if teacher.sequence_length < self.sequence_length:
             message = f"is {teacher.sequence_length}, below the {self.sequence_length} tokens of a row"
@@ -83,10 +83,10 @@ class DistilledDecoderConfig(DecoderConfig):
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The teacher, with its head, and the student."""
-        (own,), (section,) = DecoderConfig.section_facts(self), self.teacher.section_facts()
+        (student,), (section,) = DecoderConfig.section_facts(self), self.teacher.section_facts()
         head = self.teacher.head_facts()
         weights = prefixed("teacher", (*section.weights, *head.weights))
-        return replace(section, path="teacher", weights=weights), own
+        return replace(section, path="teacher", weights=weights), student
 
     def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """Choices of the student, then those of the teacher."""
@@ -97,9 +97,9 @@ class DistilledDecoderConfig(DecoderConfig):
 
     def with_kernels(self, names: Sequence[str]) -> "DistilledDecoderConfig":
         """A copy with these kernels, one for each of `kernel_choices`."""
-        own = len(names) - len([layer for block in self.teacher.stack.pattern for layer in block.with_kernels()])
-        student = DecoderConfig.with_kernels(self, names[:own])
-        return replace(student, teacher=self.teacher.with_kernels(names[own:]))
+        split = len(names) - len([layer for block in self.teacher.stack.pattern for layer in block.with_kernels()])
+        student = DecoderConfig.with_kernels(self, names[:split])
+        return replace(student, teacher=self.teacher.with_kernels(names[split:]))
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Problems of both models on a mesh."""
@@ -116,7 +116,7 @@ def with_teacher(
 ) -> DistilledDecoderConfig:
     """The student, learning from the teacher.
 
-    Example: `mj.with_teacher(mj.llama3("1b"), mj.llama3("8b"), mj.DistillationConfig(temperature=2.0))`
+    Example: `mj.with_teacher(mj.llama3("8b"), mj.llama3("70b"), mj.DistillationConfig(temperature=2.0))`
     """
     settings = {field.name: getattr(student, field.name) for field in fields(student)}
     return DistilledDecoderConfig(teacher=teacher, distillation=distillation or DistillationConfig(), **settings)
