@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import megajax as mj
 from megajax.command_line.foreign_names import ROWS
 from megajax.command_line.help import field_texts
 from megajax.command_line.parser import front_door, parse
@@ -74,7 +75,9 @@ def main(argv: list[str]) -> int:
 
 def reference() -> str:
     """The page: a table of contents, then a section for each class with all its fields."""
-    every = (*config_classes(RunConfig), *(cls for cls, _ in KINDS.values()), *config_classes(ServingConfig))
+    in_runs = (*config_classes(RunConfig), *(cls for cls, _ in KINDS.values()), *config_classes(ServingConfig))
+    # Models and losses beside the decoder are classes of open settings, which no field names.
+    every = (*in_runs, *(getattr(mj, name) for name in sorted(dir(mj)) if name.endswith("Config")))
     classes = [*dict.fromkeys(every)]
     lines = [HEAD]
     lines += [f"- [{cls.__name__}](#{cls.__name__.lower()}): {_summary(cls)}" for cls in classes]
