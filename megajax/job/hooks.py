@@ -75,7 +75,10 @@ class Evaluate:
             return
         self.last[split] = metrics
         other_metrics = {name: value for name, value in metrics.items() if name != "loss"}
-        self.log.log(EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=other_metrics))
+        likelihood = self.cfg.model.first_loss() is None
+        self.log.log(
+            EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=other_metrics, likelihood=likelihood)
+        )
         self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))
 
 

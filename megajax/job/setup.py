@@ -33,7 +33,6 @@ from megajax.job.start.preflight import demand_health
 from megajax.job.start.reference_file import ReferenceFile
 from megajax.job.start.resume import Resume
 from megajax.job.start.weights import InitialWeights, frozen_weights_warning
-from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
@@ -147,7 +146,7 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
             f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; set another --run_dir, or "
             "--checkpoint.load=RUN"
         )
-    console, signals = _open_console_and_signals(attempt, cfg.logging, cfg.steps, position_unit(cfg.model))
+    console, signals = _open_console_and_signals(attempt, cfg)
     stop = Stopping(cfg.resilience, cfg.steps, attempt.pulse, signals, started=attempt.started)
     compiles = stack.enter_context(CompileLog(console.say, event))
     sources = cfg.checkpoint.sources()
@@ -197,15 +196,13 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
     )
 
 
-def _open_console_and_signals(
-    attempt: Attempt, logging: LoggingConfig, steps: int, unit: str
-) -> tuple[Console, Signals]:
-    console = open_console(
-        logging,
-        total_steps=steps,
-        primary=jax.process_index() == 0,
-        terms=Terms(unit, flops=jax.local_devices()[0].platform != "cpu"),
+def _open_console_and_signals(attempt: Attempt, cfg: RunConfig) -> tuple[Console, Signals]:
+    terms = Terms(
+        position_unit(cfg.model),
+        flops=jax.local_devices()[0].platform != "cpu",
+        likelihood=cfg.model.first_loss() is None,
     )
+    console = open_console(cfg.logging, total_steps=cfg.steps, primary=jax.process_index() == 0, terms=terms)
     attempt.stack.enter_context(console)
     attempt.pulse.before_exit = console.release
     signals = Signals(

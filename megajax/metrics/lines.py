@@ -19,6 +19,8 @@ class Terms:
     """Unit of the speed: tokens, positions or rows. Perplexity is shown for tokens only."""
     flops: bool = True
     """Whether FLOP/s are shown; on CPUs they are close to 0."""
+    likelihood: bool = True
+    """Whether the loss is a mean of -log p, so that its exponential is a perplexity."""
 
     @property
     def loss(self) -> str:
@@ -26,7 +28,7 @@ class Terms:
 
     @property
     def perplexity(self) -> bool:
-        return self.unit == "tokens"
+        return self.unit == "tokens" and self.likelihood
 
     @property
     def speed(self) -> str:

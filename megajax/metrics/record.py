@@ -106,10 +106,13 @@ class EvaluationRecord:
     """Other metrics of the model or the task, for example accuracy, written after the fixed keys. A perplexity among
     them replaces exp(loss)."""
 
+    likelihood: bool = True
+    """Whether the loss is a mean of -log p, so that its exponential is a perplexity."""
+
     @property
     def perplexity(self) -> float | None:
-        """exp(loss); inf if that overflows."""
-        if self.loss is None:
+        """exp(loss); inf if that overflows; None for another loss."""
+        if self.loss is None or not self.likelihood:
             return None
         try:
             return math.exp(self.loss)

@@ -25,6 +25,8 @@ from megajax.metrics.runfolder import RunFolder
 
 LATEST = 253_402_300_800.0
 """Seconds from 1970 to the year 10000: later times are invalid."""
+LARGEST_EXPONENT = 700.0
+"""exp of more is no float: the perplexity of such a loss is infinite."""
 
 
 class Stamp(NamedTuple):
@@ -185,6 +187,8 @@ class History:
     layers: LayerHistory
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Split -> steps int64 and losses float64, of the same length."""
+    other_losses: frozenset[str]
+    """Splits whose loss is no mean of -log p, and has no perplexity."""
     tasks: Mapping[str, tuple[int, Mapping[str, float]]]
     """Task without a loss -> step of its last evaluation, and its metrics."""
     events: tuple[Event, ...]
@@ -228,6 +232,7 @@ def read_history(run_dir: Path) -> History:
         layers=metrics.layers.history(folder.layers),
         superseded_seconds=tuple(superseded),
         evaluations={split: _curve(points) for split, points in metrics.splits.items()},
+        other_losses=frozenset(metrics.other_losses),
         tasks=metrics.tasks,
         events=tuple(_read_events(folder.events, faults)),
         config=_read_config(folder.config_yaml, faults),
@@ -280,6 +285,7 @@ class _Columns:
     layers: LayerColumns = field(default_factory=LayerColumns)
     splits: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     """Split -> step -> loss."""
+    other_losses: set[str] = field(default_factory=set)
     tasks: dict[str, tuple[int, dict[str, float]]] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -289,7 +295,11 @@ class _Columns:
                 metrics = {name: number for name, number in numbers if math.isfinite(number)}
                 self.tasks[str(line["split"])] = line["step"], metrics
             else:
-                self.splits[str(line["split"])][line["step"]] = number_of(line.get("loss"))
+                loss, split = number_of(line.get("loss")), str(line["split"])
+                self.splits[split][line["step"]] = loss
+                # A perplexity beyond the range of floats is null too.
+                if line.get("perplexity") is None and loss < LARGEST_EXPONENT:
+                    self.other_losses.add(split)
             return
         self.layers.add(line)
         for name, value in line.items():

@@ -9,7 +9,7 @@ import numpy as np
 
 from megajax.display.text import byte_size, count, duration, moment, skipped_rows
 from megajax.reporting.attempts import STOP, Attempt, attempts
-from megajax.reporting.history import ROUTINE, STATUS, Event, History
+from megajax.reporting.history import LARGEST_EXPONENT, ROUTINE, STATUS, Event, History
 from megajax.reporting.wall_time import RunTimeline, Share, data_wait, goodput, time_by_cause, timeline
 
 TIME = "Where the time went"
@@ -213,7 +213,8 @@ def _evaluations(history: History) -> Table:
         omitted += len(steps) - len(listed)
         for index in listed:
             loss = float(losses[index])
-            perplexity = "?" if loss != loss else f"{np.exp(loss):,.2f}" if loss < 700 else "inf"
+            perplexity = "?" if loss != loss else f"{np.exp(loss):,.2f}" if loss < LARGEST_EXPONENT else "inf"
+            perplexity = "" if split in history.other_losses else perplexity
             lowest = "lowest" if index == best and len(steps) > 1 else ""
             rows.append((split, f"{int(steps[index]):,}", number(loss), perplexity, lowest))
     note = f"{omitted:,} earlier evaluations omitted." if omitted else ""

@@ -216,7 +216,9 @@ def test_tasks_without_a_loss_have_a_separate_table(fake_run: Callable) -> None:
     metrics.log(EvaluationRecord(step=3, split="race", loss=None, metrics={"accuracy": 0.25}))
     metrics.log(EvaluationRecord(step=5, split="race", loss=None, metrics={"accuracy": 0.5, "exact_match": 0.125}))
     metrics.log(EvaluationRecord(step=5, split="test", loss=math.nan))
+    metrics.log(EvaluationRecord(step=5, split="validation", loss=0.5, likelihood=False))
     summary = summary_of(run)
     assert rows(summary, "Tasks") == [("race", "5", "accuracy", "0.5000"), ("race", "5", "exact match", "0.1250")]
-    assert [row[0] for row in rows(summary, "Evaluations")] == ["test"]
+    evaluations = [(split, perplexity) for split, _, _, perplexity, _ in rows(summary, "Evaluations")]
+    assert evaluations == [("test", "?"), ("validation", "")], "preferences have no perplexity"
     assert "race loss" not in {name for name, *_ in summary.figures}
