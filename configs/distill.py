@@ -1,9 +1,9 @@
 """A small student learns from a larger, frozen teacher with the same vocabulary, in the same mesh.
 
-The teacher is the run of quickstart.py, or any other: `mj.with_teacher` takes two models, and checkpoint.weights loads
+The teacher is a run of quickstart.py, or any other: `mj.with_teacher` takes two models, and checkpoint.weights loads
 the teacher's weights into the part `teacher`.
 
-Prepare:  python -m megajax.train --config=quickstart.py
+Prepare:  python -m megajax.train --config=quickstart.py --run_dir=runs/teacher
 Run:      python -m megajax.train --config=distill.py
 Hardware: 2 CPU cores, 1 GB of memory
 Expect:   docs/distillation.md has the losses beside those of a student without a teacher
@@ -21,7 +21,7 @@ def config() -> mj.RunConfig:
         model=mj.with_teacher(
             base.model, mj.load("quickstart.py").model, mj.DistillationConfig(weight=0.9, label_weight=0.1)
         ),
-        checkpoint=mj.CheckpointConfig(weights=(mj.WeightsConfig(run=Path("runs/quickstart"), into="teacher"),)),
+        checkpoint=mj.CheckpointConfig(weights=(mj.WeightsConfig(run=Path("runs/teacher"), into="teacher"),)),
         run_dir="runs/distilled",
     )
 

@@ -45,7 +45,8 @@ def test_nothing_reads_pickles_or_unsafe_yaml(package: str) -> None:
         for call in calls(tree):
             function: Any = call.func
             owner = function.value.id if isinstance(function.value, ast.Name) else ""
-            assert (owner, function.attr) not in READERS, f"{where}, line {call.lineno}"
+            without = any(word.arg == "allow_pickle" and ast.unparse(word.value) == "False" for word in call.keywords)
+            assert (owner, function.attr) not in READERS or without, f"{where}, line {call.lineno}"
             unsafe = owner == "yaml" and function.attr in ("load", "unsafe_load", "full_load", "load_all")
             assert not unsafe or where == STRICT, f"{where}, line {call.lineno}"
 

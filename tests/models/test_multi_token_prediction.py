@@ -40,6 +40,9 @@ class Known:
     def mtp_states(self, x, tokens, ctx):
         return [self.ahead]
 
+    def token_loss(self, losses, batch, weights):
+        return self.vocabulary_loss(losses, batch["labels"], weights)
+
     def vocabulary_loss(self, losses, labels, weights):
         total = jnp.sum(losses * weights)
         return VocabularyLoss(total, {"loss": total})

@@ -75,7 +75,7 @@ KINDS = (
     Kin("deepseek dots1 exaone_moe", "a decoder with shared experts", ("qwen2_moe", "glm4_moe")),
     Kin("deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
     Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
-    Kin("kimi_linear olmo_hybrid", "a decoder with gated delta nets", ("qwen3_next", "qwen3_5_text")),
+    Kin("olmo_hybrid", "a decoder with gated delta nets", ("qwen3_next", "qwen3_5_text")),
     Kin("qwen3_5 qwen3_5_moe", "a model of images and text", ("qwen3_5_text", "qwen3_5_moe_text")),
     Kin("falcon_mamba", "a Mamba with norms inside", ("mamba",)),
     Kin("bamba jamba zamba zamba2 falcon_h1 granitemoehybrid", "a hybrid of Mamba and attention", ("nemotron_h",)),
