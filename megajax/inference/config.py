@@ -51,7 +51,7 @@ class InferenceConfig:
     with few requests then take as long as full ones."""
     equal_to_training: bool = False
     """Compute log-probabilities by the operations of training, in the same order: on CPUs they have the same bits as
-    those of the run, or differ by at most 2e-6 for mixtures in float32. Needs kernel=fixed in all attention layers, the
+    those of the run, or differ by a few 1e-6 for mixtures in float32. Needs kernel=fixed in all attention layers, the
     run's parallel.tensor, and outside float32 xla.options.xla_allow_excess_precision=false; steps compute at least 64
     rows."""
     look_ahead: bool = True
