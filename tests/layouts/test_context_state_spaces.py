@@ -17,7 +17,7 @@ from tiny_runs import ONE, QUICK, differentiate, llama
 
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
-from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -225,6 +225,7 @@ SPACES = {
     "one group": Mamba2Config(heads=4, head_dim=6, state=5, groups=1, chunk=8),
     "mamba 1": Mamba1Config(inner=24, rank=4, state=5, chunk=4, bias=True),
     "delta net": GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16),
+    "by channel": KimiDeltaConfig(heads=4, head_dim=6, key_dim=5, gate_rank=3, chunk=16),
     "one key head": GatedDeltaNetConfig(heads=4, key_heads=1, head_dim=6, key_dim=5, chunk=16),
 }
 MODELS = {
@@ -244,6 +245,9 @@ LAYOUTS = {
     "delta, tensor of one key head": (MODELS["one key head"], ParallelConfig(data=1, context=2, tensor=2)),
     "delta, fsdp": (MODELS["delta net"], ParallelConfig(data=2, context=2, data_sharding="fsdp")),
     "delta, pipeline": (MODELS["delta net"], ParallelConfig(data=1, context=2, pipeline=2, tensor=2)),
+    "by channel, tensor, sequence": (MODELS["by channel"], ParallelConfig(data=1, context=2, tensor=2, sequence=True)),
+    "by channel, pipeline": (MODELS["by channel"], ParallelConfig(data=1, context=2, pipeline=2, tensor=2)),
+    "by channel, fsdp": (MODELS["by channel"], ParallelConfig(data=2, context=2, data_sharding="fsdp")),
     "pipeline of channels": (MODELS["mamba 1"], ParallelConfig(data=1, context=2, pipeline=2, tensor=2)),
 }
 
