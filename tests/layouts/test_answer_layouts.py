@@ -112,8 +112,8 @@ LAYOUTS = {
         ("vocabulary over stages", KTO, "microbatches"),
         ("cut rows", DPO, "tokens"),
         ("cut rows", KTO, "tokens"),
-        ("cut rows", GRPO, "microbatches"),
-        ("vocabulary over stages", GRPO, "tokens"),
+        ("cut rows", GRPO, "tokens"),
+        ("vocabulary over stages", GRPO, "microbatches"),
         ("fsdp", GSPO, "tokens"),
         ("fsdp", DPO, "tokens"),
     ],
@@ -121,7 +121,8 @@ LAYOUTS = {
 def test_layouts_have_the_losses_and_gradients_of_one_device(
     layout: str, objective: ObjectiveConfig, average: str
 ) -> None:
-    """With microbatches of the same rows: the KL baseline of KTO is a mean over a microbatch."""
+    """With microbatches of the same rows: the KL baseline of KTO is a mean over a microbatch. Where each microbatch
+    weighs the same, `data` is 1, because the rows of a group are a microbatch of their own."""
     parallel = LAYOUTS[layout]
     run = partial(differentiate, model(objective), microbatches=2, average=average, draw=answers)
     expected, actual = run(ONE), run(parallel)
