@@ -35,6 +35,7 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
+from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import BATCH_AXES, DATA_AXES, ParallelConfig, devices_over
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.peers import Peers
@@ -138,12 +139,12 @@ def demand_equality(model: LoadedModel, config: InferenceConfig) -> None:
     for setting, mixer in cfg.own_mixers("stack").items() if isinstance(cfg, DecoderConfig) else ():
         if not isinstance(mixer, AttentionConfig) or mixer.sink != "none" or mixer.relative is not None:
             kind = type(mixer).__name__.removesuffix("Config")
-            problems.append(
-                f"model.{setting} ({kind}) has other operations in training than in steps; without this setting, "
-                "log-probabilities in float32 differ by up to 2e-6"
-            )
+            problems.append(f"model.{setting} ({kind}) has other operations in training than in steps")
         elif mixer.kernel != "fixed":
             problems.append(f"model.{setting}.kernel is {mixer.kernel}: set it to fixed, also in training")
+    blocks = cfg.named_blocks().values() if isinstance(cfg, DecoderConfig) else ()
+    if config.compute == "float32" and any(isinstance(block.mlp, MoEConfig) for block in blocks):
+        problems.append("in float32, the softmax over experts has other bits in steps of few tokens: use bfloat16")
     if problems:
         raise UserError("\n  ".join(["inference.equal_to_training=true:", *problems]))
 

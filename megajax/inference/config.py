@@ -51,9 +51,8 @@ class InferenceConfig:
     with few requests then take as long as full ones."""
     equal_to_training: bool = False
     """Compute log-probabilities by the operations of training, in the same order: on CPUs they have the same bits as
-    those of the run, or differ by a few 1e-6 for mixtures in float32. Needs kernel=fixed in all attention layers, the
-    run's parallel.tensor, and outside float32 xla.options.xla_allow_excess_precision=false; steps compute at least 64
-    rows."""
+    those of the run. Needs kernel=fixed in all attention layers, the run's parallel.tensor, and outside float32
+    xla.options.xla_allow_excess_precision=false; mixtures need compute=bfloat16. Steps compute at least 64 rows."""
     look_ahead: bool = True
     """Start a step before the tokens of the previous one are read, so that the device does not wait for the host. With
     `speculate` steps begin with these tokens, and do not look ahead."""
