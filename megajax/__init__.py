@@ -30,7 +30,7 @@ def _interrupted(kind: type[BaseException], error: BaseException, trace: Traceba
 if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].partition(".")[0] == __name__:  # a command, not a user's program
     sys.excepthook = _interrupted
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @cache

@@ -408,7 +408,7 @@ def prepare() -> None:
     if missing := missing_packages():
         raise UserError(
             f"compiling for virtual GPU devices needs {' and '.join(missing)}: install the extra aot with\n"
-            "  uv sync --extra aot --inexact --no-dev\nor\n  pip install 'megajax[aot]'"
+            "  uv sync --extra aot --inexact\nor\n  pip install 'megajax[aot]'"
         )
     os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax prints a long report that it finds no GPU
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"

@@ -54,7 +54,7 @@ def require(module: str, feature: str, otherwise: str = "") -> ModuleType:
 
 def install(extra: str) -> str:
     """The commands that install an extra, as part of a sentence."""
-    return f"uv sync --extra {extra} --inexact --no-dev, or pip install 'megajax[{extra}]'"
+    return f"uv sync --extra {extra} --inexact, or pip install 'megajax[{extra}]'"
 
 
 def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHECKOUT) -> str | None:
@@ -70,7 +70,7 @@ def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHE
     extra_suffix = f"[{extra}]" if extra else ""
     lines = [f"No module named {name!r} in {sys.executable}, which runs this command."]
     if extra is not None:
-        lines += [f"It comes with the extra {extra}:", *[f"  uv sync --extra {extra} --inexact --no-dev"] * checked_out]
+        lines += [f"It comes with the extra {extra}:", *[f"  uv sync --extra {extra} --inexact"] * checked_out]
     elif checked_out:
         has_environment = (checkout / ".venv").is_dir()
         lines += ["Activate the environment of the checkout first:"]

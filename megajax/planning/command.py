@@ -257,7 +257,7 @@ class Request:
         if number and missing:
             raise UserError(
                 f"--compile={number} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot "
-                "--inexact --no-dev), or give --compile=0: a search by formulas alone."
+                "--inexact), or give --compile=0: a search by formulas alone."
             )
         return number
 

@@ -1,10 +1,14 @@
 """Tables of names: every piece of our weights in its tensor, in both directions; boxes read like whole weights."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from einops import rearrange
 from hugging_face_folders import Arrays
 
+from megajax.checkpoint.weights import name_mapping
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.config.errors import UserError
@@ -127,3 +131,19 @@ def test_all_differences_are_reported_together(table, tensors) -> None:
     assert "layers.0.output: missing; did you mean layers.0.outptu?" in text
     assert "norm: shape [7], but [6] by the model's config" in text
     assert "layers.0.outptu: the model has no such weight" in text and "rotary" not in text
+
+
+PATTERNS = [
+    *("o i -> i o", "(n h) d -> d n h", "g n h d -> d (g n) h", "(g r h) d -> g r h d", "g (r v) d -> d (g r) v"),
+    *("(n h) 1 k -> k n h", "d c y x -> (y x c) d", "1 1 n 1 -> n", "d -> 1 d", "e d (f two) -> e d f two"),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_mean_what_they_mean_in_einops(pattern: str) -> None:
+    sizes = dict(zip("dnhgrvkoicyxef", (2, 3, 4, 2, 5, 3, 2, 4, 6, 3, 2, 3, 2, 3), strict=True)) | {"two": 2}
+    groups = re.findall(r"\([^)]*\)|[a-z_]+|1", pattern.partition("->")[0])
+    shape = [int(np.prod([sizes[name] for name in re.findall("[a-z]+", group)])) for group in groups]
+    array = np.arange(np.prod(shape)).reshape(shape)
+    used = {name: size for name, size in sizes.items() if re.search(rf"\b{name}\b", pattern.partition("->")[0])}
+    np.testing.assert_array_equal(name_mapping._rearranged(array, pattern, sizes), rearrange(array, pattern, **used))

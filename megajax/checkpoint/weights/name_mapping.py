@@ -5,6 +5,7 @@ declares, a row gives a `Mapped` tensor for each layer and expert. A row without
 one table serves all variants of a family.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from einops import rearrange
 
 from megajax.layers.param import ParamSpec
 
 type Index = tuple[int | slice, ...]
+_NAME = re.compile(r"[a-z_]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,10 @@ class Row:
     """Path of the weight, with "stack.*." for the blocks of a stack. Several paths: a fused tensor, in which the
     weights follow one another along `axis`."""
     pattern: str | tuple[str, ...] = ""
-    """einops pattern from the tensor to the weight, such as "(n h) d -> d n h"; "": no change. For a fused tensor, the
-    pattern from each piece to its weight, or one pattern for each piece."""
+    """Pattern from the tensor to the weight in the notation of einops, such as "(n h) d -> d n h"; "": no change. For a
+    fused tensor, the pattern from each piece to its weight, or one pattern for each piece."""
     split: str = ""
-    """einops pattern that rearranges a fused tensor before it is split into pieces."""
+    """Pattern that rearranges a fused tensor before it is split into pieces."""
     axis: int = 0
     """Dimension, after `split`, along which a fused tensor is split."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -186,10 +187,18 @@ def _inverted(part: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.nd
 
 
 def _rearranged(array: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.ndarray:
+    """Split, permute and merge dimensions as the pattern says; a view where numpy can."""
     if not pattern:
         return array
-    names = set(re.findall(r"[a-z_]+", pattern.partition("->")[0]))
-    return rearrange(array, pattern, **{name: size for name, size in sizes.items() if name in names})
+    source, target = (re.findall(r"\([^)]*\)|[a-z_]+|1", side) for side in pattern.split("->"))
+    extents: dict[str, int] = {}
+    for group, size in zip(source, array.shape, strict=True):
+        names = _NAME.findall(group)
+        known = math.prod(sizes.get(name, 1) for name in names)
+        extents |= {name: sizes.get(name, size // known) for name in names}
+    order = [[*extents].index(name) for name in _NAME.findall(" ".join(target))]
+    merged = [math.prod(extents[name] for name in _NAME.findall(group)) for group in target]
+    return array.reshape([*extents.values()]).transpose(order).reshape(merged)
 
 
 def _inverse(pattern: str) -> str:
