@@ -17,8 +17,8 @@ REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (
     "bert.py", "cohere2.py", "deepseek.py", "dpo.py", "exaone4.py", "gemma.py", "glm4_moe.py", "glue.py",
     "gpt2.py", "gpt3.py", "gpt_oss.py", "granite.py", "grpo.py", "llama3.py", "mamba2.py", "mixtral.py",
-    "nemotron_h.py", "olmo3.py", "phi.py", "qwen3_moe.py", "qwen3_next.py", "race.py", "sft.py", "smollm3.py",
-    "squad.py", "t5.py",
+    "nemotron_h.py", "olmo3.py", "phi.py", "qwen3_5.py", "qwen3_moe.py", "qwen3_next.py", "race.py", "sft.py",
+    "smollm3.py", "squad.py", "t5.py",
 )  # fmt: skip
 
 

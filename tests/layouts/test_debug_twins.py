@@ -24,6 +24,8 @@ CASES = {
     "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "kimi_linear": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
+    "qwen3_5": (8, 12, 1.0, ("parallel.expert=2", *SEQUENCE)),
+    "qwen3_5:qwen3_5_27b": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "olmo3": (None, 12, 1.0, SEQUENCE),
     "exaone4": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring")),
     "smollm3": (None, 12, 1.0, SEQUENCE),
