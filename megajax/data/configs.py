@@ -32,7 +32,13 @@ from megajax.data.masked.config import (
     MaskedSpansConfig,
     PairsConfig,
 )
-from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
+from megajax.data.text.config import (
+    BlendConfig,
+    FillInMiddleConfig,
+    MockConfig,
+    StandardLibraryConfig,
+    TeacherFilesConfig,
+)
 
 DataConfig = (
     BlendConfig
@@ -62,4 +68,5 @@ DataConfig = (
     | RaceConfig
     | SquadConfig
     | StandardLibraryConfig
+    | TeacherFilesConfig
 )

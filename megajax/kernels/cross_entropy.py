@@ -34,6 +34,10 @@ class VocabularyShard(NamedTuple):
     def max(self, x: Array) -> Array:
         return lax.pmax(x, self.axes) if self.axes else x
 
+    def gather(self, x: Array) -> Array:
+        """Arrays [C, n] of all shards, one beside the other."""
+        return lax.all_gather(x, self.axes, axis=1, tiled=True) if self.axes else x
+
 
 class Normaliser(NamedTuple):
     """What makes log-probabilities of the logits of rows [R]; float32.
@@ -273,15 +277,15 @@ def capped_logits(
     return jnp.where((rows < shard.size)[None], logits, -jnp.inf), rows
 
 
-def _chunked(tree: Any, chunk: int) -> Any:
+def chunked(tree: Any, chunk: int) -> Any:
     """Arrays [T, ...] -> [chunks, C, ...], zero-padded at the end."""
 
-    def chunked(x: Array) -> Array:
+    def of_array(x: Array) -> Array:
         count = -(-x.shape[0] // chunk)
         padding = [(0, count * chunk - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(count, chunk, *x.shape[1:])
 
-    return jax.tree.map(chunked, tree)
+    return jax.tree.map(of_array, tree)
 
 
 def token_losses(
@@ -302,7 +306,7 @@ def token_losses(
     chunk = min(chunk, tokens)
     losses = lax.map(
         lambda c: objective.of_chunk(c[0], table, bias, c[1], shard)[0],
-        (_chunked(x, chunk), _chunked(targets, chunk)),
+        (chunked(x, chunk), chunked(targets, chunk)),
     )
     return {name: loss.reshape(loss.size)[:tokens] for name, loss in losses.items()}
 
@@ -334,7 +338,7 @@ def token_scores(
         total, label = shard.sum(jnp.stack([jnp.exp(logits - maximum[:, None]).sum(-1), label]))
         return Normaliser(maximum, total).log_p(label), -shard.max(-first)
 
-    scores, likeliest = lax.map(score_chunk, (_chunked(x, chunk), _chunked(labels, chunk)))
+    scores, likeliest = lax.map(score_chunk, (chunked(x, chunk), chunked(labels, chunk)))
     return scores.reshape(scores.size)[:tokens], likeliest.reshape(likeliest.size)[:tokens]
 
 
@@ -378,7 +382,7 @@ def loss_and_gradients(
         sums = {name: sums[name] + weighted(loss, weights) for name, loss in losses.items()}
         return (sums, dtable, dbias), (dx, objective.scores(losses))
 
-    pieces = _chunked(x, chunk), _chunked(targets, chunk), _chunked(weights, chunk)
+    pieces = chunked(x, chunk), chunked(targets, chunk), chunked(weights, chunk)
     zero = {name: jnp.zeros((), jnp.float32) for name in objective.names}
     start = zero, jnp.zeros(table.shape, jnp.float32), None if bias is None else jnp.zeros(bias.shape, jnp.float32)
     (sums, dtable, dbias), (dx, scores) = jax.lax.scan(add_chunk, start, pieces)

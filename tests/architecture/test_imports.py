@@ -56,7 +56,10 @@ COLLECTIVES = {
         {"all_gather", "all_to_all", "ppermute", "psum_scatter"},
         "keys, values and heads between devices that hold parts of rows, in an island",
     ),
-    "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
+    "megajax.kernels.cross_entropy": (
+        {"psum", "pmax", "all_gather"},
+        "softmax and likeliest ids of a cut vocabulary, over the axes it is given",
+    ),
     "megajax.mesh.sharded_product": ({"psum"}, "partial sums of products that the compiler can't partition"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
     "megajax.layers.moe.dispatch": (
