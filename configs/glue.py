@@ -1,4 +1,4 @@
-"""GLUE (Wang et al. 2019): a trained BERT, tuned on one of its tasks. `config()` is MNLI; docs/tasks.md has the files.
+"""GLUE (Wang et al. 2019): a trained BERT, tuned on one of its tasks. `config()` is MNLI; docs/tuning.md has the files.
 
 A function per task, with a debug twin that writes synthetic files of the same format and starts from fresh weights. The
 settings are those of Devlin et al. (2019): 3 epochs of batches of 32.

@@ -6,7 +6,7 @@ Prepare:  python -m megajax.train --config=quickstart.py
           python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer=byte --append-eod
 Run:      python -m megajax.train --config=lora.py
 Hardware: 2 CPU cores, 1 GB of memory
-Expect:   docs/lora.md has the losses on English text
+Expect:   docs/tuning.md has the losses on English text
 """
 
 from dataclasses import replace

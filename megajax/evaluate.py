@@ -26,7 +26,7 @@ DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh, with t
 Tasks are NAME:VALUE[:setting=value], separated by commas: perplexity:PREFIX of token files, text:FILE,
 wikitext:FILE[:stride=32], lambada:FILE[:strict=true], choices:FILE, split:validation or split:test of the run's data,
 lm-eval:NAME; for runs fine-tuned on these benchmarks, glue:SPLIT, race:SPLIT, squad:validation. Nothing is downloaded.
-docs/evaluation.md and docs/tasks.md describe the file formats."""
+docs/evaluation.md and docs/tuning.md describe the file formats."""
 FLAGS = (
     *MODEL_FLAGS[:2],
     IGNORE_FLAG,

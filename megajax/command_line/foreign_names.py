@@ -174,11 +174,11 @@ ROWS = (
         note="the fastest kernel of the device is used; a run prints it; docs/attention.md"),
     Row("lora_r lora_rank", "model.lora.rank"),
     Row("lora_alpha", "model.lora.alpha"),
-    Row("use_peft use_lora", note="--model.lora.rank=16 --model.lora.alpha=32, as in TRL; docs/lora.md"),
+    Row("use_peft use_lora", note="--model.lora.rank=16 --model.lora.alpha=32, as in TRL; docs/tuning.md"),
     Row("lora_dropout", "model.lora.dropout"),
-    Row("lora_target_modules", note="--model.lora.targets=*.mixer.query: patterns of paths; docs/lora.md"),
+    Row("lora_target_modules", note="--model.lora.targets=*.mixer.query: patterns of paths; docs/tuning.md"),
     Row("load_in_4bit load_in_8bit quantization", note="see python -m megajax.convert --quantize; "
-        "docs/quantization.md; training in 8 bits: --precision.matmul=Fp8Current"),
+        "docs/inference.md; training in 8 bits: --precision.matmul=Fp8Current"),
     Row("label_smoothing_factor", "model.label_smoothing"),
     Row("z_loss_multiplier", "model.z_loss"),
     # Layout

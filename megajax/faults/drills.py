@@ -1,4 +1,4 @@
-"""Fault injection, to test how a run handles faults: see docs/faults.md."""
+"""Fault injection, to test how a run handles faults: see docs/reliability.md."""
 
 import ctypes
 import os

@@ -144,8 +144,7 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/data.md": (_token_files,),
     "docs/first_config.md": (_paragraphs,),
     "docs/images.md": (_images,),
-    "docs/megatron.md": (_megatron_script, _file_of_flags),
-    "docs/megatron_checkpoints.md": (_megatron_checkpoint,),
+    "docs/megatron.md": (_megatron_script, _file_of_flags, _megatron_checkpoint),
     "docs/preprocess.md": (_shards_and_vocabulary, _pairs),
     "docs/models.md": (_documents,),
 }

@@ -24,7 +24,7 @@ def test_the_exit_codes_of_the_docs():
     assert rows == [(str(row.code), row.meaning, "yes" if row.restart else "no") for row in EXIT_CODES.values()]
 
 
-@pytest.mark.parametrize("page", ["faults.md", "getting_started.md"])
+@pytest.mark.parametrize("page", ["reliability.md", "getting_started.md"])
 def test_other_tables_have_codes_that_exist(page):
     text = (REPOSITORY / "docs" / page).read_text()
     table = re.search(r"^\| (?:exit )?code \| meaning \|\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Llama-3 8B compiled for eight virtual H100s: what schedules by costs expose of a step, see docs/speed.md."""
+"""Llama-3 8B compiled for eight virtual H100s: what schedules by costs expose of a step, see docs/benchmarks.md."""
 
 from typing import Any
 
