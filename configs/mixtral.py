@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
               --tokenizer=data/tokenizer.json --append-eod
 Plan:     python -m megajax.plan --config=mixtral.py --devices=h100:64
 Run:      python -m megajax.train --config=mixtral.py                       (on every host, see docs/launch.md)
-Laptop:   python -m megajax.train --config=mixtral.py:debug --devices=cpu:8 --parallel.expert=4 --parallel.data=2
+Laptop:   python -m megajax.train --config=mixtral.py:debug --devices=cpu:8
           python -m megajax.train --config=mixtral.py:dense && python -m megajax.train --config=mixtral.py:upcycled
 Hardware: each size names its own; not yet run on GPUs
 """
@@ -81,20 +81,17 @@ def balance() -> mj.RunConfig:
 
 
 def mixtral_8x7b_debug() -> mj.RunConfig:
-    """mixtral_8x7b in tiny sizes, on one device or any layout."""
-    return mj.library_debug_config(mixtral_8x7b(), _debug_model())
+    """mixtral_8x7b in tiny sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
+    return mj.library_debug_config(mixtral_8x7b(), _debug_model(), parallel=_stages())
 
 
 def mixtral_8x22b_debug() -> mj.RunConfig:
     """mixtral_8x22b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x tensor 2 on eight devices."""
-    parallel = mj.ParallelConfig(
-        pipeline=2, expert=2, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2
-    )
-    return mj.library_debug_config(mixtral_8x22b(), _debug_model(), parallel=parallel)
+    return mj.library_debug_config(mixtral_8x22b(), _debug_model(), parallel=_stages(expert=2))
 
 
 def dense() -> mj.RunConfig:
-    """The debug twin with a dense layer instead of experts: what `upcycled` starts from."""
+    """The debug twin on any layout, with a dense layer instead of experts: what `upcycled` starts from."""
     model = _debug_model()
     (block,) = model.stack.pattern
     model = replace(model, stack=model.stack.with_pattern((replace(block, mlp=block.mlp.expert),)))
@@ -102,13 +99,21 @@ def dense() -> mj.RunConfig:
 
 
 def upcycled() -> mj.RunConfig:
-    """The debug twin from the weights of `dense`: each expert starts as a copy of the dense layer."""
+    """The debug twin on any layout, from the weights of `dense`: each expert starts as a copy of the dense layer."""
     checkpoint = mj.CheckpointConfig(weights=(mj.WeightsConfig(run=Path("runs/mixtral_dense")),))
-    return replace(mixtral_8x7b_debug(), checkpoint=checkpoint, run_dir="runs/mixtral_upcycled")
+    return mj.library_debug_config(
+        mixtral_8x7b(), _debug_model(), checkpoint=checkpoint, run_dir="runs/mixtral_upcycled"
+    )
 
 
 def _debug_model() -> mj.DecoderConfig:
     return mj.mixtral("debug", sequence_length=64, vocabulary_size=257)
+
+
+def _stages(expert: int = 1) -> mj.ParallelConfig:
+    return mj.ParallelConfig(
+        pipeline=2, expert=expert, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2
+    )
 
 
 def _with_router(model: mj.DecoderConfig, router: mj.RouterConfig) -> mj.DecoderConfig:

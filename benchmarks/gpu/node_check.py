@@ -36,7 +36,7 @@ TINY = (
     *("--schedule.decay_steps=100", "--schedule.warmup_fraction=none", "--schedule.warmup_steps=1"),
     "--checkpoint.at_end=false",
 )
-DENSE, EXPERTS = "llama3.py:debug", "mixtral.py:debug"
+DENSE, EXPERTS = "llama3.py:debug", "qwen3_moe.py:debug"
 
 
 class Layout(NamedTuple):

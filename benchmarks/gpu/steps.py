@@ -113,7 +113,7 @@ EXPERTS = Step(
     limit=150,
     program=(*BENCHMARKS, "expert_gradients", "--json={json}"),
     real=("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.recompute=full"),
-    tiny=("--config=mixtral.py:debug", "--model.stack.repeats=1", "--devices=cpu:2"),
+    tiny=("--config=qwen3_moe.py:debug", "--model.stack.repeats=1", "--devices=cpu:2"),
 )
 SCHEDULES = Step(
     name="schedules",

@@ -35,7 +35,7 @@ def expert_gradients(*, cfg: RunConfig) -> Iterator[dict[str, Any]]:
     devices = find_devices()
     figures: dict[str, Any] = {"device": devices[0].device_kind, "rows": [], "wrong": 0}
     if with_way(cfg.model, "ragged") == with_way(cfg.model, "gather"):
-        raise UserError("the model has no mixture of experts: use a config that has one, such as mixtral.py:debug")
+        raise UserError("the model has no mixture of experts: use a config that has one, such as qwen3_moe.py:debug")
     if len(devices) == 1:
         print("one device exchanges nothing: nothing was compared; run this on a machine with several")
         yield figures

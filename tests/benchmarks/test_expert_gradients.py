@@ -13,7 +13,7 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.mesh import find_devices
 
-CONFIG = ("mixtral.py:debug", "model.stack.repeats=1", "model.hidden=32", "model.sequence_length=32")
+CONFIG = ("qwen3_moe.py:debug", "model.stack.repeats=1", "model.hidden=32", "model.sequence_length=32")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_different_and_non_finite_gradients_are_reported(
 
     monkeypatch.setattr(expert_gradients, "gradients", gradients)
     file = tmp_path / "ways.json"
-    assert main(["expert_gradients", "--config=mixtral.py:debug", f"--json={file}"]) == 1
+    assert main(["expert_gradients", "--config=qwen3_moe.py:debug", f"--json={file}"]) == 1
     rows = json.loads(file.read_text())["figures"]["rows"]
     assert [(row["way"], row["worst"], row["right"]) for row in rows] == [
         ("ragged", "b", False),

@@ -21,6 +21,8 @@ FAMILIES = (
     "smollm3.py", "squad.py", "t5.py",
 )  # fmt: skip
 
+SHARDING = ("pipeline", "virtual_stages", "expert", "context", "tensor")
+
 
 def sizes(file: str) -> list[str]:
     names = (name for name in functions_of(SHIPPED / file) if name.startswith(file[:-3]))
@@ -121,3 +123,15 @@ def test_an_installed_wheel_has_the_configs(tmp_path):
         command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=True
     )
     assert process.stdout.strip() == str(tmp_path / "site" / "megajax" / "configs")
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral_8x7b", "mixtral_8x22b", "deepseek_v3", "llama3_70b", "llama3_405b", "gpt3_175b"]
+)
+def test_twins_of_pipelines_have_their_axes(name):
+    """Of the config for 80 GB, so that eight devices train every kind of parallelism that the large run uses."""
+    file = f"{name.partition('_')[0]}.py"
+    layouts = [load(f"{file}:{name}{end}").parallel for end in ("", "_debug")]
+    large, twin = ({axis: getattr(layout, axis) > 1 for axis in SHARDING} for layout in layouts)
+    assert large == twin and layouts[0].sequence == layouts[1].sequence
+    assert layouts[0].schedule == layouts[1].schedule and layouts[0].data_sharding == layouts[1].data_sharding

@@ -67,7 +67,7 @@ def test_an_exported_run_is_served_with_a_draft_and_gets_the_weights_of_another_
 
 
 def test_a_layout_of_a_plan_is_served_by_several_processes(start: Callable[..., Started], tmp_path: Path) -> None:
-    config, plan, folder = "--config=mixtral.py:debug", tmp_path / "plan.json", tmp_path / "run"
+    config, plan, folder = "--config=qwen3_moe.py:debug", tmp_path / "plan.json", tmp_path / "run"
     words = ("--devices=h100:4", "--serve", "--context=32", f"--json={plan}")
     run(start, sys.executable, "-m", "megajax.plan", config, *words)
     layouts = [each for each in json.loads(plan.read_text()) if (each["tensor"], each["expert"]) == (2, 2)]
