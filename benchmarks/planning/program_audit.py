@@ -124,12 +124,9 @@ def rows(kernels: Iterable[Any]) -> list[dict[str, Any]]:
 def chunked(cfg: RunConfig, devices: str, chunk: int) -> dict[str, Any]:
     """Memory and traffic with another loss_chunk."""
     plan, contents = compiled(cfg.but(model=replace(cfg.model, loss_chunk=chunk)), devices)
-    loops = {kernel.place.path for kernel in contents.kernels if "cd,vd->cv" in kernel.origin}
-    loss = sum(kernel.total for kernel in contents.kernels if kernel.place.path in loops)
     return {
         "loss_chunk": chunk,
         "temporary_gib": round(plan.memory.temporary / GIB, 3),
-        "loss_gib": round(loss / GIB, 1),
         "all_gib": round(sum(contents.by_work().values()) / GIB, 1),
     }
 
