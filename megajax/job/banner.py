@@ -257,8 +257,7 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, *, mixtures: bool) 
         reason = "scales are float32" if float32 else f"{device.device_kind} has no products of blocks"
         text += f"; rounded, then multiplied in {'float32' if float32 else 'bfloat16'}, because {reason}"
     ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
-    # Grouped matmuls have no recipe.
-    experts = f"; experts multiply in {precision.compute}" * mixtures
+    experts = "; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits" * mixtures
     return [("matmuls", text + (ends or "") + experts)]
 
 

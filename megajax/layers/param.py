@@ -7,6 +7,7 @@ Outside modules, the weights of a model are a flat dict from dotted path to arra
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from types import EllipsisType, MappingProxyType
 from typing import Any, Literal, Protocol
@@ -18,7 +19,7 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped
-from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.kernels.grouped.matmul import capable, grouped_matmul
 from megajax.layers.quantized import BESIDE, Product, Quantized
 from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.layout import Layout, Matmul, exact
@@ -249,6 +250,22 @@ class Matrix(nnx.Module):
         """The array for products, from the values of `leaves`; float32 if it is quantized."""
         return values[""] if self.quantized is None else self.quantized.whole(values)
 
+    def grouped(self, rows: Array, sizes: Array, kernel: GroupedKernel, values: Mapping[str, Array]) -> Array:
+        """Each row times the array of its group, plus the output of the adapter, if any; in an island.
+
+        values: of `leaves`, on this device.
+        """
+        array, multiply = self.multiplied(values), self.layout.grouped
+        if multiply is None or self.quantized is not None:
+            y = grouped_matmul(rows, array, sizes, kernel)
+        else:
+            kernels = partial(capable, kernel, GroupedSizes(rows.shape[0], *array.shape))
+            beside = {name: values[f".{name}"] for name in self.names}
+            y = multiply(rows, array, sizes, kernels, axes=self.layout.sharded_axes("expert_mlp"), **beside)
+        if self.low_rank is None:
+            return y
+        return y + self.low_rank.grouped(rows, values[".lora_a"], values[".lora_b"], sizes, kernel)
+
     def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
         """y, the product of x and the array, plus the output of the adapter, if any. out: logical axes of y."""
         if self.low_rank is None:
@@ -263,10 +280,10 @@ class Matrix(nnx.Module):
         """The leaves without those of the adapter."""
         return {"": self.array} | {end: getattr(self, end[1:]) for end in BESIDE if hasattr(self, end[1:])}
 
-    def leaves(self) -> dict[str, nnx.Param]:
-        """The array, its scales and its adapter, by path suffix after the path of the matrix."""
+    def leaves(self) -> dict[str, nnx.Variable]:
+        """The array, its scales, its adapter and observations, by path suffix after the path of the matrix."""
         adapter = {} if self.low_rank is None else {".lora_a": self.lora_a, ".lora_b": self.lora_b}
-        return self._own_leaves() | adapter
+        return {**self._own_leaves(), **adapter, **{f".{name}": getattr(self, name) for name in self.names}}
 
     def smaller_side(self) -> int:
         """The smaller of the numbers of inputs and outputs: the maximum rank."""

@@ -13,8 +13,9 @@ from jax import Array, lax
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import free_axes
 from megajax.mesh.sharded_product import LetterSharding, sharded_product
-from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize
+from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, whole_scale
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
+from megajax.precision.groups import Groups
 from megajax.precision.matmul import Letters, Tensor, in_order
 
 type BlockKernel = Literal["cudnn", "reference"]
@@ -52,6 +53,26 @@ class Rows:
             blocks = codes.shape[-1] // HARDWARE_BLOCK
             scales = jnp.repeat(scales, self.form.size // HARDWARE_BLOCK, -1)[..., :blocks]
         return self.blocks.codes, scales.reshape(*self.blocks.codes.shape[:-1], -1)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("rows", "factor"), meta_fields=("turned",))
+@dataclass(frozen=True, slots=True)
+class GroupedBlocks:
+    """An operand of a product of groups."""
+
+    rows: Rows
+    factor: Array | None
+    turned: bool
+    """Blocks lie along the rows of groups, which are the last dimension."""
+
+    def wide(self) -> Array:
+        x = self.rows.wide(exact_dtype(self.rows.form))
+        return x.mT if self.turned else x
+
+
+def exact_dtype(form: Format) -> jnp.dtype:
+    """The dtype that holds codes times scales exactly, with float32 scales nearly so."""
+    return jnp.dtype(jnp.float32 if form.scales == "float32" else jnp.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +119,29 @@ class InBlocks:
             y = _by_reference(letters, a, b, result)
         return in_order(y if whole is None else (y * whole).astype(dtype), letters)
 
+    @property
+    def row_block(self) -> int:
+        return self.forward.size
+
+    @property
+    def exact(self) -> jnp.dtype:
+        return exact_dtype(self.forward)
+
+    def grouped_operand(
+        self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
+    ) -> GroupedBlocks:
+        del amax
+        form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
+        x = x.mT if of_weight else x
+        x = hadamard(x) if self.transformed and of_weight else x
+        factor = whole = None
+        if form.scales == "nvfp4":
+            factor = whole_scale(groups.amax(x.mT if of_weight else x), form)
+            whole = groups.spread(factor, x.ndim)
+            whole = whole[:: form.size].T if of_weight else whole
+        blocks = quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy", whole=whole)
+        return GroupedBlocks(Rows(blocks._replace(whole=None), form, tiles), factor, of_weight)
+
     def on(self, sharding: LetterSharding | None) -> "InBlocks":
         """With an unknown sharding over several devices, the reference: it is left to the compiler."""
         unknown = sharding is None and max(free_axes().values(), default=1) > 1
@@ -111,9 +155,8 @@ class InBlocks:
 
 
 def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array:
-    exact = "float32" not in (a.form.scales, b.form.scales)
-    wide, precision = (jnp.bfloat16, None) if exact else (jnp.float32, lax.Precision.HIGHEST)
-    x, y = (rows.wide(jnp.dtype(wide)) for rows in (a, b))
+    x, y = (rows.wide(exact_dtype(rows.form)) for rows in (a, b))
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     shared = tuple(range(len(letters.shared())))
     dimensions = ((x.ndim - 1,), (y.ndim - 1,)), (shared, shared)
     return lax.dot_general(x, y, dimensions, preferred_element_type=dtype, precision=precision)

@@ -57,14 +57,17 @@ class Blocks(NamedTuple):
     """The scale of the whole tensor, float32 []; None: 1."""
 
 
-def quantize(x: Array, form: Format, *, tiles: bool = False, stochastic: bool = False) -> Blocks:
+def quantize(
+    x: Array, form: Format, *, tiles: bool = False, stochastic: bool = False, whole: Array | None = None
+) -> Blocks:
     """x [..., N, K] in blocks along K, or in tiles of N and K; parts of blocks at the ends count as blocks.
 
     stochastic: rounds to one of the two neighbours, with probabilities that keep the mean; e2m1 only. The random bits
     are a hash of the number and its place, so that a step repeats exactly.
+    whole: with NVFP4, the scales of the tensors that blocks are of, which broadcast to blocks; None: x is one tensor.
     """
     parts = _parts(x.astype(jnp.float32), form.size, tiles=tiles)
-    scales, whole, factor = _scales(jnp.abs(parts).max((-3, -1)), form)
+    scales, whole, factor = _scales(jnp.abs(parts).max((-3, -1)), form, whole)
     scaled = parts / _for_each(scales) if factor is None else parts * _for_each(factor)
     scaled = jnp.clip(scaled, -form.largest, form.largest)
     codes = (_stochastic(scaled) if stochastic else scaled).astype(ELEMENTS[form.element])
@@ -113,13 +116,18 @@ def _joined(parts: Array, shape: tuple[int, ...]) -> Array:
     return parts.reshape(*shape[:-2], rows * height, columns * size)[..., : shape[-2], : shape[-1]]
 
 
-def _scales(amax: Array, form: Format) -> tuple[Array, Array | None, Array | None]:
+def whole_scale(amax: Array, form: Format) -> Array:
+    """The scale of a whole tensor with this largest magnitude, with NVFP4; 1 for zeros."""
+    whole = _quotient(amax, float(jnp.finfo(jnp.float8_e4m3fn).max) * form.largest)
+    return jnp.where(whole == 0, 1.0, whole)
+
+
+def _scales(amax: Array, form: Format, whole: Array | None) -> tuple[Array, Array | None, Array | None]:
     """Scales of blocks, that of the whole tensor, and factors on numbers before they are rounded; None: 1 / scales."""
     finite = jnp.isfinite(amax)
     if form.scales == "nvfp4":
-        whole = _quotient(amax.max(initial=0.0), float(jnp.finfo(jnp.float8_e4m3fn).max) * form.largest)
-        whole = jnp.where(whole == 0, 1.0, whole)
-        wanted = lax.max(_quotient(amax, form.largest), -whole) / whole
+        whole = whole_scale(amax.max(initial=0.0), form) if whole is None else whole
+        wanted = jnp.maximum(_quotient(amax, form.largest), -whole) / whole
         scales = jnp.clip(wanted, SMALLEST_SCALE, 448.0).astype(jnp.float8_e4m3fn)
         scales = jnp.where(finite, scales, jnp.asarray(jnp.nan, scales.dtype))
         return scales, whole, (1 / whole) / scales.astype(jnp.float32)

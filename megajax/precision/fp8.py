@@ -25,6 +25,7 @@ from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.sharded_product import LetterSharding
 from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
+from megajax.precision.groups import Groups
 from megajax.precision.matmul import Letters, Tensor, in_order
 
 OLDEST = (8, 9)
@@ -88,11 +89,35 @@ class PerTensor:
     ) -> "Quantized":
         """The same for all products. amax: that scales are computed for; None: of the tensors."""
         del term, letters, of_weight
+        return quantize(x, self._form(tensor), self._scaling(tensor, amax))
+
+    def _form(self, tensor: Tensor) -> jnp.dtype:
         gradient = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
-        form = jnp.dtype(gradient if tensor == "dy" else jnp.float8_e4m3fn)
+        return jnp.dtype(gradient if tensor == "dy" else jnp.float8_e4m3fn)
+
+    def _scaling(self, tensor: Tensor, amax: Array | None) -> "Scaling":
+        """amax: [3], or [E, 3]."""
         if amax is None:
-            return quantize(x, form)
-        return quantize(x, form, Scaling(amax[("x", "w", "dy").index(tensor)], getattr(self.cfg, "margin", 0)))
+            return ITS_OWN
+        return Scaling(amax[..., ("x", "w", "dy").index(tensor)], getattr(self.cfg, "margin", 0))
+
+    @property
+    def row_block(self) -> int:
+        return 1
+
+    @property
+    def exact(self) -> jnp.dtype:
+        return jnp.dtype(jnp.bfloat16)
+
+    def grouped_operand(
+        self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
+    ) -> "QuantizedGroups":
+        """The same for all products."""
+        del of_weight
+        form, scaling, stored = self._form(tensor), self._scaling(tensor, amax), _as_stored(x)
+        observed = groups.amax(stored)
+        scale = groups.spread(scale_of(observed, form, scaling), x.ndim)
+        return QuantizedGroups(_values(stored, scale, form, scaling), scale, observed)
 
     def product(self, letters: Letters, a: "Quantized", b: "Quantized", dtype: jnp.dtype, *, forward: bool) -> Array:
         fast = forward and self.cfg.fast_accumulation
@@ -103,8 +128,8 @@ class PerTensor:
         del sharding
         return self
 
-    def observed(self, x: "Quantized", w: "Quantized", dy: "Quantized") -> Array:
-        return jnp.stack([x.amax, w.amax, dy.amax])
+    def observed(self, x: "AnyQuantized", w: "AnyQuantized", dy: "AnyQuantized") -> Array:
+        return jnp.stack([x.amax, w.amax, dy.amax], axis=-1)
 
     def beside(self) -> Mapping[str, Observed]:
         if self.history is None:
@@ -135,6 +160,24 @@ class Quantized(NamedTuple):
     """Largest magnitude of the tensor, float32 []."""
 
 
+class QuantizedGroups(NamedTuple):
+    """The operand of a product of groups in 8 bits."""
+
+    values: Array
+    """Rows [T, K] or matrices [E, N, K]."""
+    scale: Array
+    """float32 [T, 1] or [E, 1, 1]."""
+    amax: Array
+    """Largest magnitudes of groups, float32 [E]."""
+    factor: None = None
+
+    def wide(self) -> Array:
+        return self.values.astype(jnp.bfloat16) * (1 / self.scale).astype(jnp.bfloat16)
+
+
+type AnyQuantized = Quantized | QuantizedGroups
+
+
 def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized:
     """x in 8 bits. Values beyond the range of the scale are clipped.
 
@@ -144,12 +187,18 @@ def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized
     The maximum is over what is here: all of x over mesh axes that are left to the compiler, each device's part over
     manual ones. With an expected maximum nothing waits for it.
     """
-    top, x = float(jnp.finfo(form).max), _as_stored(x)
+    x = _as_stored(x)
     amax = jnp.max(jnp.abs(x))
     scale = scale_of(amax, form, scaling)
+    return Quantized(_values(x, scale, form, scaling), scale, amax)
+
+
+def _values(x: Array, scale: Array, form: jnp.dtype, scaling: Scaling) -> Array:
+    """x times the scale in 8 bits."""
+    top = float(jnp.finfo(form).max)
     values = jnp.clip(x * scale, -top, top)
     values = values if scaling.expected is None else jnp.where(jnp.isfinite(x), values, jnp.nan)
-    return Quantized(values.astype(form), scale, amax)
+    return values.astype(form)
 
 
 def scale_of(amax: Array, form: jnp.dtype, scaling: Scaling) -> Array:

@@ -2,11 +2,11 @@
 
 A recipe rounds tensors and multiplies what it rounded. Each of the three products, of the forward pass and of the
 gradients of x and w, rounds its operands from their wide values: blocks lie along the dimension that is summed over,
-which differs.
+which differs. The products are those of an einsum, or of rows with the matrices of their groups.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,8 +17,11 @@ from jax import Array
 from megajax.config.errors import UserError
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.sharded_product import LetterSharding
+from megajax.precision.groups import Groups
 
 type Tensor = Literal["x", "w", "dy"]
+type Result = Literal["y", "dx", "dw"]
+"""What a product computes."""
 
 
 class Letters(NamedTuple):
@@ -41,6 +44,33 @@ class Letters(NamedTuple):
         unshared = [[n for n in term if n not in self.summed() + self.shared()] for term in (self.first, self.second)]
         return "".join([self.shared(), *unshared[0], *unshared[1]])
 
+    def of(self, result: Result) -> "Letters":
+        """The letters of one of the three products of this equation."""
+        first, second, out = self
+        return {"y": self, "dx": Letters(out, second, first), "dw": Letters(first, out, second)}[result]
+
+
+class GroupedOperand(Protocol):
+    """A rounded operand of a product of groups; a tree of arrays."""
+
+    @property
+    def factor(self) -> Array | None:
+        """Factors on the results of groups, float32 [E]; None: 1."""
+        ...
+
+    def wide(self) -> Array:
+        """The numbers without the factor, in a dtype that holds them exactly: rows [T, K], or matrices [E, N, K]."""
+        ...
+
+
+class GroupProducts(Protocol):
+    """A kernel of products of groups: `megajax.kernels.grouped.matmul.Products`. Hashable."""
+
+    @property
+    def rows(self) -> Callable[..., Array]: ...
+    @property
+    def matrices(self) -> Callable[..., Array]: ...
+
 
 class Recipe(Protocol):
     """How operands are rounded and multiplied. Hashable. An operand is a tree of arrays."""
@@ -60,12 +90,28 @@ class Recipe(Protocol):
         """Product of two operands, as dtype."""
         ...
 
+    @property
+    def row_block(self) -> int:
+        """In gradients of the matrices of groups, groups begin at multiples of this number of rows."""
+        ...
+
+    @property
+    def exact(self) -> jnp.dtype:
+        """The dtype that holds rounded numbers of groups exactly."""
+        ...
+
+    def grouped_operand(
+        self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
+    ) -> GroupedOperand:
+        """Rows [T, K], or matrices [E, N, K] of which K is summed over, rounded for a product of groups."""
+        ...
+
     def on(self, sharding: LetterSharding | None) -> "Recipe":
         """The recipe for arrays with this sharding over free mesh axes."""
         ...
 
     def observed(self, x: Any, w: Any, dy: Any) -> Array:
-        """What the auxiliary array observes: the amax of x, w and dy, float32 [3]."""
+        """What the auxiliary array observes: the amax of x, w and dy, float32 [3], for groups [E, 3]."""
         ...
 
     def beside(self) -> Mapping[str, Observed]:
@@ -95,19 +141,44 @@ class RoundedMatmul:
         """
         letters = terms(equation)
         self._refuse_odd_sides(equation, letters, x, w)
-        return _multiply(self.recipe.on(sharding), letters, x, w, amax)
+        return _multiply(self.recipe.on(sharding), _Einsum(letters), x, w, amax, None)
+
+    def grouped(
+        self,
+        x: Array,
+        w: Array,
+        sizes: Array,
+        kernel: Callable[[str], GroupProducts],
+        amax: Array | None = None,
+        *,
+        axes: tuple[str, ...] = (),
+    ) -> Array:
+        """Each row times the matrix of its group, as `megajax.kernels.grouped.matmul.grouped_matmul`, in this recipe.
+
+        Equal to a product of each group alone. Rounded numbers are multiplied in a dtype that holds them exactly.
+        kernel: dtype -> the kernel for rows of this dtype; amax: as above, float32 [E, 3]; axes: mesh axes that shard
+        columns of rows or matrices, in an island.
+        """
+        letters = Letters("tk", "ekn", "etn")
+        self._refuse_odd_sides("tk,ekn->tn", letters, x, w)
+        way = _Grouped(kernel(self.recipe.exact.name))
+        return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes))
 
     def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
-        """The auxiliary arrays of a weight."""
-        del shape, axes
-        return self.recipe.beside()
+        """The auxiliary arrays of a weight; those of experts have a row for each."""
+        experts = tuple(size for size, name in zip(shape, axes, strict=True) if name == "expert")
+        names = ("expert",) * len(experts)
+        return {
+            name: replace(one, shape=(*experts, *one.shape), axes=(*names, *one.axes))
+            for name, one in self.recipe.beside().items()
+        }
 
     def _refuse_odd_sides(self, equation: str, letters: Letters, x: Array, w: Array) -> None:
         multiple, sides = self.recipe.multiple, {"in": 1, "out": 1}
         for letter, size in zip(letters.second, w.shape, strict=True):
             if letter not in letters.out:
                 sides["in"] *= size
-            elif letter not in letters.first:
+            elif letter not in (*letters.first, "e"):
                 sides["out"] *= size
         odd = [f"{size} {name}" for name, size in sides.items() if size % multiple]
         if odd:
@@ -117,29 +188,96 @@ class RoundedMatmul:
             )
 
 
+class Way(Protocol):
+    """Which products are computed. Hashable."""
+
+    def operand(
+        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups | None
+    ) -> Any:
+        """A tensor rounded for the product that computes `result`."""
+        ...
+
+    def product(self, recipe: Recipe, result: Result, a: Any, b: Any, dtype: jnp.dtype, groups: Groups | None) -> Array:
+        """The product of two operands."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Einsum:
+    """Products of an einsum equation."""
+
+    letters: Letters
+
+    def operand(
+        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups | None
+    ) -> Any:
+        del groups
+        term = self.letters[("x", "w", "dy").index(tensor)]
+        return recipe.operand(tensor, x, term, self.letters.of(result), amax, of_weight=result == "dw")
+
+    def product(self, recipe: Recipe, result: Result, a: Any, b: Any, dtype: jnp.dtype, groups: Groups | None) -> Array:
+        del groups
+        return recipe.product(self.letters.of(result), a, b, dtype, forward=result == "y")
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """Products of rows with the matrices [E, K, N] of their groups."""
+
+    kernel: GroupProducts
+
+    def operand(
+        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
+    ) -> GroupedOperand:
+        if tensor == "w":
+            return recipe.grouped_operand(tensor, x.mT if result == "y" else x, groups, amax)
+        rows, aligned = groups.aligned(x, recipe.row_block) if result == "dw" else (x, groups)
+        return recipe.grouped_operand(tensor, rows, aligned, amax, of_weight=result == "dw")
+
+    def product(
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
+    ) -> Array:
+        factor = None if a.factor is None or b.factor is None else a.factor * b.factor
+        inner = dtype if factor is None else jnp.dtype(jnp.float32)
+        with jax.default_matmul_precision("highest" if recipe.exact == jnp.float32 else None):
+            if result == "dw":
+                sizes = -(-groups.sizes // recipe.row_block) * recipe.row_block
+                y = self.kernel.matrices(a.wide(), b.wide(), sizes, dtype=inner)
+            else:
+                y = self.kernel.rows(a.wide(), b.wide(), groups.sizes, transposed=True, dtype=inner)
+        return y if factor is None else (y * groups.spread(factor, 3 if result == "dw" else 2)).astype(dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(recipe: Recipe, letters: Letters, x: Array, w: Array, amax: Array | None) -> Array:
-    return _forward(recipe, letters, x, w, amax)[0]
+def _multiply(recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None) -> Array:
+    return _forward(recipe, way, x, w, amax, groups)[0]
 
 
-def _forward(recipe: Recipe, letters: Letters, x: Array, w: Array, amax: Array | None) -> tuple[Array, tuple]:
-    first, second, out = letters
+def _forward(
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None
+) -> tuple[Array, tuple]:
     operands = (
-        recipe.operand("x", x, first, letters, amax),
-        recipe.operand("w", w.astype(x.dtype), second, letters, amax),
+        way.operand(recipe, "x", x, "y", amax, groups),
+        way.operand(recipe, "w", w.astype(x.dtype), "y", amax, groups),
     )
-    y = recipe.product(letters, *operands, x.dtype, forward=True)
-    return y, (recipe.operand("x", x, first, Letters(first, out, second), amax, of_weight=True), w, amax)
+    y = way.product(recipe, "y", *operands, x.dtype, groups)
+    return y, (way.operand(recipe, "x", x, "dw", amax, groups), w, amax, groups)
 
 
-def _backward(recipe: Recipe, letters: Letters, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None]:
-    (x, w, amax), (first, second, out) = saved, letters
-    to_x, to_w = Letters(out, second, first), Letters(first, out, second)
-    small = recipe.operand("dy", dy, out, to_x, amax), recipe.operand("w", w.astype(dy.dtype), second, to_x, amax)
-    dx = recipe.product(to_x, *small, dy.dtype, forward=False)
-    small_dy = recipe.operand("dy", dy, out, to_w, amax, of_weight=True)
-    dw = recipe.product(to_w, x, small_dy, w.dtype, forward=False)
-    return dx, dw, None if amax is None else recipe.observed(x, small[1], small[0])
+def _backward(recipe: Recipe, way: Way, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None, None]:
+    x, w, amax, groups = saved
+    small = (
+        way.operand(recipe, "dy", dy, "dx", amax, groups),
+        way.operand(recipe, "w", w.astype(dy.dtype), "dx", amax, groups),
+    )
+    dx = way.product(recipe, "dx", *small, dy.dtype, groups)
+    small_dy = way.operand(recipe, "dy", dy, "dw", amax, groups)
+    dw = way.product(recipe, "dw", x, small_dy, w.dtype, groups)
+    if amax is None:
+        return dx, dw, None, None
+    observed = recipe.observed(x, small[1], small[0])
+    # Each device of `axes` observes the same, and an island adds up what its devices observe.
+    return dx, dw, observed if groups is None else observed / groups.copies(), None
 
 
 _multiply.defvjp(_forward, _backward)

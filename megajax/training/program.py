@@ -349,7 +349,7 @@ def _layout(
         return layout
     matmul = RoundedMatmul(recipe_of(precision.matmul, mesh.devices.flat[0], layout.token_weight))
     layers = precision.matmul.layers(model.stack.layers())
-    return replace(layout, matmul=matmul, beside=matmul.beside, recipe_layers=layers)
+    return replace(layout, matmul=matmul, grouped=matmul.grouped, beside=matmul.beside, recipe_layers=layers)
 
 
 def _partition(parallel: ParallelConfig, model: ModelConfig) -> Partition:

@@ -171,7 +171,9 @@ def test_the_banner_has_a_line_about_experts(experts):
     if experts:
         assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
         assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
-        assert _matmuls(fp8, device, mixtures=True)[0][1].endswith("; experts multiply in bfloat16")
+        assert _matmuls(fp8, device, mixtures=True)[0][1].endswith(
+            "; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits"
+        )
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
         assert "experts" not in _matmuls(fp8, device, mixtures=False)[0][1]

@@ -317,7 +317,7 @@ def traced(case: Case) -> tuple[tuple[Weight, ...], Trace]:
         ctx = ctx._replace(memory=streams[1]) if len(streams) > 1 else ctx
         return nnx.merge(graph, state)(streams[0], ctx)
 
-    with mock.patch("megajax.layers.moe.experts.grouped_matmul", ragged_product):
+    with mock.patch("megajax.layers.param.grouped_matmul", ragged_product):
         jaxpr = jax.make_jaxpr(forward)(nnx.from_flat_state(leaves), streams, ctx).jaxpr
     trace = Trace(case.length)
     for variable, (parts, leaf) in zip(jaxpr.invars, leaves, strict=False):

@@ -283,12 +283,18 @@ def test_settings_that_exclude_each_other(case: str) -> None:
     assert message in str(caught.value)
 
 
-def test_sides_of_experts_may_be_any_number() -> None:
-    """They multiply in the compute dtype. The matrices that all tokens pass do not."""
-    fp8, mlp = ("--precision.compute=bfloat16", "--precision.matmul=Fp8Current"), "--model.stack.pattern.0.mlp"
-    load("mixtral.py:debug", *fp8, f"{mlp}.expert.ffn=24")
-    with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, but precision.matmul needs a multiple of 16"):
-        load("mixtral.py:debug", *fp8, f"{mlp}.latent=24")
+@pytest.mark.parametrize(
+    ("setting", "message"), [("expert.ffn", r"24 over parallel\.tensor=1 is 24"), ("latent", "is 24")]
+)
+def test_sides_of_experts_and_latents_are_multiples(setting: str, message: str) -> None:
+    settings = (
+        "--precision.compute=bfloat16",
+        "--precision.matmul=Fp8Current",
+        f"--model.stack.pattern.0.mlp.{setting}=24",
+    )
+    needs = rf"mlp\.{setting}: {message}, but precision.matmul needs a multiple of 16"
+    with pytest.raises(ConfigError, match=needs):
+        load("mixtral.py:debug", *settings)
 
 
 def test_fp8_is_off_by_default() -> None:

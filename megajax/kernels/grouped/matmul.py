@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from megajax.config.class_references import resolve
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
+from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped, choose_grouped
 from megajax.kernels.grouped.tiles import tiles
 
 REFERENCE_BLOCKS = (64, 128)
@@ -29,13 +29,17 @@ class Products(NamedTuple):
     """The two functions of a kernel; neither is differentiable."""
 
     rows: Callable[..., Array]
-    """(x [T, K], w [E, K, N] of x's dtype, sizes, transposed=) -> [T, N] in x's dtype; transposed: w [E, N, K]."""
+    """(x [T, K], w [E, K, N] of x's dtype, sizes, transposed=, dtype=) -> [T, N], in x's dtype if dtype is None;
+    transposed: w [E, N, K]."""
     matrices: Callable[..., Array]
     """(x [T, K], dy [T, N], sizes, dtype=) -> [E, K, N]: sum over each group's rows of x^T dy; 0 for an empty group."""
 
 
-def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
+def reference_rows(
+    x: Array, w: Array, sizes: Array, *, transposed: bool = False, dtype: jnp.dtype | None = None
+) -> Array:
     """One matmul per tile of a group's rows; rows past the groups are 0."""
+    dtype = dtype or x.dtype
     block = _reference_block(x.shape[0], sizes.shape[0])
     tiled = tiles(sizes, x.shape[0], block)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
@@ -44,11 +48,11 @@ def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False
         at, in_group = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
         rows = jnp.where(in_group, lax.dynamic_slice_in_dim(x, at, block), 0)
         matrix = lax.dynamic_index_in_dim(w, tiled.group[tile], keepdims=False)
-        product = lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
+        product = lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32).astype(dtype)
         product = jnp.where(in_group, product, lax.dynamic_slice_in_dim(y, at, block))
         return lax.dynamic_update_slice_in_dim(y, product, at, 0)
 
-    y = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype)
+    y = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), dtype)
     return lax.fori_loop(0, tiled.live, step, y)
 
 
@@ -117,7 +121,15 @@ def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Pro
     sizes = sizes.astype(jnp.int32)
     if isinstance(kernel, Products):
         return _multiply(kernel, x, w, sizes)
-    dimensions = GroupedSizes(x.shape[0], *w.shape)
+    return _multiply(chosen(kernel, jnp.dtype(x.dtype).name, GroupedSizes(x.shape[0], *w.shape)), x, w, sizes)
+
+
+def chosen(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> Products:
+    """The functions of the kernel for rows of this dtype, as in `grouped_matmul`."""
     device = local_device() if kernel == "auto" else None
-    name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=dimensions).kernel
-    return _multiply(products_of(name), x, w, sizes)
+    return products_of(choose_grouped(kernel, dtype, device, sizes=sizes).kernel)
+
+
+def capable(kernel: GroupedKernel, sizes: GroupedSizes, dtype: str) -> Products:
+    """As `chosen`, of the kernel or the next fastest one that supports the dtype and the sizes."""
+    return chosen(capable_grouped(kernel, dtype, sizes), dtype, sizes)

@@ -136,6 +136,7 @@ def rows(
     sizes: Array,
     *,
     transposed: bool = False,
+    dtype: jnp.dtype | None = None,
     blocks: Blocks | None = None,
     programs: int = PROGRAMS,
 ) -> Array:
@@ -183,7 +184,7 @@ def rows(
         block = mosaic.SMEM((2, height, _line(y_ref.dtype)), dtype=y_ref.dtype)
         program.run(tiled.group.size * across, (x_ref, w_ref.at[0]), inner // depth, compute, block=block)
 
-    out = jax.ShapeDtypeStruct((count, outer), x.dtype)
+    out = jax.ShapeDtypeStruct((count, outer), dtype or x.dtype)
     return program.launched(grouped_rows, out, programs)(tiled.group, tiled.first, tiled.end, x, w)
 
 

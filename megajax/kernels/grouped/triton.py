@@ -46,7 +46,14 @@ def _load(ref: Any, *at: Array, mask: Array | None) -> Array:
 
 
 def rows(
-    x: Array, w: Array, sizes: Array, *, transposed: bool = False, blocks: Blocks = ROWS, interpret: bool = False
+    x: Array,
+    w: Array,
+    sizes: Array,
+    *,
+    transposed: bool = False,
+    dtype: jnp.dtype | None = None,
+    blocks: Blocks = ROWS,
+    interpret: bool = False,
 ) -> Array:
     """Each row times the matrix of its group: see `Products.rows`. `interpret` runs the kernel on a CPU."""
     (count, inner), outer = x.shape, w.shape[1 if transposed else 2]
@@ -85,7 +92,7 @@ def rows(
         kernel,
         # Columns first: the rows of a tile are read from memory once, and the group's matrix stays in the L2 cache.
         grid=(pl.cdiv(outer, blocks.columns), tiled.group.size),
-        out_shape=jax.ShapeDtypeStruct((count, outer), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((count, outer), dtype or x.dtype),
         compiler_params=blocks.parameters(),
         interpret=interpret,
         name="grouped_rows",

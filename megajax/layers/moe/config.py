@@ -344,7 +344,9 @@ class MoEConfig(Builds):
                 yield replace(problem, setting=f"{name}.{problem.setting}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """Sides of the shared expert and latents. Grouped matmuls have no recipe, so experts may have any size."""
+        """Sides of whole experts, the shared expert and latents. Parts of experts are checked when traced."""
+        for side in self.expert.matmul_sides(hidden, 1):
+            yield side._replace(setting=f"expert.{side.setting}")
         if self.latent is not None:
             yield Side("latent", "is", self.latent)
         if self.shared is not None:

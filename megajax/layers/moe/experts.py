@@ -11,10 +11,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.grouped.capability import GroupedKernel
-from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.layers.mlp.config import MLPConfig
 from megajax.layers.mlp.module import activated
-from megajax.layers.param import ZEROS, LayerSettings, Matrix, Normal, param
+from megajax.layers.param import ZEROS, LayerSettings, Matrix, Normal, matrix, param
 
 
 class Experts(nnx.Module):
@@ -26,18 +25,17 @@ class Experts(nnx.Module):
         embed = "embed" if width == settings.hidden else None
         for name in cfg.inner:
             axes = ("expert", embed, "expert_mlp")
-            array = param((number, width, cfg.ffn), axes, init=Normal(settings.std))
-            setattr(self, name, Matrix(settings.layout, array))
+            setattr(self, name, matrix(settings, (number, width, cfg.ffn), axes))
         axes = ("expert", "expert_mlp", embed)
-        self.down = Matrix(settings.layout, param((number, cfg.ffn, width), axes, init=Normal(settings.output_std)))
+        self.down = matrix(settings, (number, cfg.ffn, width), axes, init=Normal(settings.output_std))
         if cfg.bias:
             for name in cfg.inner:
                 shape, axes = (number, cfg.ffn), ("expert", "expert_mlp")
                 setattr(self, f"{name}_bias", param(shape, axes, init=ZEROS, role="bias"))
             self.down_bias = param((number, width), ("expert", embed), init=ZEROS, role="bias")
 
-    def leaves(self) -> dict[str, nnx.Param]:
-        """Weights by name; those of an adapter as "up.lora_a"."""
+    def leaves(self) -> dict[str, nnx.Variable]:
+        """Weights and observations by name; those of an adapter as "up.lora_a"."""
         names = (*self.cfg.inner, "down")
         leaves = {name + end: leaf for name in names for end, leaf in getattr(self, name).leaves().items()}
         return leaves | {f"{name}_bias": getattr(self, f"{name}_bias") for name in names if self.cfg.bias}
@@ -79,12 +77,8 @@ class Experts(nnx.Module):
 
         If the ffn is sharded, it is a partial sum or a shard of the columns.
         """
-        matrix: Matrix = getattr(self, name)
-        array = matrix.multiplied({end: weights[name + end] for end in matrix.leaves()})
-        y, low_rank = grouped_matmul(rows, array, sizes, kernel), matrix.low_rank
-        if low_rank is None:
-            return y
-        return y + low_rank.grouped(rows, weights[f"{name}.lora_a"], weights[f"{name}.lora_b"], sizes, kernel)
+        own: Matrix = getattr(self, name)
+        return own.grouped(rows, sizes, kernel, {end: weights[name + end] for end in own.leaves()})
 
     def biased(self, x: Array, weights: Mapping[str, Array], name: str, sizes: Array) -> Array:
         if not self.cfg.bias:

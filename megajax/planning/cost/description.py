@@ -61,8 +61,8 @@ class System:
     Queries, keys, values, gate and up have separate matmuls; otherwise q, k and v are one matrix, and gate and up."""
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
-    rounds_experts: bool = True
-    """Experts multiply in the format of the other matmuls; otherwise in bfloat16."""
+    narrow_experts: bool = True
+    """Experts multiply in the format of the other matmuls; otherwise their rounded numbers in bfloat16."""
     overhead: float = 1.0
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
@@ -73,7 +73,7 @@ MEGAJAX = System(
     data_hidden=False,
     most_in_place=8,
     xla=True,
-    rounds_experts=False,
+    narrow_experts=False,
     overhead=OVERHEAD,
 )
 """As counted in compiled programs (megajax.planning.cost.device_work); most_in_place is MOST_LOOPS of

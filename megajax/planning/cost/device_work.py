@@ -116,7 +116,7 @@ class Product:
 
     def seconds(self, run: Description) -> float:
         shape = self.rows, self.contracted, self.columns
-        compute = run.dtype if self.grouped and not run.system.rounds_experts else run.compute
+        compute = run.dtype if self.grouped and not run.system.narrow_experts else run.compute
         computing = run.device.matmul_seconds(compute, shape, self.experts)
         return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
@@ -191,13 +191,14 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
         backward.copies += 4 * gradient * weights + 4 * run.width * weights
     _experts(tower, block, halves)
     if cast := CAST_BYTES.get(run.compute):
-        cast += WIDENED_BYTES * (run.device.multiplied(run.compute) == "bfloat16")
-        for matmul in (m for m in block.matmuls if run.system.rounds_experts or not _grouped(m)):
+        wide = run.device.multiplied(run.compute) == "bfloat16"
+        for matmul in block.matmuls:
+            widened = wide or (_grouped(matmul) and not run.system.narrow_experts)
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token
-            forward.elementwise += cast * (tokens * rows + matmul.local_size(tensor))
-            backward.elementwise += cast * tokens * columns
+            forward.elementwise += (cast + WIDENED_BYTES * widened) * (tokens * rows + matmul.local_size(tensor))
+            backward.elementwise += (cast + WIDENED_BYTES * widened) * tokens * columns
     return Halves(forward.streamed(run), backward.streamed(run) if tower.differentiated else Work())
 
 
