@@ -18,8 +18,8 @@ from megajax.compiled.gpus import GPUS, Cluster
 from megajax.kernels.attention.capability import Kernel
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped import triton as grouped_triton
-from megajax.kernels.grouped.capability import GroupedKernel
-from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
+from megajax.kernels.grouped.matmul import capable, grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.kernels.ssm.ssd import Scan, ssd
@@ -32,8 +32,10 @@ from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
 from megajax.mesh.layout import exact
 from megajax.mesh.xla_options import FP8, GPU
+from megajax.precision.config import MatmulConfig
+from megajax.precision.fp8 import capability_of
 from megajax.precision.matmul import RoundedMatmul
-from megajax.precision.recipes import RECIPES, recipe_of
+from megajax.precision.recipes import FIRST_WITH_BLOCKS, RECIPES, recipe_of
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16
 """Of the layers of BERT-large and T5."""
@@ -57,7 +59,8 @@ def compiled_kernels(
     of experts are drawn with equal probability, and with the last expert three times as likely as the first.
     state_space: a layer of Mamba-2 2.7B with several chunk sizes; operations relative to the minimum. delta_rule:
     memory of a layer of Qwen3-Next with several chunk sizes, operations by formula. recipes: a matmul of a
-    layer and its gradients by each recipe and in bfloat16. --quick: the first size of each only.
+    layer and its gradients by each recipe and in bfloat16, and one of Qwen3's experts. --quick: the first size of each
+    only.
     """
     figures: dict[str, Any] = {}
     for part in parts:
@@ -249,8 +252,12 @@ def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def recipe_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
-    """One for each GPU, shape of weights and recipe: forward, and both gradients from a gradient of the result."""
+    """One for each GPU, shape of weights and recipe: forward, and both gradients from a gradient of the result.
+
+    Then those of the experts of a device.
+    """
     devices.prepare()
+    layer = EXPERTS[1]
     for gpu in ("h100", "b200")[: 1 if quick else None]:
         device = devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0]
         for inner, outer in MATMULS[: 1 if quick else 2]:
@@ -262,17 +269,44 @@ def recipe_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
                     y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)
                     return y, *pull(dy)
 
-                program = compile_for(gpu, step, *like, options=(*GPU, *FP8))
-                yield {
-                    "gpu": gpu,
-                    "in": inner,
-                    "out": outer,
-                    "recipe": "bfloat16" if cfg is None else type(cfg).__name__.removesuffix("Config"),
-                    "kernels": kernels(program),
-                    "casts": len(casts := _casts(program.as_text())),
-                    "cast_mib": round(sum(casts) / 2**20, 1),
-                    "temporary_mib": temporary_mib(program),
-                }
+                yield {"gpu": gpu, "in": inner, "out": outer} | _rounding(gpu, cfg, step, like)
+        shapes = (layer.rows, layer.hidden), (layer.number, layer.hidden, layer.ffn), (layer.rows, layer.ffn)
+        like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        like.append(jax.ShapeDtypeStruct((layer.number,), jnp.int32))
+        for cfg in (None, *(recipe() for recipe in RECIPES)):
+            yield {"gpu": gpu, "experts": layer.model} | _rounding(gpu, cfg, _of_experts(cfg, device, layer), like)
+
+
+def _of_experts(cfg: MatmulConfig | None, device: jax.Device, layer: Experts) -> Callable:
+    """The products of the experts' first matrix by a recipe, by the kernel of the device."""
+    kernel: GroupedKernel = "mosaic" if capability_of(device) < FIRST_WITH_BLOCKS else "triton"
+    kernels = partial(capable, kernel, GroupedSizes(layer.rows, layer.number, layer.hidden, layer.ffn))
+
+    def step(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+        def multiply(x: Any, w: Any) -> Any:
+            if cfg is None:
+                return grouped_matmul(x, w, sizes, kernel)
+            matmul = RoundedMatmul(recipe_of(cfg, device, 1.0))
+            expected = jnp.ones((layer.number, 3)) if matmul.recipe.beside() else None
+            return matmul.grouped(x, w, sizes, kernels, expected)
+
+        y, pull = jax.vjp(multiply, x, w)
+        return y, *pull(dy)
+
+    return step
+
+
+def _rounding(gpu: str, cfg: MatmulConfig | None, step: Callable, like: list[Any]) -> dict[str, Any]:
+    """Kernels of a compiled program, and what rounding reads and writes."""
+    program = compile_for(gpu, step, *like, options=(*GPU, *FP8))
+    casts = _casts(program.as_text())
+    return {
+        "recipe": "bfloat16" if cfg is None else type(cfg).__name__.removesuffix("Config"),
+        "kernels": kernels(program),
+        "casts": len(casts),
+        "cast_mib": round(sum(casts) / 2**20, 1),
+        "temporary_mib": temporary_mib(program),
+    }
 
 
 def _casts(text: str) -> list[int]:

@@ -169,8 +169,8 @@ class RoundedMatmul:
         experts = tuple(size for size, name in zip(shape, axes, strict=True) if name == "expert")
         names = ("expert",) * len(experts)
         return {
-            name: replace(one, shape=(*experts, *one.shape), axes=(*names, *one.axes))
-            for name, one in self.recipe.beside().items()
+            name: replace(declared, shape=(*experts, *declared.shape), axes=(*names, *declared.axes))
+            for name, declared in self.recipe.beside().items()
         }
 
     def _refuse_odd_sides(self, equation: str, letters: Letters, x: Array, w: Array) -> None:

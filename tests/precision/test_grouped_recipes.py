@@ -146,7 +146,9 @@ def losses(parallel: ParallelConfig, recipe: MatmulConfig | None) -> np.ndarray:
     model = wide()
     (block,) = model.stack.pattern
     mixture = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=64), router=RouterConfig(aux_loss=0.01))
-    model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=mixture),)))
+    # Sides of at least 32 on two devices.
+    block = replace(block, mlp=mixture, mixer=replace(block.mixer, head_dim=32))
+    model = replace(model, stack=replace(model.stack, pattern=(block,)))
     program = build_program(model, parallel, microbatches=6 // parallel.data, compute="bfloat16", isolated=False)
     precision = replace(program.cfg.precision, matmul=recipe)
     cfg = program.cfg.but(precision=precision, schedule=replace(program.cfg.schedule, lr=1e-3), steps=5)

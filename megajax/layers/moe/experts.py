@@ -77,8 +77,8 @@ class Experts(nnx.Module):
 
         If the ffn is sharded, it is a partial sum or a shard of the columns.
         """
-        own: Matrix = getattr(self, name)
-        return own.grouped(rows, sizes, kernel, {end: weights[name + end] for end in own.leaves()})
+        multiplied: Matrix = getattr(self, name)
+        return multiplied.grouped(rows, sizes, kernel, {end: weights[name + end] for end in multiplied.leaves()})
 
     def biased(self, x: Array, weights: Mapping[str, Array], name: str, sizes: Array) -> Array:
         if not self.cfg.bias:
