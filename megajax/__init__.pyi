@@ -100,6 +100,7 @@ from megajax.mesh.config import ParallelConfig as ParallelConfig
 from megajax.mesh.xla_options import XlaConfig as XlaConfig
 from megajax.metrics.config import LoggingConfig as LoggingConfig
 from megajax.metrics.config import ProfileConfig as ProfileConfig
+from megajax.metrics.config import TelemetryConfig as TelemetryConfig
 from megajax.metrics.config import WandbConfig as WandbConfig
 from megajax.models.answers.config import AnswerDecoderConfig as AnswerDecoderConfig
 from megajax.models.answers.config import DPOConfig as DPOConfig

@@ -19,6 +19,7 @@ EXTRAS = {
     "llguidance": "serve",
     "lm_eval": "eval",
     "matplotlib": "plot",
+    "opentelemetry": "telemetry",
     "pyarrow": "data",
     "sentencepiece": "tokenizers",
     "tensorboardX": "log",

@@ -27,6 +27,8 @@ from megajax.mesh.processes.gpus import nccl_variables
 from megajax.mesh.processes.world import find_world
 from megajax.mesh.xla_options import flag_names, memory_fraction
 from megajax.mesh.zigzag_order import SequenceSharding
+from megajax.metrics.config import LoggingConfig
+from megajax.metrics.event_hook import LOG
 from megajax.models.facts import Facts, SectionFacts
 from megajax.models.memory import MemoryReport, SavedBytes
 from megajax.models.protocol import ModelConfig
@@ -83,6 +85,18 @@ def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
         expected = cfg.first_loss()
         expected = f"ln {vocabulary} = {log(vocabulary):.3f}" if expected is None else expected
         rows += [("first loss", f"about {expected}")] * bool(expected)
+    return rows
+
+
+def _observers(cfg: LoggingConfig) -> list[tuple[str, str]]:
+    """What else than the run folder gets metrics and events."""
+    rows, telemetry = [], cfg.telemetry
+    if telemetry is not None and telemetry.prometheus is not None:
+        rows.append(("metrics", f"for Prometheus at http://{telemetry.prometheus}/metrics"))
+    if telemetry is not None and telemetry.otlp is not None:
+        rows.append(("metrics", f"to {telemetry.otlp} every {telemetry.every_seconds:g} s (OTLP)"))
+    if cfg.on_event is not None:
+        rows.append(("events", f"each runs: {cfg.on_event} (output: {LOG})"))
     return rows
 
 
@@ -368,6 +382,7 @@ def _run(parts: Parts, batches: Loader, origin: str) -> list[tuple[str, str]]:
         *_balance(splits.train, cfg.data.loader.balance, batches.imbalance()),
         ("folder", str(cfg.run_dir)),
         ("start", origin),
+        *_observers(cfg.logging),
         *coverage(cfg.resilience.replicas, program),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
         *_compiler(program),

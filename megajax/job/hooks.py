@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.faults.signals import StopWaiting
 from megajax.metrics.record import EvaluationRecord
-from megajax.metrics.writers import Writer
+from megajax.metrics.writer import Writer
 from megajax.training.config import EvaluationConfig
 from megajax.training.guarded.phase_timers import EVALUATION
 from megajax.training.run_config import RunConfig

@@ -25,7 +25,9 @@ from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.xla_options import XlaConfig
-from megajax.metrics.writers import Writers, open_writers
+from megajax.metrics.event_hook import event_hook
+from megajax.metrics.writer import Writers
+from megajax.metrics.writers import open_writers
 from megajax.training.guarded.faults import Corruption, NumericFault
 from megajax.training.resolved import Resolved, resolve
 from megajax.training.run_config import RunConfig
@@ -65,6 +67,8 @@ def train(
             devices = connect_devices(attempt.pulse, connect, patience, cfg.xla)
             with attempt.activity.phase(SETUP):
                 manager = attempt.open_folder(cfg.checkpoint)
+                if jax.process_index() == 0 and not skip_train:
+                    attempt.stack.enter_context(event_hook(attempt.folder.path, cfg.logging.on_event))
                 demand_files(cfg.data, cfg.tokenizer)
                 resolved = resolve(cfg, devices)
             changed = () if resolved.replan is None else resolved.replan.changes

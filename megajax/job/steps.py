@@ -19,7 +19,7 @@ from megajax.mesh.processes.freed_memory import trim_once
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
-from megajax.metrics.writers import Writer
+from megajax.metrics.writer import Writer
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.hooks import Hook
 from megajax.training.guarded.loop import run_guarded_steps

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
+from megajax.mesh.processes.world import split_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,37 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    """Training metrics for Prometheus and OpenTelemetry, from process 0; needs the extra `telemetry`.
+
+    Example: `mj.LoggingConfig(telemetry=mj.TelemetryConfig(prometheus="0.0.0.0:9464"))`
+    """
+
+    prometheus: str | None = None
+    """HOST:PORT at which the process answers Prometheus, for example 0.0.0.0:9464. None: it does not."""
+    otlp: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP), for example http://collector:4318. It gets metrics, and
+    events as spans. Headers with credentials come from OTEL_EXPORTER_OTLP_HEADERS. None: nothing is sent."""
+    every_seconds: float = 15.0
+    """Seconds between two messages with metrics to the collector."""
+
+    def problems(self) -> list[Problem]:
+        problems = []
+        if self.prometheus is None and self.otlp is None:
+            problems.append(Problem("", "has neither prometheus nor otlp", "set one of them, or remove telemetry"))
+        if self.prometheus is not None and split_address(self.prometheus) is None:
+            problems.append(
+                Problem("prometheus", f"expected HOST:PORT, got {self.prometheus!r}", "for example 0.0.0.0:9464")
+            )
+        if self.otlp is not None and not re.fullmatch(r"https?://[^\s/@]+(/[^\s@]*)?", self.otlp):
+            hint = "for example http://collector:4318; credentials belong into OTEL_EXPORTER_OTLP_HEADERS"
+            problems.append(Problem("otlp", "expected the URL of a collector, without credentials", hint))
+        if not self.every_seconds >= 1:
+            problems.append(Problem("every_seconds", f"must be at least 1, got {self.every_seconds:g}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig(Builds):
     """Logs and terminal output of a run; `build(folder, ...)` opens the writers (see metrics/writers.py).
 
@@ -45,6 +77,12 @@ class LoggingConfig(Builds):
     """Also write TensorBoard event files to RUN_DIR/tensorboard; needs the extra `log`."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases. None: off."""
+    telemetry: TelemetryConfig | None = None
+    """Also offer metrics to Prometheus, and send metrics and events to an OpenTelemetry collector. None: off."""
+    on_event: str | None = None
+    """Shell command that runs for each line of events.jsonl, for example ./alert.sh: its name is in MEGAJAX_EVENT, the
+    run folder in MEGAJAX_RUN, and the line at the standard input. It also runs for failures of other processes, and of
+    the whole run if this machine lives. None: no command."""
     plot: bool = True
     """Draw RUN_DIR/loss.png at the end. Without the extra `plot`, the run prints a note instead."""
     report: bool = True

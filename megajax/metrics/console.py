@@ -26,7 +26,7 @@ from megajax.metrics import lines
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.lines import LANGUAGE, Summary, Terms
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord
-from megajax.metrics.writers import Writer
+from megajax.metrics.writer import Writer
 
 type Rename = Callable[[str], None]
 """Replaces the message of a ticker and restarts its time."""

@@ -4,72 +4,20 @@ Writers get plain numbers, already fetched from the devices, so that no writer w
 """
 
 import os
-import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock
-from megajax.metrics.line_file import FileDeleted, LineFile
+from megajax.metrics.line_file import LineFile
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
-
-
-class Writer:
-    """Base class of writers: all methods do nothing."""
-
-    def log(self, record: Record) -> None:
-        """Write a training step or an evaluation."""
-
-    def event(self, name: str, /, **fields: Any) -> None:
-        """Write an event, for example "start", "compiled" or "stopped". Pass `time` if it happened earlier."""
-
-    def close(self) -> None:
-        """Write buffered data. Called once, as the last method."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except UserError as failed:
-            if error is None:
-                raise
-            # Keep the error that ended the run: on a full disk, it is probably the cause of this one too.
-            if not isinstance(error, FileDeleted):
-                print(f"megajax: {failed}", file=sys.stderr, flush=True)
-
-
-class Writers(Writer):
-    """Several writers as one; leaving its `with` block closes them all."""
-
-    def __init__(self, writers: Iterable[Writer] = ()):
-        self._writers = tuple(writers)
-
-    def log(self, record: Record) -> None:
-        for writer in self._writers:
-            writer.log(record)
-
-    def event(self, name: str, /, **fields: Any) -> None:
-        for writer in self._writers:
-            writer.event(name, **fields)
-
-    def close(self) -> None:
-        """Close all writers, then raise the first error, if any."""
-        errors: list[Exception] = []
-        for writer in self._writers:
-            try:
-                writer.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+from megajax.metrics.telemetry import TelemetryWriter
+from megajax.metrics.writer import Writer, Writers
 
 
 class JsonlWriter(Writer):
@@ -247,6 +195,8 @@ def open_writers(
         dashboards.append(TensorBoardWriter(folder.tensorboard, start_step=start_step))
     if config.wandb is not None:
         dashboards.append(WandbWriter(config.wandb, folder.path, run_config=run_config))
+    if config.telemetry is not None:
+        dashboards.append(TelemetryWriter(config.telemetry, folder.path.resolve().name))
     events = EventsWriter(folder.events)
     metrics = JsonlWriter(folder.metrics, start_step=start_step)
     if metrics.superseded:

@@ -14,7 +14,11 @@ from source_tree import imports, modules
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 IMPORTED_AS = {"absl-py": "absl", "nvidia-ml-py": "pynvml", "orbax-checkpoint": "orbax", "pyyaml": "yaml"} | {
-    "pillow": "PIL"
+    "pillow": "PIL",
+    **dict.fromkeys(
+        ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-prometheus"),
+        "opentelemetry",
+    ),
 }
 FOR_JAX = ("cuda12", "cuda13", "aot")
 """Extras that JAX loads by itself."""

@@ -12,6 +12,7 @@ LAST = {name.rpartition(".")[2] for name in WALL}
 
 ALLOWED = {
     "megajax.metrics.event_log": "the time of an event, beside the monotonic clock",
+    "megajax.metrics.telemetry": "when the span of an event ends, as collectors want it",
     "megajax.job.start.preflight": "compares the clocks of machines",
     "megajax.metrics.console": "the time of day of a line, and when the run will be done",
     "megajax.faults.beats": "the time of a beat: the launcher only looks whether it changes",

@@ -8,6 +8,7 @@ from pathlib import Path
 import gangs
 import pytest
 from run_folder import saved
+from waiting import wait_until
 
 from megajax.config import load
 from megajax.job.job import train
@@ -65,7 +66,11 @@ def check(losses: dict[int, float], expected: dict[int, float]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_with_one_device_each(start, tmp_path, alone):
-    check(run(start, 2, "pipeline", tmp_path / "run", "--evaluation.at_end=false"), alone)
+    """Process 0 offers metrics, and runs the command of events."""
+    observers = [f"--logging.telemetry.prometheus=127.0.0.1:{gangs.free_port()}", "--logging.on_event=cat"]
+    check(run(start, 2, "pipeline", tmp_path / "run", "--evaluation.at_end=false", *observers), alone)
+    events, log = tmp_path / "run" / "events.jsonl", tmp_path / "run" / "on_event.log"
+    assert wait_until(lambda: log.read_text() == events.read_text())
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import open_console
 from megajax.metrics.record import StepRecord
 from megajax.metrics.throughput import StepRate
-from megajax.metrics.writers import Writers
+from megajax.metrics.writer import Writers
 console = open_console(LoggingConfig(), total_steps=1000)
 counts = dict(grad_norm=1.0, lr=1.0, consumed_samples=1, consumed_tokens=1, global_batch_size=1)
 with Writers([console]):

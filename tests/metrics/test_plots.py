@@ -15,7 +15,8 @@ from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.metrics.lines import Summary, short_fields, step_line
 from megajax.metrics.plots import LayerColumns, plot_layers, plot_loss, running_mean
 from megajax.metrics.record import EvaluationRecord, StepRecord
-from megajax.metrics.writers import JsonlWriter, LayersWriter, Writers, scalars
+from megajax.metrics.writer import Writers
+from megajax.metrics.writers import JsonlWriter, LayersWriter, scalars
 
 LOAD = Measure(name="load", of=lambda state: state, over_layers="max", label="load", format="{:.2f}x")
 DROPPED = Measure(name="dropped", of=lambda state: state, label="dropped", format="{:.1%}", above=0.0)

@@ -13,7 +13,8 @@ from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock
 from megajax.metrics.record import EvaluationRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
-from megajax.metrics.writers import EventsWriter, Writer, Writers
+from megajax.metrics.writer import Writer, Writers
+from megajax.metrics.writers import EventsWriter
 
 
 def test_events_keep_every_attempt(tmp_path):

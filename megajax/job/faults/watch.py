@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import inf, isclose, isfinite
 
-from megajax.metrics.writers import Writer
+from megajax.metrics.writer import Writer
 from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
 from megajax.training.guarded.guard import Guard
 from megajax.training.step_report import GuardLimits, StepInfo
