@@ -18,7 +18,7 @@ from megajax.training.run_config import COMMON
 DESCRIPTION = """Train a model, resuming from its run folder if it has checkpoints. Several processes are started with
 the same command each: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below.
 
-Names of other trainers, such as --lr and --tp, end with a message that has the name here (docs/foreign_flags.md).
+Names of other trainers, such as --lr and --tp, end with a message that has the name here.
 
   python -m megajax.train --config=quickstart.py                    trains the config of the file
   python -m megajax.train --config=quickstart.py --steps=100 --run_dir=runs/short    with other settings"""

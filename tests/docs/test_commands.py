@@ -75,12 +75,7 @@ LEFT_OUT = {
 """Words of the commands that do not run here, with the reason."""
 
 RUN = ("bash", "console", "python", "yaml")
-# tests/config/test_public_names.py runs the examples of the generated page.
-PAGES_WITH_BLOCKS = [
-    page
-    for page in PAGES
-    if page.name != "config_reference.md" and any(block.language in RUN for block in blocks(page))
-]
+PAGES_WITH_BLOCKS = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
 
 
 def reason_to_leave_out(arguments: list[str]) -> str | None:

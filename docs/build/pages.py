@@ -1,4 +1,4 @@
-"""Write docs/config_reference.md and docs/foreign_flags.md: `python -m megajax.tools.config_reference`."""
+"""Pages of the site that are made of the source: settings, other trainers' names, the Python API, notebooks."""
 
 import dataclasses
 import inspect
@@ -10,28 +10,35 @@ from typing import Any
 import megajax as mj
 from megajax.command_line.foreign_names import ROWS
 from megajax.command_line.help import field_texts
-from megajax.command_line.parser import front_door, parse
 from megajax.config import field_types
-from megajax.config.errors import UserError
 from megajax.config.python_file import config_classes
 from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, NAMES_PAGE = DOCS / "config_reference.md", DOCS / "foreign_flags.md"
 HEAD = """# Every config class
 
-Written by `python -m megajax.tools.config_reference` from the source; do not edit. [first_config.md](first_config.md)
-shows how to put a config together, and [config.md](config.md) how to write values on the command line and in YAML.
+[First config](first_config.md) shows how to put a config together, and [config files](config.md) how to write values
+on the command line and in YAML. `--help` of a command lists its settings too.
 
 `import megajax as mj` gives all of them. They take their settings by name. A setting without a default must be given.
 In Python, none is `None`, true and false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with one
 entry), and pairs are a dict.
 """
-NAMES_HEAD = """# Names of other trainers
+API_HEAD = """# Python API
 
-Written by `python -m megajax.tools.config_reference` from `megajax/command_line/foreign_names.py`; do not edit.
+`import megajax as mj` gives these names, and every class of the [config reference](config_reference.md). Modules are
+imported on first use. [A model of your own](own_model.md) and [the engine](inference.md) show longer programs.
+"""
+NOTEBOOKS_HEAD = """# Notebooks
+
+They run on a CPU in minutes, download nothing, and are stored with the outputs of their own cells; a test runs them.
+
+```bash
+uv run --extra plot --with jupyterlab jupyter lab notebooks
+```
+"""
+NAMES_HEAD = """# Names of other trainers
 
 Names of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, nanoGPT, DeepSpeed, vLLM and lm-eval
 are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them, also in a
@@ -56,21 +63,6 @@ Megatron-LM ([megatron.md](megatron.md)).
 
 | there | here | values and notes |
 |---|---|---|"""
-
-
-def main(argv: list[str]) -> int:
-    """Write the pages.
-
-    Raises:
-        UserError: a wrong command line, or no checkout.
-    """
-    parse(argv, verb="tools.config_reference", with_config=False, description=(__doc__ or "").strip())
-    if not PAGE.parent.is_dir():
-        raise UserError(f"tools.config_reference writes {PAGE.name} in a checkout, but {PAGE.parent} does not exist")
-    for page, text in ((PAGE, reference()), (NAMES_PAGE, foreign_names())):
-        page.write_text(text, encoding="utf-8")
-        print(f"wrote {page}")
-    return 0
 
 
 def reference() -> str:
@@ -105,6 +97,38 @@ def foreign_names() -> str:
         text = "; ".join(filter(None, (computed, ", ".join(pairs), row.note)))
         lines.append(f"| {theirs} | {targets} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def python_api() -> str:
+    """The page of public names that are no config classes: presets of models, then all others."""
+    values = {name: getattr(mj, name) for name in dir(mj) if not name.endswith("Config") and name != "__version__"}
+    presets = {name for name, value in values.items() if value.__module__.startswith("megajax.models.presets")}
+    lines = [API_HEAD]
+    for title, names in (("Runs, files and helpers", values.keys() - presets), ("Presets of models", presets)):
+        lines += ["", f"## {title}"]
+        for name in sorted(names):
+            text, _, example = (inspect.getdoc(values[name]) or "").partition("Example:")
+            lines += ["", f"### {name}", "", f"```python\nmj.{name}{_signature(values[name])}\n```", "", text.strip()]
+            lines += ["", f"```python\n{example.strip('`\n ')}\n```"] if example else []
+    return "\n".join(lines) + "\n"
+
+
+def notebooks(folder: Path, repository: str | None) -> str:
+    """The page of notebooks: titles, first paragraphs, and, if the repository has an address, badges that open them."""
+    lines = [NOTEBOOKS_HEAD]
+    for path in sorted(folder.glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        title, _, text = first.partition("\n")
+        lines += ["", f"## {title.lstrip('# ')}", "", text.strip(), "", f"`notebooks/{path.name}`"]
+        if repository:
+            address = f"https://colab.research.google.com/github/{repository}/blob/main/notebooks/{path.name}"
+            lines[-1] += f" · [Open in Colab]({address}){{ .md-button }}"
+    return "\n".join(lines) + "\n"
+
+
+def _signature(value: object) -> str:
+    """Of functions, with annotations as they are written; "" for classes, which say themselves how they are made."""
+    return "" if isinstance(value, type) else str(inspect.signature(value))  # ty: ignore[invalid-argument-type]
 
 
 def _row(field: dataclasses.Field, annotation: object, text: str) -> str:
@@ -145,7 +169,3 @@ def _python(value: Any) -> str:
 
 def _summary(cls: type) -> str:
     return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
-
-
-if __name__ == "__main__":
-    front_door(main)
