@@ -4,13 +4,16 @@ import ast
 import re
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
+
+import pytest
 
 from megajax.config import load
 from megajax.config.errors import UserError
 from tests.docs.blocks import PAGES, ROOT, blocks
 from tests.docs.test_commands import commands_of, file_of
 
-RELIABILITY = ROOT / "docs/reliability.md"
+RELIABILITY, SILENT_BUGS = ROOT / "docs/reliability.md", ROOT / "docs/silent_bugs.md"
 ELSEWHERE = ("--devices", "--resilience.exit_after_steps")
 """Flags by which commands differ that may go on with each other's run."""
 WRITERS = {"event", "_event", "_record_event", "_append", "append_event"}
@@ -101,12 +104,22 @@ def test_every_row_has_a_verdict_and_a_test() -> None:
         assert re.search(r"`test_\w+::test_\w+`", cells[3]), cells
 
 
-def test_the_tests_that_rows_name_exist() -> None:
+def missing_tests(page: Path) -> list[str]:
     tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-    named_tests = set(re.findall(r"`(test_\w+)::(\w+)`", RELIABILITY.read_text()))
-    missing = [
-        f"{file}::{test}"
-        for file, test in named_tests
-        if file not in tests or f"def {test}(" not in tests[file].read_text()
-    ]
-    assert not missing
+    named = sorted(set(re.findall(r"`(test_\w+)::(\w+)`", page.read_text(encoding="utf-8"))))
+    return [f"{file}::{test}" for file, test in named if f"def {test}(" not in tests[file].read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", [RELIABILITY, SILENT_BUGS], ids=lambda page: page.stem)
+def test_the_tests_that_rows_name_exist(page: Path) -> None:
+    assert missing_tests(page) == []
+
+
+def test_every_silent_bug_has_a_thread_and_a_test() -> None:
+    rows = re.findall(r"^\| (?!what went|---)(.*) \|$", SILENT_BUGS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 20
+    for what, threads, test, why in (row.split(" | ") for row in rows):
+        assert what and why and re.search(r"\[\w[\w-]*#\d+\]\(https://github\.com/\S+/(issues|pull)/\d+\)", threads), (
+            what
+        )
+        assert re.search(r"`test_\w+::test_\w+`", test), what
