@@ -13,7 +13,7 @@ from jax import Array, lax
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import free_axes
 from megajax.mesh.sharded_product import LetterSharding, sharded_product
-from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, whole_scale
+from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, visible, whole_scale
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.groups import Groups
 from megajax.precision.matmul import Letters, Tensor, in_order
@@ -99,7 +99,7 @@ class InBlocks:
         del amax
         unshared = [letter for letter in term if letter not in letters.summed() + letters.shared()]
         order = (*letters.shared(), *unshared, *letters.summed())
-        x = x.transpose([term.index(letter) for letter in order])
+        x = visible(x).transpose([term.index(letter) for letter in order])
         shared, dimensions = len(letters.shared()), len(order) - len(letters.summed())
         shape = (*x.shape[:dimensions], prod(x.shape[dimensions:]))
         form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
@@ -132,7 +132,7 @@ class InBlocks:
     ) -> GroupedBlocks:
         del amax
         form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
-        x = x.mT if of_weight else x
+        x = visible(x.mT if of_weight else x)
         x = hadamard(x) if self.transformed and of_weight else x
         factor = whole = None
         if form.scales == "nvfp4":

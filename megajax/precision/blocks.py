@@ -7,8 +7,9 @@ Codes are numbers of the element's format, and code * scale is the number that t
 * with NVFP4 numbers in e4m3 times one float32 scale of the whole tensor, amax / (448 * 6);
 * with `float32`, amax / 448, as in DeepSeek-V3 (2024, section 3.3).
 
-A block that holds a NaN or an infinity has NaN as its scale, so that what is not finite stays visible: codes are
-clipped. Sums of products of codes are exact in float32, and codes times scales in bfloat16, but with `float32` scales.
+A block that holds a NaN has NaN as its scale. Infinities make it NaN too, but with powers of two they are clipped, as
+torchao does: the largest number under a scale that is near the end of float32's range. `visible` makes them NaN before.
+Sums of products of codes are exact in float32, and codes times scales in bfloat16, but with `float32` scales.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,6 +76,11 @@ def quantize(
     return Blocks(lax.optimization_barrier(_joined(codes, x.shape)), scales, whole)
 
 
+def visible(x: Array) -> Array:
+    """x with NaN for infinities, so that what is not finite stays visible in all formats."""
+    return jnp.where(jnp.isinf(x), jnp.nan, x)
+
+
 def dequantize(blocks: Blocks, form: Format, dtype: jnp.dtype, *, tiles: bool = False) -> Array:
     """Codes times scales [..., N, K], without the scale of the whole tensor."""
     parts = _parts(blocks.codes, form.size, tiles=tiles).astype(dtype)
@@ -139,7 +145,7 @@ def _scales(amax: Array, form: Format, whole: Array | None) -> tuple[Array, Arra
     fraction, exponent = np.frexp(form.largest)
     more = ROUNDINGS[form.rounding](mantissa, 2 * float(fraction), int(jnp.finfo(ELEMENTS[form.element]).nmant))
     code = jnp.clip((bits >> 23).astype(jnp.int32) - int(exponent - 1) + more, 0, NAN_EXPONENT - 1)
-    code = jnp.where(finite, code, NAN_EXPONENT)
+    code = jnp.where(jnp.isnan(amax), NAN_EXPONENT, code)
     factor = lax.bitcast_convert_type(jnp.clip(254 - code, 1, 253).astype(jnp.uint32) << 23, jnp.float32)
     scales = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
     return scales, None, factor

@@ -28,7 +28,8 @@ from megajax.precision.config import (
     Nvfp4Config,
 )
 from megajax.precision.fp8 import PerTensor
-from megajax.precision.matmul import RoundedMatmul
+from megajax.precision.groups import Groups
+from megajax.precision.matmul import RoundedMatmul, terms
 from megajax.precision.recipes import RECIPES, kernel_of, recipe_of
 
 UP = "embed", "mlp"
@@ -106,17 +107,49 @@ def test_formats_against_numpy(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES_IN_BLOCKS)
 def test_what_is_not_finite_stays_visible_and_zeros_stay_zeros(name: str) -> None:
-    form = RECIPES_IN_BLOCKS[name].forward
+    """In dense products and in those of experts."""
+    recipe, letters, size = RECIPES_IN_BLOCKS[name], terms("tk,nk->tn"), RECIPES_IN_BLOCKS[name].forward.size
 
     @jax.jit
-    def numbers(x: jax.Array) -> jax.Array:
-        return dequantize(quantize(x, form), form, jnp.dtype(jnp.float32))
+    def numbers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dense = recipe.operand("x", x, letters.first, letters, None).wide(jnp.dtype(jnp.float32))
+        return dense, recipe.grouped_operand("x", x, Groups.of(jnp.int32([1, 1]), 2), None).wide()
 
     for value in (np.nan, np.inf, -np.inf):
         x = np.ones((2, 256), np.float32)
         x[0, 3] = value
-        assert np.isnan(numbers(x)[0, : form.size]).all()
+        for rounded in numbers(x):
+            assert np.isnan(rounded[0, :size]).all()
     assert not np.asarray(numbers(np.zeros((2, 256), np.float32))).any()
+
+
+TINY = float(np.finfo(np.float32).tiny)
+ENDS: dict[str, tuple[float, dict[str, tuple[int, int, int]]]] = {
+    "zeros": (0.0, {"e4m3": (0, 0x00, 0x00), "e5m2": (0, 0x00, 0x00)}),
+    "smallest normal": (TINY, {"e4m3": (0, 0x38, 0x38), "e5m2": (0, 0x3C, 0x3C)}),
+    "one": (1.0, {"e4m3": (119, 0x78, 0x78), "e5m2": (112, 0x78, 0x78)}),
+    "clipped": (1.9, {"e4m3": (119, 0x7E, 0x76), "e5m2": (112, 0x7B, 0x77)}),
+    "largest": (float(np.finfo(np.float32).max), {"e4m3": (246, 0x7E, 0x00), "e5m2": (239, 0x7B, 0x00)}),
+    "infinity": (np.inf, {"e4m3": (247, 0x7E, 0x00), "e5m2": (240, 0x7B, 0x00)}),
+    "minus infinity": (-np.inf, {"e4m3": (247, 0xFE, 0x00), "e5m2": (240, 0xFB, 0x00)}),
+}
+"""First number of a block -> by element: bits of the block's scale, of the number's code, and of the code of the others:
+the same number, 0.875 beside 1.9, and 1 beside the largest."""
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_ends_of_the_range_are_those_of_torchao(element: Any) -> None:
+    """With `floor`: 2^-127 for zeros, and for all numbers below 2^-118 in e4m3 and 2^-111 in e5m2."""
+    x = np.ones((len(ENDS), 32), np.float32)
+    for row, (value, _) in zip(x, ENDS.values(), strict=True):
+        row[:] = value if abs(value) < 1.5 else 0.875 if abs(value) < 2 else 1.0
+        row[0] = value
+    blocks = jax.jit(partial(quantize, form=Format(element, 32)))(x)
+    codes, scales = (np.asarray(array).view(np.uint8) for array in blocks[:2])
+    actual = [(int(scale[0]), int(code[0]), int(code[1])) for scale, code in zip(scales, codes, strict=True)]
+    assert dict(zip(ENDS, actual, strict=True)) == {name: bits[element] for name, (_, bits) in ENDS.items()}
+    nan = jax.jit(partial(quantize, form=Format(element, 32)))(np.float32([[np.nan] + 31 * [1]]))
+    assert np.asarray(nan.scales).view(np.uint8) == 255 and np.isnan(np.asarray(nan.codes, np.float32)[0, 0])
 
 
 def test_stochastic_rounding_keeps_the_mean_and_takes_neighbours() -> None:
