@@ -19,9 +19,11 @@ def sharded_product(
 
     terms: for each array, the letters of its dimensions, several letters for a dimension that joins them, of which only
     the first is sharded; out: those of the result. Letters that are not in `out` are summed over.
+
+    Free axes become manual even where they shard nothing: a compiler for several devices would partition the product.
     """
     over = dict(sharding)
-    if not over:
+    if not free_axes():
         return local
     summed = {letters[0] for term in terms for letters in term if letters not in out}
     axes = tuple(axis for letter in sorted(summed) for axis in over.get(letter, ()))

@@ -133,7 +133,7 @@ ENDS: dict[str, tuple[float, dict[str, tuple[int, int, int]]]] = {
     "infinity": (np.inf, {"e4m3": (247, 0x7E, 0x00), "e5m2": (240, 0x7B, 0x00)}),
     "minus infinity": (-np.inf, {"e4m3": (247, 0xFE, 0x00), "e5m2": (240, 0xFB, 0x00)}),
 }
-"""First number of a block -> by element: bits of the block's scale, of the number's code, and of the code of the others:
+"""First number of a block -> by element: bits of the scale, of the code of the number, and of the code of the others:
 the same number, 0.875 beside 1.9, and 1 beside the largest."""
 
 

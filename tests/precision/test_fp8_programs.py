@@ -21,7 +21,15 @@ from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla_options import GPU, INFERENCE
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
-from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
+from megajax.precision.config import (
+    Fp8BlocksConfig,
+    Fp8CurrentConfig,
+    Fp8DelayedConfig,
+    MatmulConfig,
+    Mxfp8Config,
+    Nvfp4Config,
+    PrecisionConfig,
+)
 from megajax.training.run_config import RunConfig
 
 LLAMA, GPT = 7, 6
@@ -30,7 +38,7 @@ OPERANDS = {"f8e4m3fn", "f8e5m2"}
 pytestmark = pytest.mark.aot
 
 
-def wide(family: str, parallel: ParallelConfig, fp8: Fp8CurrentConfig | None) -> RunConfig:
+def wide(family: str, parallel: ParallelConfig, fp8: MatmulConfig | None) -> RunConfig:
     """Sizes at which 8 bits pay, two layers and two microbatches a stage."""
     cfg = load({"llama": "llama3.py:debug", "gpt": "gpt3.py:gpt3_175b_debug"}[family])
     (block,) = cfg.model.stack.pattern
@@ -48,7 +56,7 @@ def wide(family: str, parallel: ParallelConfig, fp8: Fp8CurrentConfig | None) ->
 
 
 @cache
-def compiled(family: str, gpus: str, fp8: Fp8CurrentConfig | None, parallel: ParallelConfig) -> TrainPlan:
+def compiled(family: str, gpus: str, fp8: MatmulConfig | None, parallel: ParallelConfig) -> TrainPlan:
     """The train step for virtual GPUs."""
     cluster, _ = read_cluster(gpus)
     assert cluster is not None
@@ -78,6 +86,24 @@ def uncast_products(plan: TrainPlan) -> list[str]:
         for op in computation.values()
         if op.opcode == "dot" or re.match(r"__cublas(?!\$lt\$matmul\$f8)", op.target or "")
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [
+        (Mxfp8Config(), ParallelConfig(data=2, data_sharding="fsdp")),
+        (Nvfp4Config(first_layers=0, last_layers=0), ParallelConfig(data=1, tensor=2, sequence=True)),
+        (Fp8BlocksConfig(), ParallelConfig(data=1, pipeline=2)),
+    ],
+)
+def test_blocks_are_multiplied_by_blackwell_on_layouts(recipe: MatmulConfig, parallel: ParallelConfig) -> None:
+    """Products of blocks that jax would partition do not compile within the step, so each device has its own."""
+    plan = compiled("llama", "b200:2", recipe, parallel)
+    programs = Program.read(plan.text).computations.values()
+    targets = Counter(op.target for computation in programs for op in computation.values())
+    products = targets["__cudnn$blockScaledDot"]
+    assert products and products % (3 * LLAMA) == 0, targets
 
 
 def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:

@@ -1,0 +1,102 @@
+"""Runs of experts in each recipe: stopped, resumed on the same and on another layout; adapters beside a recipe."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_jobs import losses, model, run_config
+
+from megajax.checkpoint.reader import open_checkpoints
+from megajax.faults.config import ResilienceConfig
+from megajax.job.job import train
+from megajax.job.start.resume import Resume
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig
+from megajax.layers.param import Matrix, Normal, param
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.optim.config import ScheduleConfig
+from megajax.precision.block_recipes import nvfp4
+from megajax.precision.config import (
+    Fp8BlocksConfig,
+    Fp8DelayedConfig,
+    MatmulConfig,
+    Mxfp8Config,
+    Nvfp4Config,
+    PrecisionConfig,
+)
+from megajax.precision.matmul import RoundedMatmul
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+AMAX = "stack.blocks.0.mlp.experts.up.amax.max"
+
+
+def job(recipe: MatmulConfig, folder: Path | str = "unused", **changes: Any) -> RunConfig:
+    small = model(hidden=64, dropout=0.0, repeats=1)
+    (block,) = small.stack.pattern
+    block = replace(block, mlp=MoEConfig(experts=4, expert=GatedMLPConfig(ffn=64)))
+    small = replace(small, stack=replace(small.stack, pattern=(block,)))
+    settings = {"model": small, "precision": PrecisionConfig(matmul=recipe), "steps": 4}
+    return run_config(folder, **settings | {"schedule": ScheduleConfig(lr=1e-2, style="constant")} | changes)
+
+
+def state(folder: Path, cfg: RunConfig) -> Run:
+    """The run as of its last checkpoint."""
+    reader, _ = open_checkpoints(folder)
+    return setup(cfg, start=Resume(reader, reader.newest(), same_run=False, say=print))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Fp8DelayedConfig(history=2, algorithm="max"),
+        Fp8BlocksConfig(),
+        Mxfp8Config(),
+        Nvfp4Config(first_layers=0, last_layers=0),
+    ],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_a_resume_is_exact_in_each_recipe(recipe: MatmulConfig, tmp_path: Path) -> None:
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    assert train(job(recipe, whole)) == 0
+    assert train(job(recipe, halved, resilience=ResilienceConfig(exit_after_steps=2))) == 0
+    assert train(job(recipe, halved)) == 0
+    assert losses(halved) == losses(whole)
+    here, elsewhere = state(whole, job(recipe)), state(whole, job(recipe, parallel=ParallelConfig(data=1, expert=2)))
+    assert (AMAX in here.state.observed) == isinstance(recipe, Fp8DelayedConfig)
+    for path, values in here.state.observed.items():
+        np.testing.assert_array_equal(elsewhere.state.observed[path], values)
+    after = [next(iter(run.steps(1))).loss for run in (here, elsewhere)]
+    assert after[1] == pytest.approx(after[0], abs=1e-2)
+
+
+def test_adapters_beside_a_rounded_matrix_are_not_rounded() -> None:
+    """Its product and gradients are those of the matrix in the recipe and of the adapter in float32, added."""
+    matmul, rng = RoundedMatmul(nvfp4(Nvfp4Config(stochastic=False))), np.random.default_rng(0)
+    layout = Layout(Plan.of(ParallelConfig()), matmul)
+    x, w, a, b, dy = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((2, 16, 32), (32, 48), (32, 4), (4, 48), (2, 16, 48))
+    )
+
+    def adapted(x: Any, a: Any, b: Any) -> jax.Array:
+        matrix = Matrix(layout, param((32, 48), ("embed", "mlp"), init=Normal(1)))
+        matrix.adapt(4, 0.5, 0.0)
+        matrix.array[...], matrix.lora_a[...], matrix.lora_b[...] = jnp.asarray(w), a, b
+        return layout.dot("bsd,df->bsf", x, matrix, "batch", "seq", "mlp")
+
+    y, pull = jax.vjp(adapted, x, a, b)
+    rounded, pull_rounded = jax.vjp(lambda x: matmul("bsd,df->bsf", x, w), x)
+    inner = partial(np.einsum, optimize=True)
+    np.testing.assert_allclose(y, rounded + 0.5 * (x @ a) @ b, rtol=1e-5, atol=1e-5)
+    dx, da, db = pull(dy)
+    np.testing.assert_allclose(dx, pull_rounded(dy)[0] + 0.5 * dy @ b.T @ a.T, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(da, 0.5 * inner("bsd,bsr->dr", x, dy @ b.T), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(db, 0.5 * inner("bsr,bsf->rf", x @ a, dy), rtol=1e-5, atol=1e-4)
