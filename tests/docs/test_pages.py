@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.build import quickstart
 from megajax.config import load
 from megajax.config.errors import UserError
 from tests.docs.blocks import PAGES, ROOT, blocks
@@ -59,11 +60,36 @@ def test_no_two_pages_write_to_one_place() -> None:
 
 
 def test_the_readme_has_text_and_picture_of_one_run() -> None:
-    """The losses named beside the picture are those of the quoted output; tests/docs/quickstart_picture.py draws it."""
+    """docs/build/quickstart.py writes both from the output of one run."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for split in ("validation", "test"):
-        (line,) = re.findall(rf"^ {split} loss at iteration 900 \| lm loss value: (\S+) ", text, re.MULTILINE)
-        assert f"{split} loss {float(line):.4f}" in text.partition("![")[2]
+    (block,) = quickstart.BLOCK.findall(text)
+    assert quickstart.excerpt(block) == block
+    assert re.fullmatch(r"validation loss \d\.\d{4}, test loss \d\.\d{4}", quickstart.losses(block))
+    assert f"![Report of this run: {quickstart.losses(block)}, timeline" in text
+
+
+def test_an_excerpt_has_the_steps_of_the_readme_and_no_times() -> None:
+    line = (
+        " [2026-11-28 09:01:29] iteration       {}/     900 | consumed samples:          160 | elapsed (ms): 1260.1 | "
+    )
+    line += (
+        "learning rate: 3.0E-04 | global batch size:    16 | lm loss: 5.0E+00 | loss scale: 1.0 | grad norm: 3.214 | x"
+    )
+    output = [
+        "setting up",
+        "MegaJAX",
+        "  model",
+        "    parameters         1",
+        "    FLOPs   2",
+        "  batch",
+        "    mesh   3",
+    ]
+    output = [*output, line.format(10), line.format(20), "loss curve: a", "report: b", "sample (c):", "def", "", "done"]
+    assert quickstart.excerpt("\n".join([*output, "  work"])).splitlines() == [
+        *("MegaJAX", "  model", "    parameters         1", "  batch", "    mesh   3"),
+        " iteration       10/     900 | ... | learning rate: 3.0E-04 | lm loss: 5.0E+00 | grad norm: 3.214 | ...",
+        *("report: b", "sample (c):", "def"),
+    ]
 
 
 def recorded_events() -> set[str]:

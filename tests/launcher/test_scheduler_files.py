@@ -14,7 +14,9 @@ from megajax.faults.exit_codes import EXIT_CODES, NO_PROGRESS, REQUEUE, worth_a_
 from megajax.mesh.processes.gpus import GpuClaim, assign, visible_gpus
 from megajax.mesh.processes.world import find_world
 
-SLURM, LOCAL, JOBSET = (REPOSITORY / "launch" / name for name in ("slurm.sbatch", "local.sh", "kubernetes_jobset.yaml"))
+SLURM, LOCAL, JOBSET, SKYPILOT = (
+    REPOSITORY / "launch" / name for name in ("slurm.sbatch", "local.sh", "kubernetes_jobset.yaml", "skypilot.yaml")
+)
 
 
 def test_the_exit_codes_of_the_docs():
@@ -79,6 +81,27 @@ def test_a_pod_of_the_jobset_starts_a_process_for_each_gpu(start, tmp_path):
     for index in range(gpus):
         place = f"{gpus + index} of {2 * gpus}, {index} here"
         assert f"[{gpus + index}] at megajax-workers-0-0.megajax:61440 {place}" in pod.text
+
+
+def test_a_machine_of_skypilot_starts_its_processes(start, tmp_path):
+    """The script of the file on the second of two machines, with a shell instead of training."""
+    task = yaml.safe_load(SKYPILOT.read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [REQUEUE]
+    gpus = int(task["resources"]["accelerators"].partition(":")[2])
+    launcher, _, training = task["run"].replace("\\\n", "").partition(" -- ")
+    assert training.split()[:3] == ["python", "-m", "megajax.train"]
+    assert f"--resilience.exit_code_on_signal={REQUEUE}" in training
+    words = re.search(r"python -m megajax\.launch (.*)", launcher)
+    assert words is not None
+    script = f'coordinator=$(head --lines=1 <<< "$SKYPILOT_NODE_IPS"); printf "%s\\n" {words[1]}'
+    places = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_RANK": "1"}
+    places |= {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
+    flags = subprocess.run(["bash", "-c", script], env=os.environ | places, capture_output=True, text=True, check=True)
+    show = "echo at $MEGAJAX_COORDINATOR $MEGAJAX_PROCESS_ID of $MEGAJAX_NUM_PROCESSES"
+    machine = launch_on(start, tmp_path, gpus, *flags.stdout.split(), "--", "sh", "-c", show)
+    assert machine.wait() == 0, machine.text
+    for index in range(gpus):
+        assert f"[{gpus + index}] at 10.0.0.4:61440 {gpus + index} of {2 * gpus}" in machine.text
 
 
 def directives() -> dict[str, str]:
