@@ -135,11 +135,13 @@ from megajax.models.presets.deepseek import deepseek as deepseek
 from megajax.models.presets.exaone import exaone4 as exaone4
 from megajax.models.presets.gemma import gemma2 as gemma2
 from megajax.models.presets.gemma import gemma3 as gemma3
+from megajax.models.presets.glm import glm4 as glm4
 from megajax.models.presets.glm import glm4_moe as glm4_moe
 from megajax.models.presets.gpt import gpt2 as gpt2
 from megajax.models.presets.gpt import gpt3 as gpt3
 from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss
 from megajax.models.presets.granite import granite as granite
+from megajax.models.presets.granite import granite4 as granite4
 from megajax.models.presets.hybrids.hybrid import hybrid_pipeline as hybrid_pipeline
 from megajax.models.presets.hybrids.hybrid import hybrid_stack as hybrid_stack
 from megajax.models.presets.hybrids.kimi_linear import kimi_linear as kimi_linear
@@ -148,11 +150,13 @@ from megajax.models.presets.hybrids.mamba import mamba2 as mamba2
 from megajax.models.presets.hybrids.mamba import nemotron3 as nemotron3
 from megajax.models.presets.hybrids.mamba import nemotron_h as nemotron_h
 from megajax.models.presets.hybrids.minimax import minimax as minimax
+from megajax.models.presets.hybrids.minimax import minimax_m2 as minimax_m2
 from megajax.models.presets.llama import llama2 as llama2
 from megajax.models.presets.llama import llama3 as llama3
 from megajax.models.presets.llama4 import llama4 as llama4
 from megajax.models.presets.mixtral import mixtral as mixtral
 from megajax.models.presets.olmo import olmo3 as olmo3
+from megajax.models.presets.olmo import olmoe as olmoe
 from megajax.models.presets.phi import phi3 as phi3
 from megajax.models.presets.qwen import qwen2 as qwen2
 from megajax.models.presets.qwen import qwen3 as qwen3

@@ -71,11 +71,6 @@ ALONE = {
     "no chunk": (DispatchConfig(chunks=0), "chunks: must be at least 1, got 0"),
     "negative loss": (RouterConfig(aux_loss=-0.1), "aux_loss: must be a number of at least 0, got -0.1"),
     "jitter of all": (RouterConfig(jitter=1.0), "jitter: must be at least 0 and below 1, got 1.0"),
-    "bias on what has no scores": (
-        RouterConfig(balance_rate=0.1),
-        "balance_rate: needs scores before the choice of experts, and normalise=chosen with softmax has none; "
-        "use score=sigmoid, or normalise=all",
-    ),
     "two ways to balance at once": (
         RouterConfig(sinkhorn=True, aux_loss=0.1),
         "sinkhorn: balances experts itself and excludes losses, groups and balance_rate; "

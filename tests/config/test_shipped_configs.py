@@ -15,10 +15,10 @@ from megajax.config.files import SHIPPED, advised, find, functions_of, twin_of
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (
-    "bert.py", "cohere2.py", "deepseek.py", "dpo.py", "exaone4.py", "gemma.py", "glm4_moe.py", "glue.py",
-    "gpt2.py", "gpt3.py", "gpt_oss.py", "granite.py", "grpo.py", "llama3.py", "mamba2.py", "mixtral.py",
-    "nemotron_h.py", "olmo3.py", "phi.py", "qwen3_5.py", "qwen3_moe.py", "qwen3_next.py", "race.py", "sft.py",
-    "smollm3.py", "squad.py", "t5.py",
+    "bert.py", "cohere2.py", "deepseek.py", "dpo.py", "exaone4.py", "gemma.py", "glm4.py", "glm4_moe.py", "glue.py",
+    "gpt2.py", "gpt3.py", "gpt_oss.py", "granite.py", "granite4.py", "grpo.py", "llama3.py", "mamba2.py",
+    "minimax_m2.py", "mixtral.py", "nemotron_h.py", "olmo3.py", "olmoe.py", "phi.py", "qwen3_5.py", "qwen3_moe.py",
+    "qwen3_next.py", "race.py", "sft.py", "smollm3.py", "squad.py", "t5.py",
 )  # fmt: skip
 
 SHARDING = ("pipeline", "virtual_stages", "expert", "context", "tensor")
@@ -50,7 +50,7 @@ def test_names_are_searched_here_then_in_configs_then_in_shipped_configs(tmp_pat
         ("quikstart.py", "did you mean quickstart.py?"),
         (
             "mine.py",
-            "bench.py, bert.py, cohere2.py, deepseek.py, distill.py, dpo.py, exaone4.py, gemma.py, glm4_moe.py",
+            "bench.py, bert.py, cohere2.py, deepseek.py, distill.py, dpo.py, exaone4.py, gemma.py, glm4.py",
         ),
         ("gpt3.py:gpt3_175", "did you mean gpt3_175b?"),
         ("gpt3.py:small", "(it has config, debug, gpt3_50m, gpt3_160m, gpt3_1_3b, gpt3_6_7b, gpt3_175b, "),

@@ -112,6 +112,15 @@ def test_a_bias_decides_the_choice_and_not_the_weights():
     assert not np.array_equal(chosen_experts(RouterConfig(score="sigmoid", normalise="all"), bias=bias), expected)
 
 
+def test_a_bias_of_softmax_is_added_to_probabilities_and_weights_sum_to_one():
+    """As ERNIE 4.5: a bias of 0.3 changes the choice by probabilities, and a bias of logits would change others."""
+    bias = np.array([0.3, 0, 0, 0.3, 0, 0], np.float32)
+    chosen = best(SOFTMAX + bias)
+    expected = chosen * SOFTMAX / (chosen * SOFTMAX).sum(-1, keepdims=True)
+    np.testing.assert_allclose(chosen_experts(RouterConfig(balance_rate=0.1), bias=bias), expected, rtol=1e-5)
+    assert not np.array_equal(chosen, best(SOFTMAX)) and not np.array_equal(chosen, best(LOGITS + bias))
+
+
 def test_forced_balance_gives_each_expert_the_same_number_of_tokens():
     actual = chosen_experts(RouterConfig(force_balance=True, normalise="all"))
     np.testing.assert_array_equal((actual > 0).sum(0), TOKENS * K // EXPERTS)

@@ -24,18 +24,18 @@ from megajax.models.presets.cohere import COHERE2, cohere2
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.exaone import EXAONE4, exaone4
 from megajax.models.presets.gemma import GEMMA2, GEMMA3, gemma2, gemma3
-from megajax.models.presets.glm import GLM4_MOE, glm4_moe
+from megajax.models.presets.glm import GLM4, GLM4_MOE, glm4, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
-from megajax.models.presets.granite import GRANITE, granite
+from megajax.models.presets.granite import GRANITE, GRANITE4, granite, granite4
 from megajax.models.presets.hybrids.kimi_linear import KIMI_LINEAR, kimi_linear
 from megajax.models.presets.hybrids.lfm2 import LFM2, lfm2
 from megajax.models.presets.hybrids.mamba import MAMBA2, NEMOTRON_3, NEMOTRON_H, mamba2, nemotron3, nemotron_h
-from megajax.models.presets.hybrids.minimax import MINIMAX, minimax
+from megajax.models.presets.hybrids.minimax import MINIMAX, MINIMAX_M2, minimax, minimax_m2
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
 from megajax.models.presets.llama4 import LLAMA4, llama4
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
-from megajax.models.presets.olmo import OLMO3, olmo3
+from megajax.models.presets.olmo import OLMO3, OLMOE, olmo3, olmoe
 from megajax.models.presets.phi import PHI3, phi3
 from megajax.models.presets.qwen import (
     QWEN2,
@@ -194,6 +194,9 @@ PUBLISHED = {
     # Without biases of the choice, and the copies of the embedding and the head in the prediction block.
     "glm 4.5-air": (glm4_moe("4.5-air"), 110_468_824_832 - 46 * 128 - 2 * 151552 * 4096),
     "glm 4.5": (glm4_moe("4.5"), 358_337_791_296 - 90 * 160 - 2 * 151552 * 5120),
+    "glm4 9b": (glm4("9b"), 9_400_279_040),
+    "glm4 32b": (glm4("32b"), 32_566_081_536),
+    "olmoe 1b-7b": (olmoe("1b-7b"), 6_919_161_856),
     "olmo3 7b": (olmo3("7b"), 7_298_011_136),
     "olmo3 32b": (olmo3("32b"), 32_233_522_176),
     "exaone4 1.2b": (exaone4("1.2b"), 1_279_391_488),
@@ -211,6 +214,9 @@ PUBLISHED = {
     "lfm2 700m": (lfm2("700m"), 742_489_344),
     "lfm2 1.2b": (lfm2("1.2b"), 1_170_340_608),
     "kimi-linear 48b-a3b": (kimi_linear("48b-a3b"), 49_122_675_072),
+    "minimax m2": (minimax_m2("230b-a10b"), 228_689_748_992),
+    "granite4 h-tiny": (granite4("h-tiny"), 6_939_037_248),
+    "granite4 h-small": (granite4("h-small"), 32_207_337_984),
     "minimax text-01": (minimax("text-01"), 456_089_655_296),
     "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
     "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
@@ -351,7 +357,8 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H), "nemotron3": (nemotron3, NEMOTRON_3),
             "llama4": (llama4, LLAMA4), "lfm2": (lfm2, LFM2), "minimax": (minimax, MINIMAX),
-            "kimi_linear": (kimi_linear, KIMI_LINEAR)}  # fmt: skip
+            "kimi_linear": (kimi_linear, KIMI_LINEAR), "glm4": (glm4, GLM4), "olmoe": (olmoe, OLMOE),
+            "minimax_m2": (minimax_m2, MINIMAX_M2), "granite4": (granite4, GRANITE4)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -41,6 +41,15 @@ FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, 
 INTERVAL = {"layer_types": None, "full_attention_interval": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+TWO = {"num_hidden_layers": 2}
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}}
+ROUTED = {"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
+ROUTED |= {"routed_scaling_factor": 1.5, "n_shared_experts": 1}
+FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}
+FACTORS |= {"num_local_experts": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 4}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         "Gemma3ForCausalLM",
@@ -131,6 +140,62 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"moe_shared_expert_intermediate_size": 20, "moe_latent_size": 16, "n_group": 2, "topk_group": 1},
         {"layers_block_type": None, "hybrid_override_pattern": "ME*EM"},
     ),
+    "glm": ("GlmForCausalLM", TWO | HALF | {"head_dim": 8}, {}),
+    "glm4": ("Glm4ForCausalLM", TWO | HALF | {"head_dim": 8, "tie_word_embeddings": True}, {}),
+    "seed_oss": ("SeedOssForCausalLM", TWO | {"head_dim": 12, "mlp_bias": True, "attention_out_bias": True}, {}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", TWO | {"head_dim": 12, "use_bias": True}, {}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_intermediate_size": 12, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2, "head_dim": 8}
+        | {"moe_layer_start_index": 1, "moe_layer_interval": 2},
+        {},
+    ),
+    "arcee": ("ArceeForCausalLM", TWO | {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}, {}),
+    "nemotron": ("NemotronForCausalLM", TWO | HALF | {"head_dim": 12, "mlp_bias": True}, {}),
+    "starcoder2": ("Starcoder2ForCausalLM", TWO | WINDOWS, {}),
+    "stablelm": ("StableLmForCausalLM", TWO | HALF | {"use_qkv_bias": True}, {}),
+    "helium": ("HeliumForCausalLM", TWO | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}, {}),
+    "cwm": ("CwmForCausalLM", WINDOWS | {"head_dim": 12, "rope_parameters": LLAMA3}, {"layer_types": None}),
+    "cohere": ("CohereForCausalLM", TWO | {"logit_scale": 0.5, "attention_bias": True}, {}),
+    "ministral": (
+        "MinistralForCausalLM",
+        TWO | WINDOWS | {"head_dim": 12, "layer_types": ["full_attention", "sliding_attention"]},
+        {},
+    ),
+    "olmoe": ("OlmoeForCausalLM", TWO | {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}, {}),
+    "flex_olmo": ("FlexOlmoForCausalLM", TWO | {"num_experts": 4, "num_experts_per_tok": 2}, {}),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        TWO | HALF | {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+        {"rotary_dim": 4, "partial_rotary_factor": None},
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        ROUTED | WINDOWS | {"max_window_layers": 2, "first_k_dense_replace": 1, "head_dim": 12},
+        {"layer_types": None},
+    ),
+    "solar_open": ("SolarOpenForCausalLM", TWO | ROUTED | {"head_dim": 8, "attention_bias": True}, {}),
+    "exaone_moe": (
+        "ExaoneMoeForCausalLM",
+        WINDOWS
+        | {"head_dim": 8, "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3, "n_group": 2},
+        {"layer_types": None, "mlp_layer_types": None},
+    ),
+    "granitemoe": ("GraniteMoeForCausalLM", TWO | FACTORS, {}),
+    "granitemoeshared": (
+        "GraniteMoeSharedForCausalLM",
+        TWO | FACTORS | {"shared_intermediate_size": 20, "attention_bias": True, "tie_word_embeddings": True},
+        {},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        FACTORS
+        | MAMBA
+        | {"shared_intermediate_size": 20, "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+        | {"num_hidden_layers": 3},
+        {"layer_types": ["mamba", "mamba", "attention"]},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", TWO | ROUTED | LATENT | {"n_group": 1, "rope_interleave": False}, {}),
 }
 """Name -> class, settings, and further settings of older config.json, None for those that it lacks."""
 

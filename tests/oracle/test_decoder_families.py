@@ -18,6 +18,7 @@ from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
 from megajax.interop import conversion
+from megajax.interop.formats import open_stored
 from megajax.interop.loading import load, start_engine
 from megajax.interop.origin import Origin, generation_config
 
@@ -45,8 +46,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SLOW = {"qwen3_5_moe_text"}
-"""The parts of two other folders."""
+SLOW = {"qwen3_5_moe_text"} | {
+    "glm", "glm4", "seed_oss", "ernie4_5", "ernie4_5_moe", "arcee", "nemotron", "starcoder2", "stablelm", "helium",
+    "cwm", "cohere", "ministral", "olmoe", "flex_olmo", "minimax_m2", "dots1", "solar_open", "exaone_moe", "granitemoe",
+    "granitemoeshared", "granitemoehybrid", "glm4_moe_lite",
+}  # fmt: skip
+"""Parts that other folders have too."""
 
 
 @pytest.fixture(
@@ -58,6 +63,16 @@ SLOW = {"qwen3_5_moe_text"}
 def folder(request: pytest.FixtureRequest, root: Path) -> Path:
     first, _, name = request.param.partition(" ")
     return ROOT / name if name else root / first
+
+
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_both_styles_of_config_json_and_all_bytes_are_read(name: str, root: Path, tmp_path: Path) -> None:
+    """Without a compiler: the others are converted below."""
+    published = tmp_path / name
+    published.mkdir()
+    shutil.copy(root / name / "model.safetensors", published)
+    shutil.copy(root / name / "config_published_style.json", published / "config.json")
+    assert open_stored(f"hf:{published}").model == opened(root / name).model
 
 
 def test_logits_and_loss(folder: Path) -> None:

@@ -21,6 +21,26 @@ COPIES = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head
 """Copies of the embedding and the head, which prediction blocks share."""
 
 
+SPARSE, DENSE = "sparse", "dense"
+"""Kinds of layers in mlp_layer_types."""
+
+
+def layer_types(dense: int, layers: int) -> list[str]:
+    """mlp_layer_types of a model whose first layers have no experts."""
+    return [DENSE] * dense + [SPARSE] * (layers - dense)
+
+
+def dense_layers(settings: Settings, default: int = 0) -> int:
+    """The number of layers without experts, which are the first ones. default: of first_k_dense_replace."""
+    count, kinds = settings.take("first_k_dense_replace", default), settings.take("mlp_layer_types", kind=list)
+    if kinds is None:
+        return count
+    count = kinds.count(DENSE)
+    if kinds != layer_types(count, settings.peek("num_hidden_layers")):
+        settings.refuse("mlp_layer_types", kinds, f"only {DENSE} layers before {SPARSE} ones are supported")
+    return count
+
+
 def experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
     """The experts, with a default router. mlp: of layers without experts."""
     ffn, shared = settings.need("moe_intermediate_size"), settings.take("n_shared_experts", 0)

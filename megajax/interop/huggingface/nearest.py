@@ -24,7 +24,7 @@ type Kinds = Mapping[str, tuple[int, ...]]
 
 LISTED = 8
 """Differences of each sort in a message."""
-COMPARED = 16
+COMPARED = 32
 """Nearest families by settings whose weights are compared."""
 PLAIN = "llama"
 """The family that is named if several are as near."""

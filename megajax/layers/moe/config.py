@@ -86,9 +86,6 @@ class RouterConfig:
         problems += below_one(jitter=self.jitter)
         if (self.groups is None) != (self.chosen_groups is None):
             problems.append(Problem("groups", "must be given together with chosen_groups", "set both, or neither"))
-        if self.balance_rate is not None and self.score == "softmax" and self.normalise == "chosen":
-            message = "needs scores before the choice of experts, and normalise=chosen with softmax has none"
-            problems.append(Problem("balance_rate", message, "use score=sigmoid, or normalise=all"))
         balancing = self.aux_loss or self.row_loss or self.global_loss or self.balance_rate is not None
         if self.sinkhorn and (balancing or self.groups is not None):
             message = "balances experts itself and excludes losses, groups and balance_rate"

@@ -114,8 +114,8 @@ def choose(
         probabilities = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
         experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else probabilities, k)
         return Routing(jnp.take_along_axis(probabilities, experts, -1) * cfg.scale, experts)
-    compared = logits if cfg.score == "softmax" and cfg.normalise == "chosen" else scores(cfg, logits)
-    compared = lax.stop_gradient(compared)
+    by_logits = cfg.score == "softmax" and cfg.normalise == "chosen" and cfg.balance_rate is None
+    compared = lax.stop_gradient(logits if by_logits else scores(cfg, logits))
     if cfg.balance_rate is not None:
         compared = compared + bias[None]
     return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))

@@ -1,7 +1,7 @@
-"""GLM-4.5 (Zhipu AI 2025). Sizes from the released configs."""
+"""GLM-4 and GLM-4.5 (Zhipu AI 2025). Sizes from the released configs."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -11,7 +11,7 @@ from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
-from megajax.models.presets.sizes import Size, pick
+from megajax.models.presets.sizes import Size, decoder, pick
 
 
 class GlmSize(NamedTuple):
@@ -32,6 +32,28 @@ GLM4_MOE = {
     "4.5-air": GlmSize(Size(46, 4096, 96, 8, 1408, head_dim=128, experts=128, top_k=8), 1, 10944, 1.0, False),
     "4.5": GlmSize(Size(92, 5120, 96, 8, 1536, head_dim=128, experts=160, top_k=8), 3, 12288, 2.5, True),
 }
+
+GLM4 = {
+    "debug": Size(4, 64, 4, 2, 160, head_dim=16),
+    "9b": Size(40, 4096, 32, 2, 13696, head_dim=128),
+    "32b": Size(61, 6144, 48, 2, 23040, head_dim=128),
+}
+
+
+def glm4(size: str, *, sequence_length: int = 32768, vocabulary_size: int = 151552) -> DecoderConfig:
+    """GLM-4-0414: norms before and after each sub-layer, half of each head rotated in adjacent pairs.
+
+    Only 9b has biases on queries, keys and values. Raises UserError for an unknown size.
+
+    Example: `mj.glm4("9b")`
+    """
+    row = pick("glm4", GLM4, size)
+    rope = RopeConfig(fraction=0.5, interleaved=True)
+    sizes: dict[str, Any] = {"heads": row.heads, "kv_heads": row.kv_heads, "head_dim": row.head_dim}
+    mixer = AttentionConfig(**sizes, qkv_bias=size == "9b" or None, rope=rope)
+    norm, mlp = RMSNormConfig(epsilon=1e-5), GatedMLPConfig(ffn=row.ffn)
+    block = BlockConfig(mixer=mixer, mlp=mlp, norm=norm, norm_placement="sandwich")
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
 
 
 def glm4_moe(size: str, *, sequence_length: int = 131072, vocabulary_size: int = 151552) -> DecoderConfig:

@@ -1,10 +1,11 @@
-"""OLMo 3 (Team OLMo 2025). Sizes from the released configs."""
+"""OLMo 3 (Team OLMo 2025) and OLMoE (Muennighoff et al. 2024). Sizes from the released configs."""
 
 from dataclasses import replace
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -15,6 +16,26 @@ OLMO3 = {
     "7b": Size(32, 4096, 32, 32, 11008),
     "32b": Size(64, 5120, 40, 8, 27648),
 }
+
+OLMOE = {
+    "debug": Size(4, 64, 4, 4, 32, experts=16, top_k=4),
+    "1b-7b": Size(16, 2048, 16, 16, 1024, experts=64, top_k=8),
+}
+
+
+def olmoe(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 50304) -> DecoderConfig:
+    """OLMoE: experts in all layers, norms of queries and keys over all heads. Raises UserError for an unknown size.
+
+    Example: `mj.olmoe("1b-7b")`
+    """
+    row, norm = pick("olmoe", OLMOE, size), RMSNormConfig(epsilon=1e-5)
+    mixer = AttentionConfig(
+        heads=row.heads, kv_heads=row.kv_heads, qk_norm=norm, qk_norm_over="heads", rope=RopeConfig()
+    )
+    router = RouterConfig(normalise="all", aux_loss=0.01, z_loss=0.001)
+    moe = MoEConfig(experts=row.experts, top_k=row.top_k, expert=GatedMLPConfig(ffn=row.ffn), router=router)
+    block = BlockConfig(mixer=mixer, mlp=moe, norm=norm)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
 
 
 def olmo3(

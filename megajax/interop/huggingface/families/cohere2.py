@@ -1,4 +1,7 @@
-"""Cohere 2 (Command R7B, Command A): parallel sub-layers with one LayerNorm; only sliding layers have RoPE."""
+"""Cohere 2 (Command R7B, Command A): parallel sub-layers with one LayerNorm; only sliding layers have RoPE.
+
+Cohere (Command R) has no windows, and RoPE in all layers.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,6 +11,7 @@ from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, norm
 from megajax.interop.huggingface.rotary import rope_settings, ropes_of
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.position.config import RopeConfig
 from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
@@ -21,10 +25,11 @@ DEFAULTS = {
     "intermediate_size": 22528,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
     "logit_scale": 0.0625,
 }
+WINDOWS = {"sliding_window": 4096, "sliding_window_pattern": 4}
+BASE = 500000.0
+"""Default of rope_theta in Cohere 1."""
 UNUSED = frozenset({
     # Notes on the architecture that transformers does not read.
     "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_embedding_sharing",
@@ -32,35 +37,51 @@ UNUSED = frozenset({
 })  # fmt: skip
 
 
-def _read(settings: Settings) -> DecoderConfig:
+def _read_first(settings: Settings) -> DecoderConfig:
     settings.assume(DEFAULTS)
+    settings.only("use_qk_norm", False)
+    mixer = decoders.attention(settings, base=BASE, bias=settings.take("attention_bias", False))
+    rope = replace(mixer.rope or RopeConfig(), interleaved=True)
+    return _decoder(settings, replace(mixer, rope=rope))
+
+
+def _read(settings: Settings) -> DecoderConfig:
+    settings.assume(DEFAULTS | WINDOWS)
     windowed, every = bool(settings.remaining["sliding_window"]), settings.count("sliding_window_pattern")
     mixer = decoders.attention(settings, bias=settings.take("attention_bias", False))
-    mlp, rope = decoders.gated_mlp(settings), replace(mixer.rope or RopeConfig(), interleaved=True)
+    rope = replace(mixer.rope or RopeConfig(), interleaved=True)
+    return _decoder(
+        settings,
+        mixer,
+        slides=lambda layer: (layer + 1) % every != 0,
+        rope_of=lambda _, slides: rope if slides and windowed else None,
+    )
+
+
+def _decoder(settings: Settings, mixer: AttentionConfig, **windows: Any) -> DecoderConfig:
+    mlp = decoders.gated_mlp(settings)
     return decoders.decoder(
         settings,
         mixer,
         lambda _: mlp,
-        slides=lambda layer: (layer + 1) % every != 0,
-        rope_of=lambda _, slides: rope if slides and windowed else None,
         norm_placement="parallel",
         norm=LayerNormConfig(epsilon=settings.need("layer_norm_eps"), bias=False),
         width_scaling=WidthScalingConfig(
             base_hidden=settings.peek("hidden_size"), score_power=0.5, output=settings.need("logit_scale", float)
         ),
+        **windows,
     )
+
+
+def _write_first(cfg: Any, *windows: str) -> dict[str, Any]:
+    settings = decoders.write(cfg, *windows)
+    epsilon = settings.pop("rms_norm_eps")
+    return {**settings, "layer_norm_eps": epsilon, "logit_scale": cfg.logit_factor()}
 
 
 def _write(cfg: Any) -> dict[str, Any]:
     _, local = ropes_of(cfg, full=None, local=None)
-    settings = decoders.write(cfg, "sliding_window", "layer_types")
-    epsilon = settings.pop("rms_norm_eps")
-    return {
-        **settings,
-        **rope_settings(local or RopeConfig()),
-        "layer_norm_eps": epsilon,
-        "logit_scale": cfg.logit_factor(),
-    }
+    return {**_write_first(cfg, "sliding_window", "layer_types"), **rope_settings(local or RopeConfig())}
 
 
 def _rows(cfg: DecoderConfig) -> list[Row]:
@@ -68,4 +89,7 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
     return [*outer_rows(cfg), *MIXER, *block_norm, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
 
 
-FAMILIES = [decoders.family("cohere2", "Cohere2ForCausalLM", read=_read, write=_write, rows=_rows, unused=UNUSED)]
+FAMILIES = [
+    decoders.family("cohere2", "Cohere2ForCausalLM", read=_read, write=_write, rows=_rows, unused=UNUSED),
+    decoders.family("cohere", "CohereForCausalLM", read=_read_first, write=_write_first, rows=_rows, unused=UNUSED),
+]

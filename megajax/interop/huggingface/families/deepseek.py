@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Moonlight and Kimi K2: latent attention, shared experts, first layers without experts.
+"""DeepSeek-V2 and V3, Moonlight, Kimi K2 and GLM-4.7-Flash: latent attention, shared experts, dense layers first.
 
 V2 chooses experts by softmax within the best groups. V3 chooses them by sigmoid with a bias that balances their load,
 and has multi-token prediction blocks.
@@ -6,6 +6,7 @@ and has multi-token prediction blocks.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
@@ -54,6 +55,12 @@ V3: Mapping[str, Any] = V2 | {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }
+GLM: Mapping[str, Any] = V3 | {
+    **{"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536},
+    **{"num_hidden_layers": 47, "num_attention_heads": 20, "n_routed_experts": 64, "num_experts_per_tok": 4},
+    **{"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "routed_scaling_factor": 1.8, "n_group": 1},
+    **{"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1},
+}
 """Defaults of settings that are missing in config.json."""
 METHODS = {"greedy": False, "group_limited_greedy": True}
 """topk_method -> whether the experts of a token come from a limited number of groups."""
@@ -81,8 +88,8 @@ def _read_v2(settings: Settings) -> DecoderConfig:
     return _decoder(settings, mlp, replace(moe, router=router))
 
 
-def _read_v3(settings: Settings) -> DecoderConfig:
-    settings.assume(V3)
+def _read_v3(defaults: Mapping[str, Any], settings: Settings) -> DecoderConfig:
+    settings.assume(defaults)
     settings.only("topk_method", "noaux_tc")
     mlp = decoders.gated_mlp(settings)
     moe = balanced_experts.balanced(settings, balanced_experts.experts(settings, mlp))
@@ -90,7 +97,7 @@ def _read_v3(settings: Settings) -> DecoderConfig:
 
 
 def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes: Any) -> DecoderConfig:
-    bias, dense = settings.take("attention_bias", False), settings.take("first_k_dense_replace", 0)
+    bias, dense = settings.take("attention_bias", False), balanced_experts.dense_layers(settings)
     rotation = rope(settings, settings.peek("max_position_embeddings"))
     mixer = LatentAttentionConfig(
         heads=settings.count("num_attention_heads"),
@@ -141,6 +148,12 @@ def _write_v3(cfg: Any) -> dict[str, Any]:
     }
 
 
+def _write_glm(cfg: Any) -> dict[str, Any]:
+    settings = _write_v3(cfg)
+    kinds = balanced_experts.layer_types(settings.pop("first_k_dense_replace"), cfg.stack.layers())
+    return {**settings, "mlp_layer_types": kinds}
+
+
 def _rows_v2(cfg: DecoderConfig) -> list[Row]:
     mixer = layers_of(cfg)[0].mixer
     tensor, path, heads = f"{LAYER}.self_attn", "stack.*.mixer", {"n": mixer.heads}
@@ -175,15 +188,20 @@ FAMILIES = [
         rows=_rows_v2,
         unused=UNUSED | {"norm_topk_prob"},  # has no effect in transformers
     ),
+] + [
     decoders.family(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        other_types=("kimi_k2",),
-        read=_read_v3,
-        write=_write_v3,
+        name,
+        architecture,
+        other_types=other_types,
+        read=partial(_read_v3, defaults),
+        write=write,
         rows=_rows_v3,
         adjusted=balanced_experts.without_missing_blocks,
         unused=UNUSED,
         ignored=balanced_experts.COPIES,
-    ),
+    )
+    for name, architecture, other_types, defaults, write in (
+        ("deepseek_v3", "DeepseekV3ForCausalLM", ("kimi_k2",), V3, _write_v3),
+        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", (), GLM, _write_glm),
+    )
 ]

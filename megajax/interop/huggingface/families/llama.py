@@ -62,6 +62,7 @@ class Kind(NamedTuple):
 KINDS = {
     "llama": Kind("LlamaForCausalLM", COMMON | {"intermediate_size": 11008, "max_position_embeddings": 2048}, ()),
     "mistral": Kind("MistralForCausalLM", MISTRAL | {"sliding_window": 4096}, ("sliding_window",)),
+    "ministral": Kind("MinistralForCausalLM", MISTRAL | {"sliding_window": 4096}, ("sliding_window", "layer_types")),
     "qwen2": Kind("Qwen2ForCausalLM", QWEN),
     "qwen3": Kind("Qwen3ForCausalLM", QWEN | {"head_dim": 128}),
 }

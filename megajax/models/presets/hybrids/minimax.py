@@ -1,6 +1,7 @@
-"""MiniMax-Text-01 (MiniMax 2025). The size of the released config."""
+"""MiniMax-Text-01 and MiniMax-M2 (MiniMax 2025). The sizes of the released configs."""
 
 from dataclasses import replace
+from typing import Any
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -15,6 +16,10 @@ from megajax.models.presets.sizes import Size, decoder, pick
 MINIMAX = {
     "debug": Size(4, 64, 4, 2, 48, head_dim=16, experts=8, top_k=2),
     "text-01": Size(80, 6144, 64, 8, 9216, head_dim=128, experts=32, top_k=2),
+}
+MINIMAX_M2 = {
+    "debug": Size(4, 64, 4, 2, 32, head_dim=16, experts=16, top_k=4),
+    "230b-a10b": Size(62, 3072, 48, 8, 1536, head_dim=128, experts=256, top_k=8),
 }
 STREAM = 3.5565588200778455
 """Factor on the residual stream: (2 * 80)^0.25, as in DeepNorm (Wang et al. 2022)."""
@@ -49,3 +54,22 @@ def minimax(
     softmax = AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim, rope=rope)
     blocks = (*(block,) * (3 if size == "debug" else 7), replace(block, mixer=softmax))
     return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+
+
+def minimax_m2(size: str, *, sequence_length: int = 8192, vocabulary_size: int = 200064) -> DecoderConfig:
+    """MiniMax-M2: attention with norms over all heads, half of each head rotated, experts balanced by biases.
+
+    Without the released blocks for multi-token prediction. Raises UserError for an unknown size.
+
+    Example: `mj.minimax_m2("230b-a10b")`
+    """
+    row, norm = pick("minimax_m2", MINIMAX_M2, size), RMSNormConfig(epsilon=1e-6)
+    sizes: dict[str, Any] = {"heads": row.heads, "kv_heads": row.kv_heads, "head_dim": row.head_dim}
+    rope = RopeConfig(base=5e6, fraction=0.5)
+    router = RouterConfig(score="sigmoid", balance_rate=0.001, row_loss=0.0001)
+    block = BlockConfig(
+        mixer=AttentionConfig(**sizes, qk_norm=norm, qk_norm_over="heads", rope=rope),
+        mlp=MoEConfig(experts=row.experts, top_k=row.top_k, expert=GatedMLPConfig(ffn=row.ffn), router=router),
+        norm=norm,
+    )
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)

@@ -38,7 +38,7 @@ DELTA: Names = {
 IN_A_FOLDER = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
 IN_A_FOLDER |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
 """Settings of the published linear_attn_config -> those of transformers."""
-LINEAR, SPARSE, DENSE = "linear_attention", "sparse", "dense"
+LINEAR = "linear_attention"
 
 
 def _kinds(settings: Settings) -> list[str]:
@@ -56,17 +56,6 @@ def _kinds(settings: Settings) -> list[str]:
     return [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
 
 
-def _dense_layers(settings: Settings) -> int:
-    """The number of layers without experts, which are the first ones."""
-    count, kinds = settings.take("first_k_dense_replace", 1), settings.take("mlp_layer_types", kind=list)
-    if kinds is None:
-        return count
-    count = kinds.count(DENSE)
-    if kinds != [DENSE] * count + [SPARSE] * (settings.peek("num_hidden_layers") - count):
-        settings.refuse("mlp_layer_types", kinds, f"only {DENSE} layers before {SPARSE} ones are supported")
-    return count
-
-
 def _read(settings: Settings) -> DecoderConfig:
     for published, name in PUBLISHED.items():
         if published in settings.remaining:
@@ -75,7 +64,7 @@ def _read(settings: Settings) -> DecoderConfig:
     settings.only("mla_use_nope", True)
     settings.only("moe_router_activation_func", "sigmoid")
     settings.only("attention_bias", False)
-    kinds, dense = _kinds(settings), _dense_layers(settings)
+    kinds, dense = _kinds(settings), balanced_experts.dense_layers(settings, 1)
     mlp, epsilon = decoders.gated_mlp(settings), settings.peek("rms_norm_eps")
     if mlp.activation != "silu":
         settings.refuse("hidden_act", mlp.activation, "only silu is supported, which convolutions have too")
@@ -103,8 +92,8 @@ def _write(cfg: Any) -> dict[str, Any]:
     latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
     if delta is None or latent is None:
         raise ValueError("the layers are not both gated delta nets that decay by channel and latent attention")
-    settings = {**decoders.model_settings(cfg, moe.expert), **balanced_experts.write_balanced(cfg)}
-    dense = settings.pop("first_k_dense_replace")
+    settings: dict[str, Any] = {**decoders.model_settings(cfg, moe.expert), **balanced_experts.write_balanced(cfg)}
+    settings["mlp_layer_types"] = balanced_experts.layer_types(settings.pop("first_k_dense_replace"), len(mixers))
     theirs = {name: published for published, name in PUBLISHED.items()}
     return {
         **{theirs.get(name, name): value for name, value in settings.items()},
@@ -114,7 +103,6 @@ def _write(cfg: Any) -> dict[str, Any]:
         **{name: getattr(latent, field) for field, name in LATENTS.items()},
         **to_settings(delta, DELTA),
         "layer_types": [LINEAR if isinstance(mixer, KimiDeltaConfig) else FULL for mixer in mixers],
-        "mlp_layer_types": [DENSE] * dense + [SPARSE] * (len(mixers) - dense),
     }
 
 

@@ -102,12 +102,12 @@ def _decoder(settings: Settings, mlp: Callable[[int], FeedForwardConfig]) -> Dec
     return decoders.decoder(settings, [convolution if kind == CONV else mixer for kind in kinds], mlp, norm=norm)
 
 
-def _settings(cfg: Any, mlp: GatedMLPConfig) -> dict[str, Any]:
-    """The settings of both. mlp: of layers without experts."""
+def _settings(cfg: Any, ffn: int, moe: MoEConfig | None = None) -> dict[str, Any]:
+    """The settings of both. ffn: width of layers without experts."""
     mixers = [block.mixer for block in layers_of(cfg)]
     convolution = next((mixer for mixer in mixers if isinstance(mixer, ShortConvConfig)), None)
     convolution = convolution or ShortConvConfig(channels=cfg.hidden)
-    settings = {**decoders.write(cfg, moe=None), "intermediate_size": mlp.ffn, "norm_eps": cfg.norm.epsilon}
+    settings = {**decoders.write(cfg, moe=moe), "intermediate_size": ffn, "norm_eps": cfg.norm.epsilon}
     return {
         **{name: value for name, value in settings.items() if name not in ("attention_bias", "rms_norm_eps")},
         "conv_L_cache": convolution.conv_kernel,
@@ -117,16 +117,15 @@ def _settings(cfg: Any, mlp: GatedMLPConfig) -> dict[str, Any]:
 
 
 def _write(cfg: Any) -> dict[str, Any]:
-    return {**_settings(cfg, layers_of(cfg)[0].mlp), "block_auto_adjust_ff_dim": False}
+    return {**_settings(cfg, layers_of(cfg)[0].mlp.ffn), "block_auto_adjust_ff_dim": False}
 
 
 def _write_moe(cfg: Any) -> dict[str, Any]:
     moe, dense, ffn = decoders.feed_forwards(cfg)
     return {
-        **_settings(cfg, GatedMLPConfig(ffn=ffn)),
+        **_settings(cfg, ffn, moe),
         "moe_intermediate_size": moe.expert.ffn,
         "num_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
         "num_dense_layers": len(dense),
         "routed_scaling_factor": moe.router.scale,
         "norm_topk_prob": moe.router.normalise == "chosen",

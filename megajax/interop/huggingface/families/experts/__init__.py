@@ -1,0 +1,1 @@
+"""Families with experts in all layers, or in all but the first ones."""
