@@ -39,6 +39,7 @@ CONFIGS = {
     "mixtral_8x7b_h200": "mixtral.py:mixtral_8x7b_h200",
     "qwen3_moe_30b_a3b": "qwen3_moe.py:qwen3_moe_30b_a3b",
     "qwen3_moe_30b_a3b_h200": "qwen3_moe.py:qwen3_moe_30b_a3b_h200",
+    "qwen3_moe_235b_a22b": "qwen3_moe.py:qwen3_moe_235b_a22b",
     "deepseek_v2_lite": "deepseek.py:deepseek_v2_lite",
     "deepseek_v3": "deepseek.py:deepseek_v3",
     "deepseek_v3_h200": "deepseek.py:deepseek_v3_h200",
@@ -96,6 +97,7 @@ EXPERT_64 = ("model.recompute=full", "parallel.pipeline=1", "parallel.expert=64"
              "parallel.sequence=false", "parallel.data_sharding=fsdp")  # fmt: skip
 PLANS = (
     Plan("gpt3_1_3b", 8),
+    Plan("gpt3_1_3b", 8, "32 rows: one microbatch", ("batch.global_size=32",)),
     Plan("gpt3_6_7b", 64),
     Plan("llama3_8b", 8),
     Plan("llama3_8b", 8, "one row, selective", FSDP),
@@ -133,6 +135,7 @@ PLANS = (
     Plan("qwen3_moe_30b_a3b", 32),
     Plan("qwen3_moe_30b_a3b", 32, "expert 8", EXPERTS),
     Plan("qwen3_moe_30b_a3b_h200", 32),
+    Plan("qwen3_moe_235b_a22b", 256),
     Plan("deepseek_v2_lite", 16),
     Plan("deepseek_v3", 1024),
     Plan("deepseek_v3", 1024, "pipeline 32, expert 4", V3),

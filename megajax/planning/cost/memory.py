@@ -76,6 +76,13 @@ def footprint(run: Description) -> Footprint:
         stack_trained = (stack_trained + experts_trained - whole_trained) / shards + whole_trained
     experts, experts_trained = (size + more * run.predicting_experts for size in (experts, experts_trained))
     within, gradients = stack + rest, stack_trained + rest_trained
+    if _one_microbatch(run):
+        # Nothing waits for a next microbatch: in the backward pass of the layers the tables are no longer in use, and
+        # of the gradients of two tables the head's is there. A tied table has one.
+        within -= run.held_tables("vocab")
+        first = run.held_tables("vocab", trained=True, head=False)
+        both = run.held_tables("vocab", trained=True)
+        gradients -= both - max(first, both - first)
     saved = (
         saved_tensor.layers * saved_tensor.device
         for tower in run.towers
@@ -99,6 +106,11 @@ def footprint(run: Description) -> Footprint:
     )
 
 
+def _one_microbatch(run: Description) -> bool:
+    """Whether a step has no loop over microbatches or ticks."""
+    return run.microbatches == 1 and run.parallel.pipeline == 1
+
+
 def _working(run: Description) -> float:
     parallel, hidden, pipelined = run.parallel, run.towers[-1].hidden, run.parallel.pipeline > 1
     # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
@@ -114,7 +126,8 @@ def _working(run: Description) -> float:
     loss = 12 * scores + 4 * run.columns * hidden * pipelined
     # Without one, gradients of the vocabulary's tables are held through a microbatch's layers; with FSDP, that of the
     # head is added to those before it.
-    tables = 0.0 if pipelined else 4 * run.held_tables("vocab", trained=True, head=parallel.data_sharding != "fsdp")
+    held = pipelined or _one_microbatch(run)
+    tables = 0.0 if held else 4 * run.held_tables("vocab", trained=True, head=parallel.data_sharding != "fsdp")
     # Inputs from the section before, and their gradient, which all layers add to in float32.
     moved = max(tower.source_tokens * tower.hidden for tower in run.towers) / run.sequence_shards * (run.width + 4)
     # Between stages, and a row's gradients before they are accumulated; under FSDP weights of 2 layers, gradients of 1.
@@ -125,7 +138,8 @@ def _working(run: Description) -> float:
         for block in tower.blocks
     )
     if run.parallel.data_sharding == "fsdp":
-        moved += row * (2 * run.width + run.reduced_width)
+        # Experts' gathered matrices are free when the gradients of all of them are there.
+        moved += row * (2 * run.width + run.reduced_width) - grouped * run.width
     else:
         # Grouped matmuls are kernels that read copies of a layer's matrices, and whose gradients are added afterwards.
         layer += grouped * (run.width + BYTES[run.gradients])
