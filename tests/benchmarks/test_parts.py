@@ -153,7 +153,7 @@ def test_check_reports_changed_figures_and_writes_nothing(monkeypatch, capsys, t
     monkeypatch.setattr(compiled_peaks, "compiled", larger)
     monkeypatch.setattr(compiled_peaks, "prepare", lambda: None)
     stored = json.dumps(stored_figures())
-    assert compiled_peaks.compiled_peaks(only=("gpt3_1_3b",), check=True) == {"wrong": 1}
+    assert compiled_peaks.compiled_peaks(only=("gpt3_6_7b",), check=True) == {"wrong": 1}
     assert "peak_gib" in capsys.readouterr().out and json.dumps(stored_figures()) == stored
 
 
