@@ -80,9 +80,9 @@ def footprint(run: Description) -> Footprint:
         # Nothing waits for a next microbatch: in the backward pass of the layers the tables are no longer in use, and
         # of the gradients of two tables the head's is there. A tied table has one.
         within -= run.held_tables("vocab")
-        first = run.held_tables("vocab", trained=True, head=False)
-        both = run.held_tables("vocab", trained=True)
-        gradients -= both - max(first, both - first)
+        token_table = run.held_tables("vocab", trained=True, head=False)
+        head = run.held_tables("vocab", trained=True) - token_table
+        gradients -= min(token_table, head)
     saved = (
         saved_tensor.layers * saved_tensor.device
         for tower in run.towers
@@ -126,8 +126,8 @@ def _working(run: Description) -> float:
     loss = 12 * scores + 4 * run.columns * hidden * pipelined
     # Without one, gradients of the vocabulary's tables are held through a microbatch's layers; with FSDP, that of the
     # head is added to those before it.
-    held = pipelined or _one_microbatch(run)
-    tables = 0.0 if held else 4 * run.held_tables("vocab", trained=True, head=parallel.data_sharding != "fsdp")
+    waits = not pipelined and not _one_microbatch(run)
+    tables = 4 * waits * run.held_tables("vocab", trained=True, head=parallel.data_sharding != "fsdp")
     # Inputs from the section before, and their gradient, which all layers add to in float32.
     moved = max(tower.source_tokens * tower.hidden for tower in run.towers) / run.sequence_shards * (run.width + 4)
     # Between stages, and a row's gradients before they are accumulated; under FSDP weights of 2 layers, gradients of 1.
