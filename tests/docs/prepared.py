@@ -126,10 +126,10 @@ def _megatron_checkpoint(folder: Path) -> None:
 
 
 def _hugging_face_folder(folder: Path) -> None:
-    """The Llama of docs/convert.md, with a tokenizer of 257 tokens."""
+    """The Llama of docs/huggingface.md, with a tokenizer of 257 tokens."""
     import tokenizers
 
-    page = blocks(ROOT / "docs/convert.md")
+    page = blocks(ROOT / "docs/huggingface.md")
     (script,) = [block.text for block in page if block.text.startswith("# make_llama.py")]
     subprocess.run([sys.executable, "-c", script.replace("256", "257")], cwd=folder, check=True)
     tokenizer = tokenizers.ByteLevelBPETokenizer()
