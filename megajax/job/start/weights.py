@@ -20,6 +20,7 @@ from megajax.config.hints import listed
 from megajax.interop.huggingface.format import LENGTHS
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.interop.stored.provenance import Ancestor
+from megajax.job.start.same_tokens import demand_same_tokens
 from megajax.job.start.stored_weights import StoredWeights, TargetArray, open_weights, read_intact, shape_problem
 from megajax.layers.moe.upcycling import Derived
 from megajax.mesh.named_shardings import without_dimension
@@ -46,6 +47,8 @@ class InitialWeights:
         """A fresh state with the weights of the sources. Raises UserError for one that is missing or does not fit."""
         fresh, loaded = cache(parts.program.fresh_state()), dict[str, Array]()
         for source in self.sources:
+            if whose := compared_model(source, parts):
+                demand_same_tokens(parts.tokenizer, source.run, whose, self.say)
             weights = SourceWeights.of(source, parts, like)
             loaded |= read_intact(weights.stored, partial(weights.weights, lambda: fresh().params, self.say))
             if not source.into:
@@ -54,6 +57,13 @@ class InitialWeights:
         if fresh_paths := sorted(set(state.params) - set(loaded)):
             self.say(f"fresh weights: {listed(fresh_paths)}")
         return replace(state, params=_replaced(state.params, loaded), observed=_replaced(state.observed, loaded))
+
+
+def compared_model(source: WeightsConfig, parts: Parts) -> str:
+    """The role of a source whose token ids must be those of the run: a teacher or a reference model; "" for others."""
+    if source.into == "teacher":
+        return "the teacher"
+    return "the reference model" * ("reference" in parts.program.schema and not source.into)
 
 
 def frozen_weights_warning(program: Program) -> str:
