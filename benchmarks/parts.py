@@ -40,6 +40,7 @@ PARTS = {
     "recompute": Part(SPEED, "training.ratios:recompute", "each recomputation setting: step time and memory"),
     "recipes": Part(SPEED, "training.recipes:recipes", "losses by recipe of precision.matmul"),
     "freed_memory": Part(SPEED, "training.freed_memory:freed_memory", "CPU steps that keep the memory they free"),
+    "rollouts": Part(SPEED, "training.rollouts:rollouts", "reinforcement learning, and the cost of equal sums"),
     "state_space": Part(SPEED, "training.ratios:state_space", "Mamba-2 in chunks relative to a sequential scan"),
     "delta_rule": Part(SPEED, "training.ratios:delta_rule", "gated delta nets in chunks relative to a sequential scan"),
     "compiled_kernels": Part(COMPILED, "kernels.compiled:compiled_kernels",

@@ -37,8 +37,8 @@ def open_source(
 ) -> StoredModel:
     """FORMAT:DIR, a run or one of its steps; or the mean of the steps `average`, or of the `last` newest of a run.
 
-    merge: add adapters to the weights. Raises UserError if the source does not exist or its tensors do not fit the
-    model.
+    merge: add adapters to the weights. A run with a teacher gives the student. Raises UserError if the source does
+    not exist or its tensors do not fit the model.
     """
     name, reading = name or "", reading or Reading()
     if average:
@@ -48,6 +48,8 @@ def open_source(
     else:
         stored = open_stored(name, reading)
     stored.demand_fit()
+    if (student := getattr(stored.model, "student", None)) is not None:
+        stored = stored.derived(student(), stored.weights)
     if not merge:
         return stored
     if getattr(stored.model, "lora", None) is None:

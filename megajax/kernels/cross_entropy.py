@@ -120,6 +120,8 @@ class Objective:
     entropy_weight: float = 0.0
     """With `weigh`: this times the entropy of a token's distribution, times its first fact, is subtracted from the
     loss."""
+    temperature: float = 1.0
+    """Divisor of the logits, after their cap."""
 
     target_axes: ClassVar[tuple[str, ...]] = ("batch", "seq")
 
@@ -193,6 +195,7 @@ class Objective:
         return gradient + self._before_cap(softmax, slope * (self.entropy_weight * facts[:, 0])[:, None])
 
     def _before_cap(self, softmax: "Softmax", gradient: Array) -> Array:
+        gradient = gradient if self.temperature == 1 else gradient / self.temperature
         if softmax.capped is None:
             return gradient
         return gradient * soft_cap_slope(jnp.where(softmax.in_vocabulary[None], softmax.capped, 0), self.logit_cap)
@@ -234,15 +237,15 @@ class Softmax(NamedTuple):
     in_vocabulary: Array
     """bool [V]: False for padding."""
     capped: Array | None
-    """[C, V]: the logits; None without a cap."""
+    """[C, V]: the logits before their division by a temperature; None without a cap."""
 
 
 def _softmax(
     x: Array, table: Array, bias: Array | None, labels: Array, shard: VocabularyShard, objective: Objective
 ) -> Softmax:
     """x [C, D], table [V, D], bias [V], labels int32 [C]."""
-    logits, rows = capped_logits(x, table, bias, shard, objective.logit_cap)
-    in_vocabulary = rows < shard.size
+    capped, rows = capped_logits(x, table, bias, shard, objective.logit_cap)
+    in_vocabulary, logits = rows < shard.size, tempered(capped, objective.temperature)
     maximum = shard.max(logits.max(-1))
     exponentials = jnp.exp(logits - maximum[:, None])
     one_hot = labels[:, None] == rows[None]
@@ -262,7 +265,7 @@ def _softmax(
         probabilities=exponentials / total[:, None],
         one_hot=one_hot,
         in_vocabulary=in_vocabulary,
-        capped=None if objective.logit_cap is None else logits,
+        capped=None if objective.logit_cap is None else capped,
     )
 
 
@@ -275,6 +278,11 @@ def capped_logits(
     logits = logits if bias is None else logits + bias.astype(jnp.float32)[None]
     logits = soft_capped(logits, cap)
     return jnp.where((rows < shard.size)[None], logits, -jnp.inf), rows
+
+
+def tempered(logits: Array, temperature: float) -> Array:
+    """Logits divided by a temperature."""
+    return logits if temperature == 1 else logits / temperature
 
 
 def chunked(tree: Any, chunk: int) -> Any:
@@ -320,17 +328,19 @@ def token_scores(
     chunk: int,
     bias: Array | None = None,
     cap: float | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """Log-probability of each label, float32 [T], and the id with the largest logit, int32 [T]; not differentiable.
 
-    x [T, D], table [V, D], labels int32 [T], bias [V]; cap: soft cap of logits. Among equal logits the lowest id wins,
-    as in numpy.argmax.
+    x [T, D], table [V, D], labels int32 [T], bias [V]; cap: soft cap of logits, which are then divided by the
+    temperature. Among equal logits the lowest id wins, as in numpy.argmax.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
 
     def score_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, rows = capped_logits(piece[0], table, bias, shard, cap)
+        logits = tempered(logits, temperature)
         local_maximum = logits.max(-1)
         maximum = shard.max(local_maximum)
         first = jnp.where(local_maximum == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)

@@ -219,18 +219,20 @@ def vocabulary_token_scores(
     labels: Array,
     bias: Array | None = None,
     cap: float | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """Log-probability of each label, float32 [B, S], and the most likely id, int32 [B, S].
 
     Not differentiated: results are constants to a surrounding gradient. Arguments as for `vocabulary_loss`; cap: soft
-    cap of logits.
+    cap of logits, which are then divided by the temperature.
     """
     x, table, bias = lax.stop_gradient((x, table, bias))
     axes, extra = _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(x: Array, table: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:
         shard, x = _shard(table, size, axes), _flat(_gather_sequence(x, extra))
-        scores = token_scores(x, table, _flat(labels), shard, chunk=chunk, bias=bias, cap=cap)
+        numbers = {"chunk": chunk, "bias": bias, "cap": cap, "temperature": temperature}
+        scores = token_scores(x, table, _flat(labels), shard, **numbers)
         return scores[0].reshape(labels.shape), scores[1].reshape(labels.shape)
 
     ins = RESIDUAL, TABLE, TOKENS, None if bias is None else BIAS

@@ -100,6 +100,8 @@ class SectionFacts:
     """Matmuls of the input layers per position: of patches, of a projector."""
     adds_positions: bool = False
     """Whether learned positions are added to each position."""
+    frozen: bool = False
+    """Whether it never has gradients, as a teacher: a step computes only its forward pass."""
 
     @property
     def positions(self) -> int:
@@ -272,8 +274,14 @@ def _used_size(weight: Weight, ids: int | None) -> int:
     return weight.size // weight.shape[weight.axes.index("vocab")] * ids
 
 
+PASSES = 3
+"""A forward pass, and a backward pass of twice the operations."""
+
+
 def count_flops(model: Facts) -> Flops:
     """Forward and backward pass per position of `row_positions()`, as if all weights were trained.
+
+    Of frozen sections the forward pass alone.
 
     Counted as in Megatron-LM's throughput line: a multiply-add is two operations, and the backward pass costs twice the
     forward pass. Matmuls of mixers, MLPs, input layers and heads count; table lookups, norms, softmax and recomputation
@@ -290,17 +298,23 @@ def count_flops(model: Facts) -> Flops:
             block.multiply_adds(section.hidden, section.memory_length / length),
             section.sequences * length,
         )
+        positions *= passes_of(section)
         once += times * positions * count.per_token
         masked += times * positions * length * count.per_pair
         full += times * positions * length * count.per_full_pair
     for section in sections:
-        positions = section.sequences * (section.length - section.padding)
+        positions = section.sequences * (section.length - section.padding) * passes_of(section)
         once += sum(positions * matmul.size * matmul.per_token for matmul in section.matmuls)
     scored = head.pairs + sum(matmul.size * matmul.per_token for matmul in head.matmuls)
     scored += (1 + ahead) * last.hidden * head.columns
-    once += head.positions * (scored + ahead * (3 * last.hidden + 2 * last.hidden**2))
+    once += PASSES * head.positions * (scored + ahead * (3 * last.hidden + 2 * last.hidden**2))
     row = model.row_positions()
-    return Flops(causal=6 * (once + full + masked / 2) / row, full=6 * (once + full + masked) / row)
+    return Flops(causal=2 * (once + full + masked / 2) / row, full=2 * (once + full + masked) / row)
+
+
+def passes_of(section: SectionFacts) -> int:
+    """Multiply-adds of a step for each of the section's forward pass."""
+    return 1 if section.frozen else PASSES
 
 
 def block_facts(section: SectionFacts, blocks: Sequence[BlockConfig], dtype: str) -> tuple[BlockFacts, ...]:

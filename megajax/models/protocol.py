@@ -221,11 +221,11 @@ class Model(Protocol):
 class ScoringModel(Model, Protocol):
     """A causal language model with token probabilities for evaluation."""
 
-    def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
+    def scores(self, x: Array, labels: Array, temperature: float = 1.0) -> tuple[Array, Array]:
         """Log-probability of each label, float32 [B, S], and the likeliest token, int32 [B, S].
 
-        x: output of the last section, as for `loss`; labels int32 [B, S]. All pipeline stages call it with the
-        same x and get the same results.
+        x: output of the last section, as for `loss`; labels int32 [B, S]; temperature: divisor of the logits. All
+        pipeline stages call it with the same x and get the same results.
         """
         ...
 

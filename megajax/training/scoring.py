@@ -107,11 +107,15 @@ class Scorer:
         stopping: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda count, total: None,
         folder: Path | None = None,
+        temperature: float = 1.0,
     ):
-        """Raises UserError for a model without outputs of rows and without probabilities of next tokens."""
+        """temperature: divisor of the logits in `scores`.
+
+        Raises UserError for a model without outputs of rows and without probabilities of next tokens.
+        """
         if not hasattr(program.abstract, "outputs"):
             demand_scores(program)
-        self.folder = folder
+        self.folder, self._temperature = folder, temperature
         self.program, self.tokenizer, self.weights = program, tokenizer, weights
         self.cache, self.stopping, self.progress = cache, stopping, progress
         self.length: int = program.cfg.model.row_positions()
@@ -187,7 +191,8 @@ class Scorer:
         Shorter rows are padded at their ends. At most `rows_at_once` rows. Raises Stopped.
         """
         batch, total, length = self._padded(rows)
-        sums = self._sums((total, length), batch, partial(scores_of_rows, rows=total, length=length))
+        head = partial(scores_of_rows, rows=total, length=length, temperature=self._temperature)
+        sums = self._sums((total, length), batch, head)
         log_p, likeliest = (sums[name][: len(rows)] for name in ("log_p", "likeliest"))
         return log_p, likeliest.astype(np.int32)
 
@@ -294,7 +299,9 @@ def answered(window: Window, log_p: np.ndarray, likeliest: np.ndarray) -> Answer
     return Answer(float(log_p[last].astype(np.float64).sum()), int(correct.sum()))
 
 
-def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int, length: int) -> Loss:
+def scores_of_rows(
+    model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int, length: int, temperature: float
+) -> Loss:
     """The scores of a microbatch as sums over the batch: rows at their own places in zeros [rows, length]."""
     del reduction
 
@@ -302,7 +309,7 @@ def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, 
         zeros = jnp.zeros((rows, length), jnp.float32)
         return zeros.at[batch[SAMPLE][:, None], ctx.index[None]].add(values.astype(jnp.float32))
 
-    log_p, likeliest = model.scores(x, batch["labels"])
+    log_p, likeliest = model.scores(x, batch["labels"], temperature)
     nothing = jnp.zeros((), jnp.float32)
     # float32 represents every integer up to 2**24, which exceeds any vocabulary.
     sums = {"log_p": (placed(log_p), nothing), "likeliest": (placed(likeliest), nothing)}

@@ -27,11 +27,16 @@ def scores(scorer: Scorer, block: Block) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def scorer_of(parts: Any) -> Scorer:
+    """Scores at the temperature of the loss; its weights are set for each rollout."""
+    return Scorer(parts.program, parts.tokenizer, {}, temperature=parts.cfg.model.objective.temperature)
+
+
 class Comparison:
     """Compares the engine's log-probabilities with the trainer's, and applies what the settings say about them."""
 
     def __init__(self, parts: Any, cfg: RolloutsConfig):
-        self._cfg, self._scorer = cfg, Scorer(parts.program, parts.tokenizer, {})
+        self._cfg, self._scorer = cfg, scorer_of(parts)
 
     def __call__(self, weights: Params, block: Block) -> dict[str, float]:
         """Metrics; changes the block. Raises UserError beyond the limit if it stops the run."""
@@ -67,7 +72,7 @@ class Reference:
     """The reference model: the weights that the run starts from, or the frozen ones below low-rank adapters."""
 
     def __init__(self, parts: Any):
-        self._parts, self._scorer = parts, Scorer(parts.program, parts.tokenizer, {})
+        self._parts, self._scorer = parts, scorer_of(parts)
         self._weights: Params | None = None
 
     def __call__(self, weights: Params, block: Block, *, new: bool) -> np.ndarray:

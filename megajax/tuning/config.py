@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
-from megajax.data.rows.config import LoaderConfig, at_least
+from megajax.data.rows.config import LoaderConfig, at_least, between
 from megajax.data.text.config import text_leaves
 from megajax.inference.config import InferenceConfig
 
@@ -16,8 +16,8 @@ class RolloutsConfig(Builds):
     """Answers of the model itself to prompts, and rewards for them, as the rows of `GRPOConfig`.
 
     Files of JSON lines, each {"prompt": …} with a text, token ids or a list of messages, and any other fields. A
-    rollout has `answers` answers to each of `prompts` prompts, sampled at temperature 1 by an engine on the weights of
-    the run. Its rows are the batches of the following steps.
+    rollout has `answers` answers to each of `prompts` prompts, sampled by an engine on the weights of the run at the
+    temperature of `GRPOConfig`. Its rows are the batches of the following steps.
 
     Example: `mj.RolloutsConfig(paths=("data/prompts.jsonl",), rewards=("rewards.py:is_right",), max_tokens=256)`
     """
@@ -43,6 +43,13 @@ class RolloutsConfig(Builds):
     """Maximum number of tokens of an answer."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, in addition to the end-of-document token."""
+    top_k: int = 0
+    """Tokens are drawn from the k likeliest ones; 0: from all. Old log-probabilities are those of the distribution that
+    tokens are drawn from; the loss has those among all tokens."""
+    top_p: float = 1.0
+    """Tokens are drawn from the likeliest ones whose probabilities add up to this; 1: from all."""
+    min_p: float = 0.0
+    """Tokens are drawn from those with at least this share of the largest probability; 0: from all."""
     template: PathText = "chatml"
     """Renders prompts that are messages, as in ChatConfig."""
     scale: Literal["group", "batch", "none"] = "group"
@@ -50,6 +57,9 @@ class RolloutsConfig(Builds):
     rollout, or not at all (Dr. GRPO)."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several rewards are added before or after each is normalised within the group (GDPO)."""
+    ahead: Literal[0, 1] = 0
+    """1: the next rollout is sampled before the updates of the present one, and its rewards are computed while these
+    run, so answers are one rollout older than the weights. With old_log_p=trainer and truncation, that is corrected."""
     more_rollouts: int = 0
     """Dynamic sampling (DAPO): up to this many further rollouts until `prompts` groups have unequal rewards. The groups
     with equal rewards are left out. 0: none; equal rewards give advantages of 0."""
@@ -97,6 +107,11 @@ class RolloutsConfig(Builds):
             problems.append(Problem("reward_weights", message))
         if self.loader != LoaderConfig():
             problems.append(Problem("loader", "has no effect on rows that are made during the run", "leave it out"))
+        problems += at_least("top_k", self.top_k, 0) + between("min_p", self.min_p, 0, 1)
+        problems += between("top_p", self.top_p, 1e-6, 1)
+        if self.ahead and self.more_rollouts:
+            message = f"is {self.more_rollouts}, which waits for rewards before it samples more"
+            problems.append(Problem("more_rollouts", message, "set it to 0, or ahead=0"))
         if self.soft_tokens > self.max_tokens:
             message = f"{self.soft_tokens} is more than max_tokens={self.max_tokens}"
             problems.append(Problem("soft_tokens", message))

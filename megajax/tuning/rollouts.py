@@ -8,7 +8,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -26,8 +28,10 @@ from megajax.models.answers.advantages import group_advantages, total_reward
 from megajax.training.check_compiler_options import inference_options
 from megajax.tuning.comparison import Comparison, Reference
 from megajax.tuning.rewards import RewardWorkers, Task
-from megajax.tuning.rows import Answer, packed, rows_of, unpacked
+from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
 
+WAIT_SECONDS = 0.5
+"""Between signs of progress while rewards are awaited."""
 FAILURES_FILE, MOST_FAILURES = "reward_failures.jsonl", 100
 EQUAL, UNFINISHED = "groups with equal rewards", "answers that the engine did not complete"
 
@@ -38,6 +42,26 @@ class Group(NamedTuple):
     answers: list[Answer]
     rewards: np.ndarray
     equal: bool
+
+
+class Rollout(NamedTuple):
+    """Answers with their advantages, before the trainer has scored them."""
+
+    block: Block
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    """Reason -> number, of what it left out."""
+    prompts: int
+    """Prompts consumed after it."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {**self._asdict(), "block": packed(self.block)}
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any]) -> Self:
+        """From `as_plain`."""
+        return cls(unpacked(values["block"]), values["metrics"], values["counts"], values["prompts"])
 
 
 class Sizes(NamedTuple):
@@ -69,6 +93,15 @@ class Sizes(NamedTuple):
                 f"data.inference.equal_to_training=true: rows hold several answers of data.prompt_tokens + "
                 f"data.max_tokens = {slot} tokens, and equal sums need a multiple of {TILE}: change one of the two"
             )
+        drawing = {"top_p": 1, "top_k": 0, "min_p": 0}
+        changed = [f"data.{name}={getattr(data, name)}" for name in drawing if getattr(data, name) != drawing[name]]
+        if (temperature := cfg.model.objective.temperature) != 1:
+            changed.append(f"model.objective.temperature={temperature}")
+        if data.inference.equal_to_training and changed:
+            raise UserError(
+                f"data.inference.equal_to_training=true: with {changed[0]} the probabilities that tokens are drawn "
+                "from are not equal bit for bit to those of the loss: leave one of the two out"
+            )
         if cfg.batch.ramp is not None:
             raise UserError("batch.ramp changes the rows of a step, and rollouts have fixed sizes: set it to none")
         rows, over = divmod(answers, length // slot)
@@ -96,8 +129,12 @@ class Rollouts:
         self._engine: Engine | None = None
         self._run: Any = None
         self._block, self._first = dict[str, np.ndarray](), consumed
+        self._metrics = dict[str, float]()
         self._before = self._after = 0
         """Prompts consumed before and after the present rollout."""
+        self._judge = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._next: Future[Rollout] | None = None
+        """With data.ahead, the rollout after the present one."""
         self._returned: float | None = None
 
     def __repr__(self) -> str:
@@ -112,15 +149,18 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes of rewards."""
+        self._judge.shutdown(cancel_futures=True)
         self._workers.close()
 
     def state(self) -> dict[str, Any]:
         """What a run needs to go on after the present step, as plain values."""
-        used = int(self._run.state.consumed_samples) - self._first
-        state = {"prompts": self._before if used == 0 else self._after, "skipped": dict(self._source.skipped)}
-        if 0 < used < self.sizes.steps * self.sizes.batch:
-            state["rollout"] = {"first": self._first, "rows": packed(self._block)}
-        return state
+        used, state = int(self._run.state.consumed_samples) - self._first, {"skipped": dict(self._source.skipped)}
+        resampled = used == 0 and not self.cfg.ahead  # it is made again, from the same weights
+        if not resampled and self._block and used < self.sizes.steps * self.sizes.batch:
+            state["rollout"] = {"first": self._first, "rows": packed(self._block), "metrics": self._metrics}
+        if self._next is not None:
+            state["next"] = self._finished(self._next).as_plain()
+        return {**state, "prompts": self._before if resampled else self._after}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
@@ -128,14 +168,17 @@ class Rollouts:
         self._source.skipped.update(state.get("skipped", {}))
         if rollout := state.get("rollout"):
             self._first, self._block = int(rollout["first"]), unpacked(rollout["rows"])
+            self._metrics = dict(rollout.get("metrics", {}))
+        if stored := state.get("next"):
+            self._next = self._judge.submit(Rollout.of_plain, stored)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Batch, int, dict[str, float]]:
-        metrics = dict[str, float]()
         if not self._block or self.consumed == self._first + self.sizes.steps * self.sizes.batch:
-            metrics = self._roll_out()
+            self._roll_out()
+        metrics = self._metrics if self.consumed == self._first else {}
         first, size = self.consumed - self._first, self.sizes.batch
         turn, place = divmod(first, self.sizes.rows)
         order = np.arange(self.sizes.rows)
@@ -154,36 +197,57 @@ class Rollouts:
         leaves = {SAMPLE: numbers} | {name: self._block[name][rows] for name in program.schema if name != SAMPLE}
         return {name: jax.device_put(x.reshape(*shape, *x.shape[1:]), shardings[name]) for name, x in leaves.items()}
 
-    def _roll_out(self) -> dict[str, float]:
-        """Make the rows of the next rollout -> its metrics."""
+    def _roll_out(self) -> None:
+        """Make the rows of the next rollout."""
         weights = jax.block_until_ready(self._run.state.inputs)
-        started, failures = time.monotonic(), Counter[str]()
-        prompts, groups = self._after, list[Group]()
+        started, after = time.monotonic(), self.consumed + self.sizes.steps * self.sizes.batch
+        rollout = self._judged_rollout(weights, self._after) if self._next is None else self._finished(self._next)
+        self._next = None
+        if self.cfg.ahead and after < len(self._source):
+            self._wake(weights)
+            prompts = rollout.prompts
+            lines, answers, seconds = self._sampled(range(prompts, prompts + self.cfg.prompts))
+            self._sleep()
+            rest = partial(self._rollout, prompts=prompts + self.cfg.prompts, seconds=seconds)
+            self._next = self._judge.submit(lambda: rest(*self._judged(lines, answers, lambda: None)))
+        metrics = rollout.metrics | self._comparison(weights, rollout.block)
+        if self._reference is not None:
+            rollout.block["reference"] = self._reference(weights, rollout.block, new=self.consumed == 0)
+        if self._returned is not None:
+            positions = self.sizes.steps * self.sizes.batch * self._parts.cfg.model.row_positions()
+            metrics["update_tokens_per_second"] = positions / (started - self._returned)
+        for reason, count in rollout.counts.items():
+            self._source.skipped[reason] = self._source.skipped.get(reason, 0) + count
+        self._block, self._metrics, self._first, self._returned = rollout.block, metrics, self.consumed, None
+        self._before, self._after = self._after, rollout.prompts
+
+    def _finished(self, rollout: Future[Rollout]) -> Rollout:
+        while not wait([rollout], WAIT_SECONDS).done:
+            self._progress()
+        return rollout.result()
+
+    def _judged_rollout(self, weights: Any, prompts: int) -> Rollout:
+        """A rollout after this number of prompts, with rewards."""
+        groups, failures, seconds = list[Group](), Counter[str](), 0.0
         self._wake(weights)
         for _ in range(1 + self.cfg.more_rollouts):
             missing = self.cfg.prompts - sum(not group.equal for group in groups)
             if not missing:
                 break
-            groups += self._groups(range(prompts, prompts + missing), failures)
-            prompts += missing
+            lines, answers, sampling = self._sampled(range(prompts, prompts + missing))
+            more, failed = self._judged(lines, answers, self._progress)
+            groups, failures, seconds, prompts = groups + more, failures + failed, seconds + sampling, prompts + missing
         self._sleep()
-        sampled = time.monotonic()
-        chosen = self._chosen(groups)
-        answers = self._with_advantages(chosen)
+        return self._rollout(groups, failures, prompts=prompts, seconds=seconds)
+
+    def _rollout(self, groups: Sequence[Group], failures: Counter[str], *, prompts: int, seconds: float) -> Rollout:
+        answers = self._with_advantages(self._chosen(groups))
         block = rows_of(answers, slot=self.sizes.slot, length=self._parts.cfg.model.row_positions())
-        metrics = self._metrics(groups, answers, failures)
-        metrics |= self._comparison(weights, block)
-        if self._reference is not None:
-            block["reference"] = self._reference(weights, block, new=self.consumed == 0)
         tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
-        metrics |= {"rollout_seconds": sampled - started, "rollout_tokens_per_second": tokens / (sampled - started)}
-        if self._returned is not None:
-            positions = self.sizes.steps * self.sizes.batch * self._parts.cfg.model.row_positions()
-            metrics["update_tokens_per_second"] = positions / (started - self._returned)
-        self._count(failures + Counter({EQUAL: sum(group.equal for group in groups)}))
-        self._block, self._first, self._returned = block, self.consumed, None
-        self._before, self._after = self._after, prompts
-        return metrics
+        metrics = self._metrics_of(groups, answers, failures)
+        metrics |= {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / seconds}
+        counts = failures + Counter({EQUAL: sum(group.equal for group in groups)})
+        return Rollout(block, metrics, dict(counts), prompts)
 
     def _wake(self, weights: Any) -> None:
         """The engine, with these weights."""
@@ -210,16 +274,25 @@ class Rollouts:
         if self._engine is not None:
             self._engine.sleep(level=2, running="abort")
 
-    def _groups(self, numbers: Sequence[int], failures: Counter[str]) -> list[Group]:
-        """Answers to these prompts, with rewards. failures: counts of reasons, to add to."""
+    def _sampled(self, numbers: Sequence[int]) -> tuple[list[Any], list[list[Answer]], float]:
+        """The prompts with these numbers, answers to each, and the seconds that they took."""
         lines, cfg, source = [self._source.line(number) for number in numbers], self.cfg, self._source
         assert self._engine is not None
+        started, temperature = time.monotonic(), self._parts.cfg.model.objective.temperature
+        filters = {name: getattr(cfg, name) for name in ("max_tokens", "top_k", "top_p", "min_p", "stop")}
         requests = [
-            (line.tokens, Sampling(max_tokens=cfg.max_tokens, n=cfg.answers, seed=seed, logprobs=0, stop=cfg.stop))
+            (line.tokens, Sampling(n=cfg.answers, seed=seed, logprobs=0, temperature=temperature, **filters))
             for line, seed in zip(lines, (seed_of(source.seed, number) for number in numbers), strict=True)
         ]
         outputs = complete(self._engine, requests, show=lambda output: self._progress())
-        groups = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
+        answers = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
+        return lines, answers, time.monotonic() - started
+
+    def _judged(
+        self, lines: Sequence[Any], groups: Sequence[list[Answer]], progress: Callable[[], None]
+    ) -> tuple[list[Group], Counter[str]]:
+        """Answers with rewards, and counts of the reasons why some have none."""
+        cfg, failures = self.cfg, Counter[str]()
         functions = range(len(cfg.rewards))
         tasks = [
             Task(function, answer.text, line.row)
@@ -227,7 +300,7 @@ class Rollouts:
             for answer in group
             for function in functions
         ]
-        values, failed = self._workers(tasks, self._progress)
+        values, failed = self._workers(tasks, progress)
         failures.update(f"rewards: the function {failure.reason}" for failure in failed)
         self._record([{**tasks[f.task]._asdict(), "reason": f.reason, "detail": f.detail} for f in failed])
         failures[UNFINISHED] += sum(not answer.counts for group in groups for answer in group)
@@ -238,7 +311,7 @@ class Rollouts:
             rewards = np.concatenate([rewards, penalty[..., None]], axis=2)
         totals = [total_reward(of_group, self._reward_weights()) for of_group in rewards]
         equal = [bool(np.ptp(of_group) == 0) for of_group in totals]
-        return [*map(Group, groups, rewards, equal)]
+        return [*map(Group, groups, rewards, equal)], failures
 
     def _reward_weights(self) -> np.ndarray:
         """Weights of the columns of rewards."""
@@ -269,7 +342,7 @@ class Rollouts:
             for answer, advantage in zip(answers, advantages, strict=True)
         ]
 
-    def _metrics(
+    def _metrics_of(
         self, groups: Sequence[Group], answers: Sequence[Answer], failures: Mapping[str, int]
     ) -> dict[str, float]:
         """Means over all answers of the rollout."""
@@ -289,11 +362,6 @@ class Rollouts:
             names = [reference.rpartition(":")[2] for reference in self.cfg.rewards]
             metrics |= {f"reward_{name}": rewards[:, place].mean() for place, name in enumerate(names)}
         return {name: float(value) for name, value in metrics.items()}
-
-    def _count(self, counts: Mapping[str, int]) -> None:
-        for reason, count in counts.items():
-            if count:
-                self._source.skipped[reason] = self._source.skipped.get(reason, 0) + count
 
     def _record(self, failures: Sequence[Mapping[str, Any]]) -> None:
         """Write the first failures of rewards to a file."""

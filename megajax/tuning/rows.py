@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     log_p: tuple[float, ...]
-    """Log-probability of each token, as the engine gave it."""
+    """Log-probability of each token in the distribution that the engine drew it from."""
     text: str
     cut: bool
     """Whether it has no end within max_tokens."""
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     @classmethod
     def of(cls, prompt: tuple[int, ...], output: Output) -> "Answer":
         """The answer in an output. One that the engine could not complete does not count."""
-        log_p = tuple(score.logprob for score in output.scores)
+        log_p = tuple(score.drawn or 0.0 for score in output.scores)
         whole = output.finish in ("stop", "length") and len(log_p) == len(output.tokens) > 0
         return cls(prompt, output.tokens, log_p, output.text, output.finish == "length", counts=whole)
 

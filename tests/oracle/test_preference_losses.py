@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER as ORACLE
 
+from megajax.kernels.cross_entropy import Objective, VocabularyShard, loss_and_gradients, token_scores
 from megajax.models.answers.advantages import group_advantages, leave_one_out, total_reward
 from megajax.models.answers.config import DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, SimPOConfig
 from megajax.models.answers.objectives import TokenObjective
@@ -227,6 +228,31 @@ def test_policy_loss(case: str) -> None:
 def test_entropy(temperature: float) -> None:
     _, arrays = read("rl/entropy")
     close(entropies(arrays["logits"], temperature), arrays[f"t{temperature}/entropy"], "entropy")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_log_probabilities_and_gradients_at_a_temperature(temperature: float) -> None:
+    """The head's scores against TRL's, and the gradient of their weighted sum against automatic differentiation."""
+    _, arrays = read("rl/entropy")
+    logits, tokens = arrays["logits"].reshape(-1, arrays["logits"].shape[-1]), arrays["tokens"].reshape(-1)
+    table, shard = np.eye(logits.shape[1], dtype=np.float32), VocabularyShard(0, logits.shape[1], ())
+    log_p, _ = token_scores(logits, table, tokens, shard, chunk=5, temperature=temperature)
+    close(log_p, arrays[f"t{temperature}/logps"].reshape(-1), "log p")
+    weights = np.linspace(0.1, 1, len(tokens), dtype=np.float32)
+    objective = Objective(weigh=lambda log_p, facts: facts[:, 0], temperature=temperature)
+    sums, gradient, _, _, scores = loss_and_gradients(
+        logits, table, tokens, weights[:, None], shard, objective, chunk=5
+    )
+    assert scores is not None
+    close(scores[:, 0], log_p, "log p of the loss")
+    close(scores[:, 1], arrays[f"t{temperature}/entropy"].reshape(-1), "entropy of the loss")
+
+    def plain(logits: jax.Array) -> jax.Array:
+        at_labels = jnp.take_along_axis(jax.nn.log_softmax(logits / temperature), tokens[:, None], 1)[:, 0]
+        return -jnp.sum(weights * at_labels)
+
+    close(sums["loss"], plain(logits), "loss")
+    close(gradient, jax.grad(plain)(logits), "gradient")
 
 
 def test_advantages() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from flax import nnx
-from tiny_runs import ONE, TheseRows, build_program, llama
+from tiny_runs import ONE, TheseRows, build_program, gpt, llama
 
 from megajax.compiled.gpus import read_cluster
 from megajax.config.errors import UserError
@@ -16,6 +16,8 @@ from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
+from megajax.models.distilled.config import with_teacher
+from megajax.models.facts import count_flops
 from megajax.planning.cost.estimate import Case, Estimate, to_dict
 from megajax.planning.ranking import Cache, find_best
 from megajax.planning.search import Task
@@ -84,6 +86,21 @@ def test_the_backward_pass_stops_at_the_first_trained_weight() -> None:
     saved = sum(block.saved_bytes(decoder.section.recomputing.policy(), decoder.share) for block in decoder.blocks)
     assert last.memory.activations == decoder.repeats * saved and encoder.tokens > 0
     assert not [row for row in last.traffic if row.what.startswith("encoder") and "backward" in row.what]
+
+
+def test_a_teacher_has_a_forward_pass_alone() -> None:
+    """Operations of a step: those of the student, and a third of what the teacher's would be."""
+    student, teacher = llama(repeats=1), replace(gpt(), sequence_length=llama().sequence_length)
+    distilled = with_teacher(student, teacher)
+    whole, alone, third = count_flops(distilled), count_flops(student), count_flops(teacher)
+    assert whole.causal == pytest.approx(alone.causal + third.causal / 3)
+    assert whole.full == pytest.approx(alone.full + third.full / 3)
+    step, of_student = planned(distilled), planned(student)
+    assert [tower.differentiated for tower in step.run.towers] == [False, True]
+    assert step.memory.parameters == 4 * sum(matrices(distilled).values())
+    for name in ("optimizer", "gradients"):
+        assert getattr(step.memory, name) == getattr(of_student.memory, name)
+    assert step.memory.activations < planned(student).memory.activations + planned(teacher).memory.activations
 
 
 def test_a_search_proposes_no_pipeline_of_several_sections() -> None:

@@ -43,11 +43,11 @@ def steps(*settings: str, devices: int = 1) -> list[dict[str, Any]]:
         run.close()
 
 
-def train(folder: Path, run: str, *settings: str) -> int:
+def train(folder: Path, run: str, *settings: str, program: tuple[str, ...] = ("-m", "megajax.train")) -> int:
     """`megajax.train` in a process -> its exit code, negative for a signal."""
     (folder / "rewards.py").write_text(REWARDS)
     words = (*SETTINGS, "data.rewards=rewards.py:reward", "data.reward_weights=1")
-    command = [sys.executable, "-m", "megajax.train", "--config=grpo.py:debug", "--devices=cpu:1", f"--run_dir={run}"]
+    command = [sys.executable, *program, "--config=grpo.py:debug", "--devices=cpu:1", f"--run_dir={run}"]
     root = str(Path(__file__).parents[2])
     flags = [f"--{word}" for word in (*words, "steps=8", "checkpoint.every=1", *settings)]
     return subprocess.run(
@@ -73,6 +73,59 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     expected, actual = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
     assert actual == expected and len(expected) == 8
     assert [step for step, line in expected.items() if "reward" in line] == [1, 5]
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_a_rollout_ahead_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Answers of weights that are gone are in the checkpoint; killed within a rollout, and between two."""
+    words = ("data.ahead=1", "data.old_log_p=trainer", "data.truncation=2")
+    assert train(tmp_path, "whole", *words, "steps=12") == 0
+    (tmp_path / "kill").touch()
+    for step in (6, 6, 9):  # at first within the second rollout's rewards
+        assert train(tmp_path, "killed", *words, "steps=12", f"resilience.inject=kill:step={step}") == -9
+    assert train(tmp_path, "killed", *words, "steps=12") == 0
+    expected, actual = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
+    assert actual == expected and len(expected) == 12
+    assert [step for step, line in expected.items() if "reward" in line] == [1, 5, 9]
+    # The first two rollouts are of the first weights; the second one is then used by later ones.
+    assert expected[1]["mismatch_most"] < 1e-5 < expected[5]["mismatch_most"]
+
+
+DYING = """
+import os, signal, sys
+import numpy as np
+from megajax.train import main
+from megajax.tuning import comparison
+
+def dying(path, **arrays):
+    path.write_bytes(b"half a file")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+comparison.np.savez = dying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_stores_its_reference_starts_again(tmp_path: Path) -> None:
+    """Nothing reads the half-written file, and all numbers are those of a run that was not killed."""
+    words = ("model.objective.kl_weight=0.1", "steps=5")
+    assert train(tmp_path, "whole", *words) == 0
+    assert train(tmp_path, "killed", *words, program=("-c", DYING)) == -9
+    assert (tmp_path / "killed" / "reference_weights.npz").read_bytes() == b"half a file"
+    assert train(tmp_path, "killed", *words) == 0
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_temperature_and_filters() -> None:
+    """The trainer has the engine's log-probabilities at a temperature; a filter makes those of kept tokens larger."""
+    tempered = steps("model.objective.temperature=0.7", "steps=1", "data.passes=1")[0]
+    assert tempered["mismatch_most"] < 1e-5 and abs(tempered["policy_kl"]) < 1e-9
+    sequence = steps("model.objective.temperature=0.7", "model.objective.ratio=sequence", "steps=1", "data.passes=1")[0]
+    assert abs(sequence["policy_kl"]) < 1e-9
+    filtered = steps("data.top_p=0.5", "steps=1", "data.passes=1")[0]
+    assert np.log(1 / 0.6) < filtered["mismatch_mean"] < np.log(2) + 1e-5
 
 
 @pytest.mark.slow
@@ -124,6 +177,7 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
         (("data.prompts=7",), r"data.prompts=7 x data.answers=8, 4 in a row, .*batch.global_size=8 does not divide"),
         (("data.rewards=nothing.py:f", "data.reward_weights=1"), r"nothing.py:f: cannot be loaded"),
         (("data.mismatch_limit=1e-12", "data.on_mismatch=stop"), r"differs by .* between engine and trainer"),
+        (("data.inference.equal_to_training=true", "data.top_k=5"), r"with data.top_k=5 the probabilities that tokens"),
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str) -> None:

@@ -19,11 +19,14 @@ from megajax.tuning.rows import Answer, packed, rows_of, unpacked
 
 
 def output(*tokens: int, finish: Any = "stop") -> Output:
-    return Output(0, "", tokens, tuple(TokenScore(token, -token / 8, 1, ()) for token in tokens), finish)
+    return Output(0, "", tokens, tuple(TokenScore(token, -9.0, 1, (), -token / 8) for token in tokens), finish)
 
 
 def test_answers_have_slots_in_rows() -> None:
-    """Two slots of four tokens in a row of nine; the labels of an answer begin at the last token of its prompt."""
+    """Two slots of four tokens in a row of nine; the labels of an answer begin at the last token of its prompt.
+
+    Old log-probabilities are those of the distribution that a token was drawn from.
+    """
     answers = [Answer.of((1, 2), output(3, 4)), Answer.of((5,), output(6)), Answer.of((7,), output(8, finish="error"))]
     answers[1] = answers[1]._replace(advantage=0.5)
     block = rows_of(answers, slot=4, length=9)

@@ -24,29 +24,31 @@ def stored_tokenizer(source: Path) -> Tokenizer | None:
         return None
 
 
-def other_token(ours: Tokenizer, theirs: Tokenizer) -> int | None:
+def other_token(run_tokenizer: Tokenizer, theirs: Tokenizer) -> int | None:
     """The first id that means different texts in two tokenizers; None: there is none.
 
     White space around tokens is left out, because decoders differ in it for a single token.
     """
-    if ours.identity == theirs.identity:
+    if run_tokenizer.identity == theirs.identity:
         return None
-    shared = range(min(ours.vocabulary_size, theirs.vocabulary_size))
-    return next((token for token in shared if ours.decode([token]).strip() != theirs.decode([token]).strip()), None)
+    shared = range(min(run_tokenizer.vocabulary_size, theirs.vocabulary_size))
+    return next(
+        (token for token in shared if run_tokenizer.decode([token]).strip() != theirs.decode([token]).strip()), None
+    )
 
 
-def demand_same_tokens(ours: Tokenizer, source: Path, whose: str, say: Callable[[str], None]) -> None:
+def demand_same_tokens(run_tokenizer: Tokenizer, source: Path, whose: str, say: Callable[[str], None]) -> None:
     """Raises UserError, which names a token that differs. Says so where the tokens can't be compared.
 
     whose: the role of the source's model.
     """
     theirs = stored_tokenizer(source)
-    if theirs is None or ours.identity.startswith("null:"):
+    if theirs is None or run_tokenizer.identity.startswith("null:"):
         say(f"{whose} {source}: its tokens are not compared with those of the run, because one has no tokenizer")
         return
-    if (token := other_token(ours, theirs)) is None:
+    if (token := other_token(run_tokenizer, theirs)) is None:
         return
-    texts = [f"{tokenizer.decode([token])!r} ({tokenizer.identity})" for tokenizer in (ours, theirs)]
+    texts = [f"{tokenizer.decode([token])!r} ({tokenizer.identity})" for tokenizer in (run_tokenizer, theirs)]
     raise UserError(
         f"{whose} {source} has another tokenizer: token {token} is {texts[0]} in this run, and {texts[1]} there. Set "
         f"tokenizer to that of {source}, and prepare the data with it, or take another model"

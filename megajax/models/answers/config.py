@@ -220,12 +220,13 @@ class GRPOConfig(Builds):
     kl_weight: float = 0.0
     """Weight of the KL divergence from the reference model, the weights that the run starts from; estimated by k3
     (Schulman 2020) and not clipped."""
-
+    temperature: float = 1.0
+    """Divisor of the logits: answers are sampled from these probabilities, and all log-probabilities are of them."""
     entropy_weight: float = 0.0
     """Weight of the mean entropy of answer tokens, which is subtracted from the loss: the model goes on exploring."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(clip_high=self.clip_high)
+        problems = above_zero(clip_high=self.clip_high, temperature=self.temperature)
         problems += not_negative(kl_weight=self.kl_weight, entropy_weight=self.entropy_weight)
         if self.entropy_weight and self.ratio == "sequence":
             problems.append(Problem("entropy_weight", "has no effect with ratio=sequence", "set it to 0"))

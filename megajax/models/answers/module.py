@@ -19,6 +19,7 @@ class AnswerDecoder(DecoderLM):
     def __init__(self, cfg: AnswerDecoderConfig, layout: Layout):
         super().__init__(cfg, layout)
         self.objective: Objective = cfg.objective.build()
+        self.temperature: float = getattr(cfg.objective, "temperature", 1.0)
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
         """The objective's loss, from the output of the stack [B, S, D].
@@ -31,7 +32,7 @@ class AnswerDecoder(DecoderLM):
         x, labels, scale = self.final_norm(x), batch["labels"], reduction.scale
         if isinstance(self.objective, TokenObjective):
             return self._token_loss(self.objective, x, batch, reduction)
-        log_p, _ = self.token_scores(x, labels)
+        log_p, _ = self.token_scores(x, labels, self.temperature)
 
         def objective(log_p: Array) -> tuple[Array, Terms]:
             terms = self.objective(log_p, batch)
@@ -39,7 +40,8 @@ class AnswerDecoder(DecoderLM):
 
         gradient, terms = jax.grad(objective, has_aux=True)(log_p)
         share, weight = reduction.share(terms.weight)
-        linear = self.vocabulary_loss(x, labels, -gradient * (share * scale)).minimised / scale
+        weights = -gradient * (share * scale)
+        linear = self.vocabulary_loss(x, labels, weights, temperature=self.temperature).minimised / scale
         return Loss(terms.loss * share + (linear - lax.stop_gradient(linear)), weight, terms.metrics)
 
     def _token_loss(self, objective: TokenObjective, x: Array, batch: Rows, reduction: LossReduction) -> Loss:
@@ -47,7 +49,8 @@ class AnswerDecoder(DecoderLM):
         share, weight = reduction.share(objective.weight(batch))
         facts = objective.facts(batch)
         facts = facts.at[..., 0].multiply(share * reduction.scale)
-        sums = self.vocabulary_loss(x, batch["labels"], facts, objective.weigh, objective.entropy_weight)
+        numbers = objective.entropy_weight, self.temperature
+        sums = self.vocabulary_loss(x, batch["labels"], facts, objective.weigh, *numbers)
         linear = sums.minimised / reduction.scale
         assert sums.scores is not None  # because of `weigh`
         log_p, entropy = jnp.moveaxis(lax.stop_gradient(sums.scores), -1, 0)

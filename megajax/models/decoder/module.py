@@ -187,14 +187,15 @@ class DecoderLM(nnx.Module):
         weights: Array,
         weigh: Callable[[Array, Array], Array] | None = None,
         entropy_weight: float = 0.0,
+        temperature: float = 1.0,
     ) -> VocabularyLoss:
         """Weighted sums of token losses over the local rows: the minimised loss and the reported ones.
 
-        x [B, S, D]: from `final_norm`; weigh, entropy_weight: see `kernels.cross_entropy.Objective`. Apply the loss
-        scale to the weights, see `layers.embedding.vocabulary_loss`.
+        x [B, S, D]: from `final_norm`; weigh, entropy_weight, temperature: see `kernels.cross_entropy.Objective`. Apply
+        the loss scale to the weights, see `layers.embedding.vocabulary_loss`.
         """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
-        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap, weigh, entropy_weight)
+        objective = Objective(cfg.label_smoothing, cfg.z_loss, cfg.logit_cap, weigh, entropy_weight, temperature)
         return vocabulary_loss(
             self.layout,
             cfg.vocabulary_size,
@@ -211,15 +212,18 @@ class DecoderLM(nnx.Module):
         """Cross-entropy of each token, float32 [B, S]; not to be differentiated."""
         return -self.token_scores(x, labels)[0]
 
-    def token_scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
-        """Log-probability of each label and the likeliest token, float32 and int32 [B, S]; x [B, S, D] as above."""
+    def token_scores(self, x: Array, labels: Array, temperature: float = 1.0) -> tuple[Array, Array]:
+        """Log-probability of each label and the likeliest token, float32 and int32 [B, S]; x [B, S, D] as above.
+
+        temperature: divisor of the logits.
+        """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
-        head = self.table(), labels, self.logit_bias(), cfg.logit_cap
+        head = self.table(), labels, self.logit_bias(), cfg.logit_cap, temperature
         return vocabulary_token_scores(self.layout, cfg.vocabulary_size, cfg.loss_chunk, x, *head)
 
-    def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
+    def scores(self, x: Array, labels: Array, temperature: float = 1.0) -> tuple[Array, Array]:
         """`token_scores` from the output of the stack [B, S, D]; see `megajax.models.protocol.ScoringModel`."""
-        return self.token_scores(self.final_norm(x), labels)
+        return self.token_scores(self.final_norm(x), labels, temperature)
 
     def top_scores(self, x: Array, count: int, temperature: float) -> tuple[Array, Array]:
         """The likeliest ids after each position, int32 [B, S, count], and log-probabilities float32 [B, S, count + 1],

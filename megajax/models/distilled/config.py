@@ -9,7 +9,7 @@ from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.checks import above_zero
-from megajax.layers.facts import prefixed
+from megajax.layers.facts import Elements, Matmul, prefixed
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts
@@ -130,6 +130,10 @@ class DistilledDecoderConfig(DecoderConfig):
             problems.append(Problem("quantization", "is not available with a teacher", "set it to none"))
         return problems + label_problems(self)
 
+    def student(self) -> DecoderConfig:
+        """The model without its teacher."""
+        return DecoderConfig(**{field.name: getattr(self, field.name) for field in fields(DecoderConfig)})
+
     def never_trained(self) -> tuple[str, ...]:
         """The teacher."""
         return ("teacher.*",)
@@ -139,7 +143,8 @@ class DistilledDecoderConfig(DecoderConfig):
         (student,), (section,) = DecoderConfig.section_facts(self), self.teacher.section_facts()
         head = self.teacher.head_facts()
         weights = prefixed("teacher", (*section.weights, *head.weights))
-        return replace(section, path="teacher", weights=weights), student
+        scores = Matmul(inputs=Elements(replicated=section.hidden), outputs=Elements(sharded=head.columns))
+        return replace(section, path="teacher", weights=weights, matmuls=(scores,), frozen=True), student
 
     def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """Choices of the student, then those of the teacher."""

@@ -233,7 +233,8 @@ class Description:
 
         trained: without frozen ones; head: with those of the head.
         """
-        tables = [table for section in self.sections for table in section.tables] + [*self.head.tables] * head
+        sections = (section for section in self.sections if not (trained and section.frozen))
+        tables = [table for section in sections for table in section.tables] + [*self.head.tables] * head
         shards = self.parallel.tensor * self.parallel.pipeline
         return sum(
             table.size / (shards if "vocab" in table.axes else 1) * (self.trained((table,)) if trained else 1.0)
@@ -385,10 +386,13 @@ class Tower:
     def differentiated(self) -> bool:
         """Whether the backward pass reaches the section: it, or one before it, has trained weights."""
         towers = self.run.towers[: self.run.towers.index(self) + 1]
-        return any(tower.trained() + self.run.trained(tower.section.tables) > 0 for tower in towers)
+        sections = (tower for tower in towers if not tower.section.frozen)
+        return any(tower.trained() + self.run.trained(tower.section.tables) > 0 for tower in sections)
 
     def trained(self, *, adapters: bool = True) -> float:
         """Share of the stack's weights that is trained. adapters: theirs count as such."""
+        if self.section.frozen:
+            return 0.0
         if self.run.trainable == ("*",) and self.run.lora is None:
             return 1.0
         layers = range(self.before, self.before + len(self.section.stack.pattern))

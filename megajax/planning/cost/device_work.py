@@ -285,9 +285,10 @@ def tick_work(run: Description) -> Work:
 def head_work(run: Description) -> Halves:
     """Work of the loss and the inputs of one microbatch, and of multi-token prediction."""
     head, last = table_work(run), run.towers[-1]
-    entries = [(tower.section.matmuls, tower.tokens) for tower in run.towers if tower.before == 0]
-    for matmuls, tokens in [(run.head.matmuls, run.scored), *entries]:
-        head = head.plus(matmul_work(run, products(run, matmuls, tokens, SavePolicy(parts=None))))
+    entries = [(t.section.matmuls, t.tokens, t.section.frozen) for t in run.towers if t.before == 0]
+    for matmuls, tokens, frozen in [(run.head.matmuls, run.scored, False), *entries]:
+        halves = matmul_work(run, products(run, matmuls, tokens, SavePolicy(parts=None)))
+        head = head.plus(Halves(halves.forward, Work()) if frozen else halves)
     for block in run.predicting_blocks:
         merging = Product(last.tokens, 2 * last.hidden, last.hidden / run.parallel.tensor, 0.0).seconds(run)
         head = head.plus(block_work(last, block, last.section.recomputing.policy()))
