@@ -177,7 +177,10 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
         (("data.prompts=7",), r"data.prompts=7 x data.answers=8, 4 in a row, .*batch.global_size=8 does not divide"),
         (("data.rewards=nothing.py:f", "data.reward_weights=1"), r"nothing.py:f: cannot be loaded"),
         (("data.mismatch_limit=1e-12", "data.on_mismatch=stop"), r"differs by .* between engine and trainer"),
-        (("data.inference.equal_to_training=true", "data.top_k=5"), r"with data.top_k=5 the probabilities that tokens"),
+        (
+            ("data.inference.equal_to_training=true", "data.top_k=5", "model.sequence_length=8"),
+            r"with data.top_k=5 the probabilities that tokens",
+        ),
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str) -> None:
