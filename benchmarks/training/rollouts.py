@@ -15,10 +15,10 @@ WARM = 2
 
 
 def rollouts(*, steps: int = 8) -> dict[str, Any]:
-    """Figures of steps of grpo.py:debug on one device, each with a rollout of 512 answers and one update.
+    """Figures of steps of grpo.py:debug on one device, each a rollout of 64 answers of up to 60 tokens and one update.
 
-    Rows hold one answer, so that `inference.equal_to_training` is possible. Its cost is the ratio of processor seconds
-    of both runs, which other work on the machine changes less than wall time.
+    Rows of 64 tokens hold one answer, so that `inference.equal_to_training` is possible. Its cost is the ratio of the
+    processor seconds of both runs, which other work on the machine changes less than wall time.
     """
     plain, equal = (measured(steps, is_equal) for is_equal in (False, True))
     ratio = equal["processor_seconds"] / plain["processor_seconds"]
@@ -27,7 +27,8 @@ def rollouts(*, steps: int = 8) -> dict[str, Any]:
 
 def measured(steps: int, is_equal: bool) -> dict[str, float]:
     """Medians over the steps of a run."""
-    sizes = ("model.sequence_length=8", "batch.global_size=512", "batch.micro_size=128", f"steps={steps + WARM}")
+    sizes = ("model.sequence_length=64", "data.max_tokens=60", "data.prompts=8", "data.answers=8")
+    sizes += ("batch.global_size=64", "batch.micro_size=16", f"steps={steps + WARM}")
     equality = f"data.inference.equal_to_training={str(is_equal).lower()}"
     cfg = mj.load("grpo.py:debug", *sizes, equality, "checkpoint.every=none", "run_dir=runs/rollouts_benchmark")
     (block,) = cfg.model.stack.pattern
