@@ -4,6 +4,7 @@ import os
 import resource
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +47,12 @@ FLAGS = (
         help="seconds without a heartbeat of a process: a hang; auto: 60, 300 with --scheduler; none: no limit",
     ),
     Flag("scheduler", help="COMMAND starts the processes itself, as srun or mpirun do: start and restart only COMMAND"),
+    Flag("ray", str | None, help="start the processes on a Ray cluster: the address of its head, or auto"),
     Flag("beats", Path | None, help="folder for heartbeats, shared by all machines; default: a local temporary folder"),
 )
+
+RAY = "megajax.launcher.ray_processes"
+"""The module that starts processes on a Ray cluster, and waits for them as srun does."""
 
 FIELDS = ("max_restarts", "backoff", "max_backoff", "min_processes")
 """Flags that are fields of RestartConfig."""
@@ -62,9 +67,13 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
         UserError: invalid arguments, or a process that can't be started.
     """
     own_arguments, command = _split(argv)
-    flags = parse(own_arguments, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    scheduler, processes = flags["scheduler"], flags["processes"]
-    if processes is None and not scheduler:
+    flags = dict(parse(own_arguments, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags)
+    scheduler, processes, problems = flags["scheduler"], flags["processes"], []
+    if flags["ray"] is not None:
+        problems = _ray_problems(flags)
+        command = command and [sys.executable, "-m", RAY, flags["ray"], str(processes), _devices(flags), *command]
+        scheduler, processes, flags["devices_per_process"] = True, None, None
+    elif processes is None and not scheduler:
         processes = _one_for_each_gpu(flags["devices_per_process"] or 1, devices)
     gang = Gang(
         command=command,
@@ -80,7 +89,7 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
     restarts = RestartConfig(**{name: flags[name] for name in FIELDS})
     beat = (300.0 if scheduler else 60.0) if flags["beat_timeout"] == "auto" else flags["beat_timeout"]
     limits = Limits(beat=beat, progress=flags["watchdog_timeout"])
-    problems = [*gang.problems(processes), *restarts.problems(gang.processes), *limits.problems()]
+    problems += [*gang.problems(processes), *restarts.problems(gang.processes), *limits.problems()]
     if scheduler and restarts.min_processes is not None:
         problems.append(Problem("--min-processes", "has no effect with --scheduler"))
     if gang.machines > 1 and restarts.max_restarts:
@@ -97,6 +106,20 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
     if problems:
         raise ConfigError(problems, "command line")
     return run(gang, Supervision(restarts=restarts, limits=limits, beats=flags["beats"]), _record)
+
+
+def _ray_problems(flags: Mapping[str, Any]) -> list[Problem]:
+    """Problems of flags with --ray."""
+    problems = [Problem("--scheduler", "has no meaning with --ray", "remove one of them")] if flags["scheduler"] else []
+    if (processes := flags["processes"]) is None or processes < 1:
+        message = "must be given with --ray" if processes is None else f"must be at least 1, got {processes}"
+        problems.append(Problem("--processes", message, "the number of processes on all machines"))
+    return problems
+
+
+def _devices(flags: Mapping[str, Any]) -> str:
+    """Devices of each process as an argument."""
+    return str(flags["devices_per_process"] or "auto")
 
 
 def _machine(index: int | None, machines: int) -> int:

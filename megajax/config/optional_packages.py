@@ -21,6 +21,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "opentelemetry": "telemetry",
     "pyarrow": "data",
+    "ray": "ray",
     "sentencepiece": "tokenizers",
     "tensorboardX": "log",
     "tiktoken": "tokenizers",

@@ -196,7 +196,7 @@ class Member:
                     stdin=subprocess.DEVNULL,
                     env=os.environ | environment,
                     process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
-                    preexec_fn=_Prepare(os.getpid()),
+                    preexec_fn=Prepare(os.getpid()),
                     stdout=log or subprocess.PIPE,
                     stderr=subprocess.STDOUT if log else subprocess.PIPE,
                 )
@@ -264,7 +264,7 @@ def last_lines(log: Path) -> list[str]:
         return []
 
 
-class _Prepare:
+class Prepare:
     """Runs in a child before its program: makes the child die with the launcher, and disables core dumps."""
 
     def __init__(self, parent: int):

@@ -147,6 +147,7 @@ class Preprocessing(Builds):
         workers: maximum number of processes.
         partitions: number of parts of the input, each read and written by a separate process, and merged in order; 1: a
             single process reads everything. Does not affect the result.
+        ray: address of a Ray cluster whose machines have the workers; None: this machine.
         overwrite: replace existing output.
         chunk_bytes: bytes of text per chunk; does not affect the result.
     """
@@ -166,6 +167,7 @@ class Preprocessing(Builds):
     on_error: Literal["stop", "skip"] = "stop"
     workers: int = 1
     partitions: int = 1
+    ray: str | None = None
     overwrite: bool = False
     chunk_bytes: int = 4 << 20
 
@@ -243,6 +245,8 @@ def command_line() -> argparse.ArgumentParser:
         "available cores); does not affect the output")  # fmt: skip
     add("--partitions", type=int, default=1, metavar="N", help="parts of the input, each read by a separate process; "
         "1: a single process reads everything; does not affect the output (default: 1)")  # fmt: skip
+    add("--ray", metavar="ADDRESS", help="run the workers on a Ray cluster whose machines share the files: the address "
+        "of its head, or auto; does not affect the output")  # fmt: skip
     add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress if the "
         "output is not a terminal (default: 10)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace existing output")
@@ -310,6 +314,7 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
         on_error=options.on_error,
         workers=options.workers,
         partitions=options.partitions,
+        ray=options.ray,
         overwrite=options.overwrite,
     )
     return job, options.log_interval

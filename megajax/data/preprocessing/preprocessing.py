@@ -8,19 +8,14 @@ folder beside the output and renamed at the end.
 import functools
 import glob
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +27,7 @@ from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing.report import Counts, PreprocessResult
 from megajax.data.preprocessing.text_files import Chunk, TextFile, WholeFile, find_files, find_pairs
 from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions
+from megajax.data.preprocessing.worker_pools import LocalPool, RayPool, deferred_interrupts, in_order
 from megajax.data.text.indexed_dataset import (
     IndexedTokens,
     IndexedWriter,
@@ -47,9 +43,6 @@ from megajax.storage.write_errors import remedy, write_fault
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
 
-_POLL_SECONDS = 0.1
-"""Interval at which interrupts are handled while waiting for workers."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Result:
@@ -64,19 +57,6 @@ class _Result:
     prefix: str
     piece: bool = False
     fault: tuple[int | None, str] | None = None
-
-
-class WorkerDied(UserError):
-    """A worker process ended before finishing. code: its exit code; if negative, the signal that killed it."""
-
-    code = 1
-
-    def __init__(self, code: int | None):
-        cause = "died"
-        if code is not None:
-            cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        memory = " The system may be out of memory: try fewer --workers." * (code == -signal.SIGKILL)
-        super().__init__(f"A worker process {cause}; nothing was written.{memory}")
 
 
 def preprocess_text(
@@ -155,7 +135,7 @@ def preprocess(
     final = tuple(job.output(key) for key in job.keys)
     for output in final:
         check_output(output, job.overwrite)
-    workers = min(job.workers, _useful_workers(job, files))
+    workers = job.workers if job.ray else min(job.workers, _useful_workers(job, files))
     folder, lock = _working_folder(job.prefix)
     try:
         limited = replace(job, workers=workers)
@@ -317,104 +297,14 @@ def _tokenize_tasks(
 ) -> Generator[tuple[Any, _Result]]:
     """Chunks or lists of files with their results, in order."""
     work, tasks = _work(job, tokenizer, files)
-    if job.workers == 1:
+    if job.workers == 1 and job.ray is None:
         for number, task in enumerate(tasks):
             yield task, work(job, task, f"{prefix}.{number}")
         return
-    with _deferred_interrupts() as handle_pending:
-        yield from _by_workers(job, work, tasks, prefix, handle_pending)
-
-
-@contextmanager
-def _deferred_interrupts() -> Generator[Callable[[], None]]:
-    """Defers SIGINT and SIGTERM until the yielded function is called or the block ends.
-
-    The process pools of the standard library do not survive an exception that a signal handler raises inside them:
-    after an interrupt at the last instruction of `Condition.__enter__`, a Python function, its lock is never released,
-    and everything that waits for the pool hangs. So the previous handlers are called only where no lock is held.
-
-    A signal without a Python handler still ends the process at once. Does nothing outside the main thread, since other
-    threads receive no signals.
-    """
-    pending: list[int] = []
-    in_main = threading.current_thread() is threading.main_thread()
-    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
-    former = {number: handler for number, handler in handlers.items() if callable(handler)}
-
-    def handle_pending() -> None:
-        if pending:
-            number = pending[0]
-            pending.clear()
-            former[number](number, None)
-
-    for number in former:
-        signal.signal(number, lambda number, frame: pending.append(number))
-    try:
-        yield handle_pending
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-    handle_pending()
-
-
-def _by_workers(
-    job: Preprocessing,
-    work: Callable[[Preprocessing, Any, str], _Result],
-    tasks: Iterator[Any],
-    prefix: str,
-    handle_pending: Callable[[], None],
-) -> Generator[tuple[Any, _Result]]:
-    other_processes = multiprocessing.active_children()
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
-    waiting: deque = deque()
-    workers: dict[int | None, multiprocessing.process.BaseProcess] = {}
-
-    def first() -> tuple[Any, _Result]:
-        task, future = waiting.popleft()
-        while not wait([future], timeout=_POLL_SECONDS).done:
-            handle_pending()
-        handle_pending()
-        return task, future.result()
-
-    try:
-        for number, task in enumerate(tasks):
-            waiting.append((task, pool.submit(work, job, task, f"{prefix}.{number}")))
-            workers |= {
-                process.pid: process for process in multiprocessing.active_children() if process not in other_processes
-            }
-            if len(waiting) > 2 * job.workers:
-                yield first()
-        while waiting:
-            yield first()
-    except BrokenProcessPool as error:
-        # The pool ends the other workers with SIGTERM.
-        pool.shutdown(wait=True, cancel_futures=True)
-        codes = [process.exitcode for process in workers.values() if process.exitcode not in (0, None, -signal.SIGTERM)]
-        raise WorkerDied(codes[0] if codes else None) from error
-    except BaseException:
-        # The results are no longer needed: stop the workers instead of waiting for them.
-        for worker in multiprocessing.active_children():
-            if worker not in other_processes:
-                worker.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """Makes a worker end silently on Ctrl-C and with its parent; disables threads of the tokenizers library."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    open_pool = partial(LocalPool, job.workers) if job.ray is None else partial(RayPool, job.ray, job.workers)
+    with deferred_interrupts() as handle_pending, open_pool() as pool:
+        calls = ((task, (work, job, task, f"{prefix}.{number}")) for number, task in enumerate(tasks))
+        yield from in_order(pool, calls, handle_pending)
 
 
 @functools.lru_cache(maxsize=1)
