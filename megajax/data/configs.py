@@ -32,6 +32,7 @@ from megajax.data.masked.config import (
     MaskedSpansConfig,
     PairsConfig,
 )
+from megajax.data.streams.config import StreamConfig
 from megajax.data.text.config import (
     BlendConfig,
     FillInMiddleConfig,
@@ -68,5 +69,6 @@ DataConfig = (
     | RaceConfig
     | SquadConfig
     | StandardLibraryConfig
+    | StreamConfig
     | TeacherFilesConfig
 )
