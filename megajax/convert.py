@@ -8,7 +8,7 @@ from megajax.command_line.devices import use_devices
 from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import PathText, StoredText
 from megajax.interop.conversion_flags import Progress, flag_problems, reading_of
 from megajax.interop.origin import IGNORE_FLAG, TRUST_FLAG
 
@@ -25,7 +25,7 @@ DESCRIPTION = """Convert weights between formats. They are streamed: memory need
 
 A folder is written under a temporary name and renamed when it is complete. Nothing is downloaded."""
 FLAGS = (
-    Flag("from", PathText | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
+    Flag("from", StoredText | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
     Flag("to", PathText, required=True, help="a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
     Flag("dtype", str | None, help="float32, bfloat16 or float16; default: float32 for runs, otherwise unchanged"),
     Flag("verify", help="read the result back and compare all of it"),
@@ -37,7 +37,7 @@ FLAGS = (
     Flag("merge", help="add low-rank adapters to the weights"),
     IGNORE_FLAG,
     TRUST_FLAG,
-    Flag("average", tuple[PathText, ...], (), help="average the weights of these steps of runs, instead of --from"),
+    Flag("average", tuple[StoredText, ...], (), help="average the weights of these steps of runs, instead of --from"),
     Flag("average-last", int | None, help="average this number of the newest steps of --from"),
     Flag("family", str | None, help="model family to write: llama, …; local for megatron:; default: a lossless one"),
     Flag("shard-size", float, 5.0, help="maximum GB of a safetensors file"),

@@ -21,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from megajax.checkpoint.boxes import Box, box_of, shape_of
 from megajax.checkpoint.weights.foreign import array_of
 from megajax.config.errors import UserError
+from megajax.storage.folders import Folder
 
 type Tree = Any
 
@@ -32,7 +33,7 @@ class ArraySource(Protocol):
     """Stored arrays, of which parts can be read."""
 
     @property
-    def step(self) -> Path | str:
+    def step(self) -> Folder | str:
         """Name of the step, for messages."""
         ...
 

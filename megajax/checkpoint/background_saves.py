@@ -19,6 +19,7 @@ from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.mesh.processes.peers import PartFailed, Peers
 from megajax.storage import disk
+from megajax.storage.stores import StoreError
 from megajax.storage.write_errors import FULL, error_number, remedy
 
 MAX_REASON_LENGTH = 500
@@ -39,8 +40,10 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
 
     path: the unfinished folder of the step. needed: bytes of the whole step.
     """
-    while (inner := error.__cause__ or error.__context__) is not None:
+    while not isinstance(error, StoreError) and (inner := error.__cause__ or error.__context__) is not None:
         error = inner
+    if isinstance(error, StoreError):
+        return str(error)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     number, file = error_number(error, text), _file_of_error(error, text)
     if number is None:

@@ -1,9 +1,7 @@
 """Reads ranges of a step's files, and compares each block with the manifest as it is read."""
 
 import hashlib
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +15,7 @@ from megajax.checkpoint.integrity import (
     block_range,
     in_threads,
 )
+from megajax.storage.folders import Folder, read_into
 
 
 class ByteRange(NamedTuple):
@@ -43,7 +42,7 @@ class BlockReader:
     A large file of format 1 has one hash. It must be verified before, and is read here without a hash.
     """
 
-    def __init__(self, folder: Path, entries: Entries):
+    def __init__(self, folder: Folder, entries: Entries):
         self._folder, self._entries = folder, dict(entries)
         for name, entry in entries.items():
             if "block" not in entry and entry["bytes"] > BLOCK_BYTES:
@@ -81,8 +80,7 @@ class BlockReader:
             np.empty(last - first, np.uint8) if whole is None else whole.target[first - whole.start :][: last - first]
         )
         try:
-            with open(self._folder / name, "rb", buffering=0) as file:
-                count = _fill(file.fileno(), content, first)
+            count = read_into(self._folder, name, content, first)
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from None
         if count < content.size:
@@ -96,11 +94,3 @@ class BlockReader:
             if span is not whole:
                 start, stop = max(first, span.start), min(last, span.stop)
                 span.target[start - span.start : stop - span.start] = content[start - first : stop - first]
-
-
-def _fill(descriptor: int, target: np.ndarray, offset: int) -> int:
-    """Reads until the target is full or the file ends -> bytes read."""
-    view, count = memoryview(target), 0
-    while count < len(view) and (size := os.preadv(descriptor, [view[count:]], offset + count)):
-        count += size
-    return count

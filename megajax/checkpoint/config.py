@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import format_prefix
+from megajax.config.file_paths import StoredPath, format_prefix, store_url
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,9 @@ class WeightsConfig:
     Example: `mj.CheckpointConfig(weights=(mj.WeightsConfig(run="runs/bert_base", fresh=("head.*",)),))`
     """
 
-    run: Path
-    """A run folder, its checkpoints folder or one step in it; or hf:DIR, a Hugging Face model folder."""
+    run: StoredPath
+    """A run folder, its checkpoints folder or one step in it, in an object store too; or hf:DIR, a Hugging Face model
+    folder."""
     into: str = ""
     """Path of the part of this model that receives the weights, such as a tower; empty: the whole model."""
     fresh: tuple[str, ...] = ()
@@ -74,6 +75,9 @@ class CheckpointConfig(Builds):
 
     target: ClassVar[str] = "megajax.checkpoint.manager:CheckpointManager"
 
+    store: StoredPath | None = None
+    """Save to this place in an object store, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, and not to the run folder, whose
+    other files are copied there."""
     every: int | None = 1000
     """Steps between checkpoints; none: only at the end and when the run is asked to stop."""
     keep_last: int | None = 3
@@ -90,9 +94,9 @@ class CheckpointConfig(Builds):
     """Seconds from a failed save to its first retry; doubled for each further retry."""
     failed_saves: int | None = 2
     """Exit with code 1 after this many failed saves in a row, each with its retries; none: train on to the end."""
-    load: Path | None = None
-    """Start from another run's state: its run folder, its checkpoints folder or one step in it; or from the weights of
-    hf:DIR, a Hugging Face model folder.
+    load: StoredPath | None = None
+    """Start from another run's state: its run folder, its checkpoints folder or one step in it, in an object store too;
+    or from the weights of hf:DIR, a Hugging Face model folder.
     Ignored by a run with checkpoints of its own, which resumes from its newest one."""
     parts: Literal["all", "weights"] = "all"
     """Parts of `load` to use. weights: start with a fresh optimizer, schedule and order of rows, like
@@ -138,6 +142,9 @@ class CheckpointConfig(Builds):
             )
             if value is not None and value < minimum
         ]
+        if self.store is not None and store_url(self.store) is None:
+            message = f"is {self.store}, which is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+            problems.append(Problem("store", message, "use none for the run folder"))
         if self.load is not None and self.weights:
             message = "names sources of weights, and so does load"
             problems.append(Problem("weights", message, "set only one of the two"))

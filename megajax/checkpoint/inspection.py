@@ -6,7 +6,7 @@ release the lock of a run in the same process.
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,11 +14,15 @@ from typing import Any
 
 from megajax.checkpoint import integrity, step_folders
 from megajax.checkpoint.integrity import MANIFEST, Damaged
-from megajax.checkpoint.step_folders import ARRAYS, META
+from megajax.checkpoint.places import open_place
+from megajax.checkpoint.step_folders import ARRAYS, COMMITTED_AT, META
+from megajax.checkpoint.stored_steps import StoredSteps
 from megajax.checkpoint.zarr_reader import StoredArray, StoredArrays
 from megajax.config.errors import UserError
-from megajax.config.read_limits import read_json
+from megajax.config.read_limits import DOCUMENT, parse_json
 from megajax.config.yaml_and_json import read_yaml
+from megajax.storage.folders import Folder, read_small
+from megajax.storage.stores import Store
 
 WHOLE, DAMAGED = "whole", "damaged"
 ASIDE = {
@@ -29,9 +33,7 @@ ASIDE = {
 }
 """Suffix of a folder's name -> its state."""
 NAME = re.compile(rf"(\d{{8,}})(?:\.[0-9a-f]+)?(?:\.({'|'.join(ASIDE)})\d*)?")
-COMMITTED_AT = f"{ARRAYS}/_CHECKPOINT_METADATA"
-"""The file with Orbax's commit time, which copying preserves, unlike a file's date."""
-PROCESS = re.compile(rf"{ARRAYS}/state/ocdbt\.process_(\d+)/")
+PROCESS = re.compile(rf"{ARRAYS}/(?:state/ocdbt\.)?process_(\d+)/")
 COUNTERS = "counters"
 """The group of arrays without a dot in their names: scalars of the training state such as `consumed_samples`."""
 
@@ -59,15 +61,16 @@ def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> li
     verify: whether to compare the file contents of a step with the manifest too, which reads all its files.
     Raises UserError if there are no steps.
     """
-    steps = []
-    for entry in path.iterdir():
-        match = NAME.fullmatch(entry.name)
-        if match is not None and entry.is_dir():
+    steps, place = [], open_place(path)
+    for name, files in _stored(place) if isinstance(place, StoredSteps) else _folders(path):
+        if (match := NAME.fullmatch(name)) is not None:
             step, suffix = int(match[1]), match[2]
-            steps.append(_aside(entry, step, ASIDE[suffix]) if suffix else _committed(entry, step, verify(step)))
+            steps.append(
+                _aside(name, files, step, ASIDE[suffix]) if suffix else _committed(name, files, step, verify(step))
+            )
     if not steps:
         raise UserError(
-            f"there are no checkpoints in {path}.\n"
+            f"there are no checkpoints in {place}.\n"
             "Give a run's folder, its checkpoints folder or one step in it. A run writes its first checkpoint after "
             "checkpoint.every steps, and its last one at its end."
         )
@@ -97,8 +100,8 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
 
     Raises UserError if its metadata is damaged.
     """
-    home = path / step_folders.step_name(step)
     try:
+        home = open_place(path).files(step)
         entries = integrity.read_manifest(home)
         meta = integrity.read_meta(home)
         source = StoredArrays(home)
@@ -141,33 +144,47 @@ def _groups(arrays: Mapping[str, StoredArray]) -> dict[str, dict[str, int]]:
     return groups
 
 
-def _aside(path: Path, step: int, state: str) -> Step:
+def _folders(path: Path) -> Iterator[tuple[str, Folder]]:
+    return ((entry.name, entry) for entry in path.iterdir() if entry.is_dir())
+
+
+def _stored(place: StoredSteps) -> Iterator[tuple[str, Folder]]:
+    """The commits in a store, and folders without one, as of a save."""
+    folders = {name: place.folder(name) for name in place.commits()}
+    yield from folders.items()
+    for name in place.unfinished():
+        yield f"{name}.saving", place.store.below(name)
+
+
+def _aside(name: str, path: Folder, step: int, state: str) -> Step:
     """A folder that is not committed; its files may disappear while they are counted."""
+    if isinstance(path, Store):
+        return Step(step, name, state, 0.0, 0, len(path.names()))
     sizes, time = [], 0.0
     with suppress(FileNotFoundError):
         time = path.stat().st_mtime
     for root, _, names in os.walk(path):
-        for name in names:
+        for file in names:
             with suppress(OSError):
-                sizes.append((Path(root) / name).stat().st_size)
-    return Step(step, path.name, state, time, sum(sizes), len(sizes))
+                sizes.append((Path(root) / file).stat().st_size)
+    return Step(step, name, state, time, sum(sizes), len(sizes))
 
 
-def _committed(path: Path, step: int, verify: bool) -> Step:
+def _committed(name: str, path: Folder, step: int, verify: bool) -> Step:
     try:
         entries = integrity.read_manifest(path)
         if META not in entries:
             raise Damaged(f"{META} is not in the manifest")
     except Damaged as error:
-        return replace(_aside(path, step, DAMAGED), verified=verify, faults=(str(error),))
+        return replace(_aside(name, path, step, DAMAGED), verified=verify, faults=(str(error),))
     faults = integrity.wrong_sizes(path, entries, sorted(entries))
     if verify:
         wrong_names = {fault.name for fault in faults}
         faults += integrity.wrong_contents(path, entries, [name for name in sorted(entries) if name not in wrong_names])
     try:
-        time = read_json(path / COMMITTED_AT)["commit_timestamp_nsecs"] / 1e9
+        time = parse_json(read_small(path, COMMITTED_AT, DOCUMENT))["commit_timestamp_nsecs"] / 1e9
     except (OSError, ValueError, KeyError, TypeError):
-        time = (path / MANIFEST).stat().st_mtime
+        time = (path / MANIFEST).stat().st_mtime if isinstance(path, Path) else 0.0
     size = sum(entry["bytes"] for entry in entries.values())
     reasons = [*map(str, faults)]
     if verify and not reasons:
@@ -176,7 +193,7 @@ def _committed(path: Path, step: int, verify: bool) -> Step:
         except Damaged as error:
             reasons = [str(error)]
     state = DAMAGED if reasons else WHOLE
-    return Step(step, path.name, state, time, size, len(entries), verify, tuple(reasons))
+    return Step(step, name, state, time, size, len(entries), verify, tuple(reasons))
 
 
 def _axes(arrays: Mapping[str, StoredArray], declared: Mapping[str, list]) -> dict[str, list[str | None]]:

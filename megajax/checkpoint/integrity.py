@@ -9,15 +9,17 @@ a restore; the others are verified before.
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megajax.checkpoint.step_folders import META
-from megajax.config.read_limits import DOCUMENT, read_json
+from megajax.config.read_limits import DOCUMENT, parse_json
 from megajax.storage import disk
+from megajax.storage.folders import Folder, read_into, read_small, size_fault
 from megajax.storage.safe_paths import is_below
 
 MANIFEST = "manifest.json"
@@ -36,14 +38,12 @@ class Damaged(Exception):
     """A step is damaged; the message names the file and the reason."""
 
 
-def _hash(path: Path, first: int, last: int) -> str:
+def _hash(folder: Folder, name: str, first: int, last: int) -> str:
     """SHA-256 of a range of a file. Raises OSError."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**18))
-    with open(path, "rb", buffering=0) as file:
-        file.seek(first)
-        while first < last and (size := file.readinto(buffer[: last - first])):
-            digest.update(buffer[:size])
-            first += size
+    digest, buffer = hashlib.sha256(), np.empty(min(last - first, BLOCK_BYTES), np.uint8)
+    while first < last and (size := read_into(folder, name, buffer[: last - first], first)):
+        digest.update(buffer[:size])
+        first += size
     return digest.hexdigest()
 
 
@@ -69,16 +69,25 @@ def hash_files(folder: Path, names: Iterable[str]) -> Entries:
     """Hashes the named files, and flushes them and their folders to disk."""
     names = list(names)
     in_threads(lambda name: disk.flush_to_disk(folder / name), names)
-    entries: Entries = {name: {"bytes": (folder / name).stat().st_size} for name in names}
-    for entry in entries.values():
-        entry |= {"block": BLOCK_BYTES} if entry["bytes"] > BLOCK_BYTES else {}
+    entries: Entries = {name: _new_entry((folder / name).stat().st_size) for name in names}
     blocks = [(name, block) for name in names for block in range(block_count(entries[name]))]
-    digests = in_threads(lambda block: _hash(folder / block[0], *block_range(entries[block[0]], block[1])), blocks)
+    digests = in_threads(lambda block: _hash(folder, block[0], *block_range(entries[block[0]], block[1])), blocks)
     for (name, _), digest in zip(blocks, digests, strict=True):
         entries[name]["sha256"] = entries[name].get("sha256", "") + digest
     for parent in sorted({(folder / name).parent for name in names}):
         disk.flush_to_disk(parent)
     return entries
+
+
+def _new_entry(size: int) -> dict[str, Any]:
+    return {"bytes": size} | ({"block": BLOCK_BYTES} if size > BLOCK_BYTES else {})
+
+
+def entry_of(content: bytes) -> dict[str, Any]:
+    """The entry of a file with this content."""
+    entry, view = _new_entry(len(content)), memoryview(content)
+    ranges = (block_range(entry, block) for block in range(block_count(entry)))
+    return entry | {"sha256": "".join(hashlib.sha256(view[first:last]).hexdigest() for first, last in ranges)}
 
 
 def in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -104,15 +113,18 @@ def complete_step(folder: Path, hashed: Entries | None = None) -> int:
 
 def write_manifest(folder: Path, entries: Entries) -> None:
     """Writes the manifest, the last file of a step."""
-    document = {"format": FORMAT, "files": entries, "seal": seal(entries)}
-    disk.write_durably(folder / MANIFEST, json.dumps(document, indent=1, sort_keys=True))
+    disk.write_durably(folder / MANIFEST, manifest_text(entries))
 
 
-def read_manifest(folder: Path) -> Entries:
+def manifest_text(entries: Entries) -> str:
+    """The content of a manifest."""
+    return json.dumps({"format": FORMAT, "files": entries, "seal": seal(entries)}, indent=1, sort_keys=True)
+
+
+def read_manifest(folder: Folder) -> Entries:
     """The manifest's entries. Raises Damaged if it is missing, unreadable or altered."""
-    path = folder / MANIFEST
     try:
-        document = read_json(path, DOCUMENT)
+        document = parse_json(read_small(folder, MANIFEST, DOCUMENT))
         version, entries, sealed = document["format"], document["files"], document["seal"]
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
@@ -136,7 +148,7 @@ def _is_entry(entry: Any) -> bool:
     return sizes and isinstance(entry["sha256"], str) and len(entry["sha256"]) == 64 * block_count(entry)
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Folder) -> dict[str, Any]:
     """The metadata given to `save`, verified. Raises Damaged, also for the metadata of another step.
 
     The number of a step is also the name of its folder, by which runs find it. A folder that was copied or renamed
@@ -147,11 +159,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{META} is not in the manifest")
     verify(folder, entries, [META])
     try:
-        document = read_json(folder / META, DOCUMENT)
+        document = parse_json(read_small(folder, META, DOCUMENT))
         step, meta = document["step"], document["meta"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{META} can't be read ({error!r})") from None
-    if step != int(folder.name):
+    if step != int(folder.name.partition(".")[0]):  # of STEP or, in a store, of STEP.TOKEN
         raise Damaged(f"it is step {step} in a folder with the name {folder.name}: the folder was copied or renamed")
     return meta
 
@@ -167,32 +179,24 @@ class Fault(NamedTuple):
         return f"{self.name}: {self.reason}"
 
 
-def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
+def wrong_sizes(folder: Folder, entries: Entries, names: Iterable[str]) -> list[Fault]:
     """The named files that are missing, have another size, or are not in the manifest. Contents are not read."""
-    faults = []
-    for name in names:
-        try:
-            status = (folder / name).stat()
-        except OSError as error:
-            faults.append(Fault(name, str(error.strerror)))
-            continue
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read without end
-            faults.append(Fault(name, "not a file"))
-            continue
-        if name not in entries:
-            faults.append(Fault(name, "not in the manifest"))
-        elif status.st_size != entries[name]["bytes"]:
-            faults.append(Fault(name, f"{status.st_size} bytes, the manifest says {entries[name]['bytes']}"))
-    return faults
+
+    def fault(name: str) -> Fault | None:
+        known = name in entries
+        reason = size_fault(folder, name, entries[name]["bytes"]) if known else "not in the manifest"
+        return None if reason is None else Fault(name, reason)
+
+    return [fault for fault in in_threads(fault, names) if fault is not None]
 
 
-def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
+def wrong_contents(folder: Folder, entries: Entries, names: Iterable[str]) -> list[Fault]:
     """The named files whose SHA-256 differs from the manifest, or that can't be read."""
 
     def fault(block: tuple[str, int]) -> Fault | None:
         name, number = block
         try:
-            reason = block_fault(entries[name], number, _hash(folder / name, *block_range(entries[name], number)))
+            reason = block_fault(entries[name], number, _hash(folder, name, *block_range(entries[name], number)))
         except OSError as error:
             reason = str(error.strerror)
         return None if reason is None else Fault(name, reason)
@@ -202,7 +206,7 @@ def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list
     return [*reversed(faults.values())]
 
 
-def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None, *, blocks: bool = True) -> None:
+def verify(folder: Folder, entries: Entries, names: Iterable[str] | None = None, *, blocks: bool = True) -> None:
     """Compares files with the manifest: sizes first, then contents. Raises Damaged naming the files that differ.
 
     names: the files to check (default: all), so that processes can divide the work.

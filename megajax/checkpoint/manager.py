@@ -1,10 +1,10 @@
 """Checkpoints of a run: asynchronous saves, with a commit order that survives kill -9 and a power cut.
 
-The stages of a save, each on disk before the next begins:
-    all processes: their shards into STEP.TOKEN.saving/arrays (Orbax)
-    each process: meta.json (process 0) or the SHA-256 of its own files (the others); fsync
-    process 0: the SHA-256 of the rest, manifest.json, then the rename to STEP
-    process 0: old steps are renamed, then deleted
+The stages of a save, each durable before the next begins (writers.py has what each does in a folder and in a store):
+    all processes: their shards
+    each process: meta.json (process 0), or what process 0 needs to know about the other's files
+    process 0: manifest.json, then the commit
+    process 0: old steps are deleted
 A step without a valid manifest does not count. The manager calls `ocp.save_async` for each step and not
 `ocp.training.Checkpointer`, which commits before a manifest exists, counts damaged steps as kept, and reports failed
 background saves only on request.
@@ -22,18 +22,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint import arrays, integrity, step_folders
+from megajax.checkpoint import arrays
 from megajax.checkpoint.background_saves import Background, BackgroundSaves, CheckpointError, PendingSave, Save
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.places import locate
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
-from megajax.checkpoint.step_folders import ARRAYS, META
+from megajax.checkpoint.writers import open_writer
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.mesh.processes.peers import PartFailed, Peers
-from megajax.storage import disk
-from megajax.storage.atomic_folders import delete_folder
+from megajax.storage.stores import StoreError
 
-SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 LAST_SAVE_TIMEOUT_SECONDS = 5.0
 
 
@@ -60,50 +59,20 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         Raises UserError if the folder can't be written, is being written by another run, or is not shared by all
         processes.
         """
-        CheckpointReader.__init__(self, path, event=event)
+        writer = self._writer = open_writer(cfg.store, Path(path).absolute())
+        CheckpointReader.__init__(self, path, event=event, place=writer.place)
         BackgroundSaves.__init__(self, "megajax checkpoint", self._peers, background)
         self.cfg = cfg
         weakref.finalize(self, report_failure, self._pending)
         # Not by atexit, whose functions run after the threads that Orbax needs to finish a save have ended.
         threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # not in threading's public API
-        self._lock: step_folders.WriterLock | None = None
-        self._marker = self.folder / f"lock.{self._peers.token}"
         self._source: tuple[CheckpointReader, int | None] | None = None
         """The reader of checkpoint.load, and the step that it names."""
         try:
-            for check in (self._open, self._check_shared_folder, self._check_writable):
-                self._peers.check(check)
+            writer.open(self._peers)
         except UserError:
             self._release()
             raise
-
-    def _open(self) -> None:
-        if not self._peers.first:
-            return
-        self._lock = step_folders.WriterLock(self.folder)
-        for name in step_folders.remove_unfinished(self.folder):
-            say(f"removed {self.folder / name}, left unfinished by an earlier attempt")
-        if self._peers.count > 1:
-            disk.write_durably(self._marker, "")
-
-    def _check_shared_folder(self) -> None:
-        """Every process must see the marker of process 0; with separate folders no step would ever be complete."""
-        # Network file systems may show a new file late.
-        deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_SECONDS
-        while self._peers.count > 1 and not self._marker.exists():
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{self.folder} is not shared by all processes: this one does not see the files of process 0.\n"
-                    "Use a run_dir on a file system that all machines share."
-                )
-            time.sleep(0.5)
-
-    def _check_writable(self) -> None:
-        """Each process writes its own shards. The lock has tested this for process 0."""
-        if self._peers.first:
-            self._marker.unlink(missing_ok=True)
-        else:
-            step_folders.probe(self.folder, self._peers.index)
 
     def start(self) -> tuple[CheckpointReader, int] | None:
         """The start of this run: the checkpoints to read (this manager, or the reader of `load`) and the step.
@@ -112,9 +81,9 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         resumes from a step of this manager calls `go_back` before it saves. Raises UserError if the requested
         checkpoint is missing or damaged.
         """
-        has_checkpoints = self._peers.broadcast(bool(self.steps() or step_folders.damaged_in(self.folder)))
+        has_checkpoints = self._of_first(lambda: bool(self.steps() or self.place.damaged()))
         if (load := self.cfg.state_source()) is not None and not has_checkpoints:
-            self._peers.check(lambda: step_folders.locate(load))
+            self._peers.check(lambda: locate(load))
             self._source = self._source or open_checkpoints(load)  # one reader, which knows the steps that it refused
             reader, step = self._source
             step = self.cfg.step if step is None else step
@@ -133,13 +102,19 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
 
         Call it only when the run is certain to resume from `step`.
         """
-        later_steps = self._peers.broadcast([number for number in self.steps() if number > step])
-        if self._peers.first:
-            for number in later_steps:
-                path = step_folders.set_aside(self.folder, number, "abandoned")
-                self._event("checkpoint_abandoned", step=number, back_to=step, kept_as=str(path))
-                say(f"going back to step {step}: renamed a later checkpoint to {path}")
-        self._peers.agree()
+
+        def set_aside() -> None:
+            for number in self.steps() if self._peers.first else ():
+                if number > step:
+                    name = self.place.set_aside(number, "abandoned")
+                    self._event("checkpoint_abandoned", step=number, back_to=step, kept_as=name)
+                    say(f"going back to step {step}: renamed a later checkpoint to {name}")
+
+        self._peers.check(set_aside)
+
+    def newest(self) -> int | None:
+        """The committed step with the highest number."""
+        return max((step for step in self._writer.committed() if step not in self._refused), default=None)
 
     def due(self, step: int, total: int) -> bool:
         """Whether to save a checkpoint after `step` of `total` steps."""
@@ -156,7 +131,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         """
         started = time.monotonic()
         self.wait()
-        if step in self._peers.broadcast(self.steps()):
+        if self._peers.broadcast(self._peers.first and step in self._writer.committed() and step not in self._refused):
             return False
         # Not sorted: the config.json of the weights' source keeps its order.
         text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1)
@@ -164,11 +139,11 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         size = sum(leaf.nbytes for leaf in leaves.values())
         save = self._new_save(step, self.folder, text, size, started)
         try:
-            self._on_all(save, lambda: self._create(save) if self._peers.first else None)
+            self._on_all(save, lambda: self._writer.begin(save) if self._peers.first else None)
         except PartFailed as error:
             raise self._failed(save, error) from error
         try:
-            save.content = arrays.start_writing(save.path / ARRAYS, leaves)
+            save.content = self._writer.start_writing(save, leaves)
         except Exception as error:
             # Other processes may have succeeded: the thread reports the error to them, and `wait` raises it here.
             save.content = error
@@ -177,58 +152,27 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
             self.wait()
         return True
 
-    def _create(self, save: Save) -> None:
-        # Don't begin a save that can't fit: other programs may need the free space.
-        disk.demand_space(self.folder, save.bytes)
-        save.path.mkdir()
-
     def _discard(self, save: Save) -> None:
         if self._peers.first:
-            delete_folder(save.path)
+            self._writer.discard(save)
 
     def _write(self, save: Save) -> int:
-        self._on_all(save, lambda: self._wait_for_arrays(save))
-        self._on_all(save, lambda: self._write_part(save))
+        self._on_all(save, lambda: self._write_arrays(save))
+        self._on_all(save, lambda: self._writer.write_part(save))
         size = self._on_all(save, lambda: self._commit(save) if self._peers.first else 0)
+        self._writer.finish(save)
         self._verified.add(save.step)
         self._refused.discard(save.step)  # that was set aside
         self._opened = None  # perhaps also of the step that was set aside
         return size
 
-    def _wait_for_arrays(self, save: Save) -> None:
-        """Waits for Orbax, and polls for failures of other processes, which its barrier notices after minutes only."""
+    def _write_arrays(self, save: Save) -> None:
         if isinstance(save.content, Exception):
             raise save.content
-        while True:
-            began = time.monotonic()
-            try:
-                return save.content.result(timeout=1.0)
-            except TimeoutError:
-                if time.monotonic() - began < 0.5:  # not the timeout of this call, but one that ended the writing
-                    raise
-            if (failure := save.peers.failure()) is not None:
-                raise PartFailed(failure)
-
-    def _write_part(self, save: Save) -> None:
-        """Process 0 writes the metadata. The others hash their own files, so that process 0 need not hash them all."""
-        if save.peers.first:
-            disk.write_durably(save.path / META, save.meta)
-            return
-        process_folder = f"{ARRAYS}/state/ocdbt.process_{save.peers.index}"
-        names = [f"{process_folder}/{name}" for name in disk.files_below(save.path / process_folder)]
-        entries = integrity.hash_files(save.path, names)
-        disk.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
+        self._writer.write_arrays(save)
 
     def _commit(self, save: Save) -> int:
-        """Process 0 merges the others' entries, hashes the rest, writes the manifest and renames -> size in bytes."""
-        entries: integrity.Entries = {}
-        for index in range(1, save.peers.count):
-            part = save.path / f"manifest.{index}.json"
-            entries |= json.loads(part.read_text(encoding="utf-8"))
-            part.unlink()
-        size = integrity.complete_step(save.path, entries)
-        save.path.rename(self.folder / step_folders.step_name(save.step))
-        disk.flush_to_disk(self.folder)
+        size = self._writer.commit(save)
         # Before the other processes continue, so that all see the same steps after the save.
         self._delete_old(save.step)
         return size
@@ -240,9 +184,10 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         for step in self.steps()[: -self.cfg.keep_last]:
             if step != committed and not (self.cfg.keep_every and step % self.cfg.keep_every == 0):
                 try:
-                    step_folders.delete_step(self.folder, step)
-                except OSError as error:
-                    say(f"old checkpoint step {step} in {self.folder} was not deleted: {error.strerror}")
+                    self.place.delete(step)
+                except (OSError, StoreError) as error:
+                    cause = error.strerror if isinstance(error, OSError) else error
+                    say(f"old checkpoint step {step} in {self.place} was not deleted: {cause}")
 
     def peers_for(self, name: str) -> Peers:
         """All processes of the run, for communication of another thread. The name is used once."""
@@ -250,7 +195,7 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
 
     def space_warning(self, state: Tree) -> str | None:
         """A warning if the disk can't hold the checkpoints of such a state; None if it can, or its size is unknown."""
-        size, free = sum(leaf.nbytes for leaf in arrays.flatten(state).values()), disk.free_bytes(self.folder)
+        size, free = sum(leaf.nbytes for leaf in arrays.flatten(state).values()), self._writer.free_bytes()
         if free is None:
             return None
         prefix = f"warning: {self.folder} has {byte_size(free)} free, but"
@@ -266,18 +211,18 @@ class CheckpointManager(BackgroundSaves, CheckpointReader):
         return None
 
     def _release(self) -> None:
-        if self._lock is not None:
-            self._marker.unlink(missing_ok=True)
-            self._lock.release()
-            self._lock = None
+        self._writer.release()
 
-    def _set_aside(self, step: int) -> Path | None:
-        target = None
-        if self._peers.first:
-            target = step_folders.set_aside(self.folder, step, "damaged")
-            say(f"it was renamed to {target}")
-        self._peers.agree()
-        return target
+    def _set_aside(self, step: int) -> str | None:
+        target = list[str]()
+
+        def set_aside() -> None:
+            if self._peers.first:
+                target.append(self.place.set_aside(step, "damaged"))
+                say(f"it was renamed to {target[0]}")
+
+        self._peers.check(set_aside)
+        return target[0] if target else None
 
 
 def report_failure(pending: PendingSave) -> None:

@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megajax.checkpoint import arrays, integrity, step_folders
 from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.places import Place, locate, open_place
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
 from megajax.mesh.processes.peers import Peers
+from megajax.storage.folders import Folder
+from megajax.storage.stores import StoreError
 
 type Tree = Any
 type Meta = dict[str, Any]
@@ -36,8 +39,12 @@ class CheckpointReader:
     With several processes, each creates a reader, and all call the same methods in the same order.
     """
 
-    def __init__(self, path: Path | str, *, peers: Peers | None = None, event: Event = no_event):
+    def __init__(
+        self, path: Path | str, *, peers: Peers | None = None, event: Event = no_event, place: Place | None = None
+    ):
+        """path: the checkpoints folder. place: of its steps; None: where it says that they are."""
         self.folder = Path(path).absolute()
+        self.place = open_place(self.folder) if place is None else place
         self._peers = peers or Peers()
         self._event = event
         self._verified: set[int] = set()
@@ -46,9 +53,14 @@ class CheckpointReader:
         """The step that `newest_intact` returned."""
         self._opened: tuple[int, StoredArrays] | None = None
 
+    @property
+    def run(self) -> str:
+        """The run's folder, or URL, for messages."""
+        return str(self.place).removesuffix("/checkpoints")
+
     def steps(self) -> list[int]:
         """Numbers of the committed steps, ascending, without those that failed verification."""
-        return [step for step in step_folders.steps_in(self.folder) if step not in self._refused]
+        return [step for step in self.place.steps() if step not in self._refused]
 
     def newest(self) -> int | None:
         """The committed step with the highest number, unverified; see `newest_intact`."""
@@ -61,7 +73,7 @@ class CheckpointReader:
         blocks: verify them now.
         None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
         """
-        steps, damaged = self._peers.broadcast((self.steps(), step_folders.damaged_in(self.folder)))
+        steps, damaged = self._of_first(lambda: (self.steps(), self.place.damaged()))
         refused = [step_folders.step_name(step) for step in sorted(self._refused)]
         newest = max([*steps, *self._refused], default=None)
         for step in reversed(steps):
@@ -75,7 +87,7 @@ class CheckpointReader:
         if steps or damaged or refused:
             names = sorted({*map(step_folders.step_name, steps), *(damaged or refused)})
             raise UserError(
-                f"none of the checkpoints in {self.folder} is intact ({', '.join(names)}).\n"
+                f"none of the checkpoints in {self.place} is intact ({', '.join(names)}).\n"
                 "Restore one from a copy, start from another run's checkpoint with checkpoint.load, "
                 "or move the folder away to start from scratch."
             )
@@ -86,11 +98,11 @@ class CheckpointReader:
 
         Raises UserError if the step does not exist or its meta.json is damaged.
         """
-        path = self._existing(step)
+        files = self._existing(step)
         try:
-            return integrity.read_meta(path)
+            return integrity.read_meta(files)
         except Damaged as error:
-            raise UserError(f"checkpoint step {step} in {self.folder} is damaged: {error}") from error
+            raise UserError(f"checkpoint step {step} in {self.place} is damaged: {error}") from error
 
     def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
         """The arrays of a step with the layout of `like`, and its metadata.
@@ -119,47 +131,67 @@ class CheckpointReader:
 
     def _from_arrays[T](self, step: int, work: Callable[[StoredArrays], T]) -> T:
         """The result of `work`, if no process finds the step damaged."""
-        result, reason = list[T](), None
-        try:
+        result = list[T]()
+
+        def read() -> None:
             opened = self._opened
             if opened is None or opened[0] != step:
-                opened = self._opened = step, StoredArrays(self.folder / step_folders.step_name(step))
+                opened = self._opened = step, StoredArrays(self.place.files(step))
             result.append(work(opened[1]))
-        except Damaged as error:
-            reason = str(error)
-        if (reason := self._peers.agree(reason)) is None:
+
+        if (reason := self._damage(read)) is None:
             return result[0]
         self._verified.discard(step)
         self._opened = None
         if step != self._chosen:
             raise self._damaged(step, reason)
         self._refuse(step, reason)
-        raise DamagedStep(f"checkpoint step {step} in {self.folder} is damaged: {reason}")
+        raise DamagedStep(f"checkpoint step {step} in {self.place} is damaged: {reason}")
 
     def _damaged(self, step: int, reason: str) -> UserError:
         return UserError(
-            f"checkpoint step {step} in {self.folder} is damaged: {reason}\n"
+            f"checkpoint step {step} in {self.place} is damaged: {reason}\n"
             "Choose another step, or set checkpoint.step to none for the newest intact one."
         )
 
-    def demand(self, step: int) -> Path:
-        """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps.
+    def _damage(self, work: Callable[[], object]) -> str | None:
+        """Why a process found a step damaged in its work, or None. Raises UserError on all if a store fails on any."""
+        reason = outage = None
+        try:
+            work()
+        except (Damaged, FileNotFoundError) as error:
+            reason = str(error)
+        except StoreError as error:
+            outage = str(error)
+        if (outage := self._peers.agree(outage)) is not None:
+            raise StoreError(outage)
+        return self._peers.agree(reason)
+
+    def _of_first[T](self, find: Callable[[], T]) -> T:
+        """What process 0 finds, on all processes. Raises UserError on all if its store fails."""
+        values = list[T]()
+        self._peers.check(lambda: values.append(find()) if self._peers.first else None)
+        return self._peers.broadcast(values[0] if values else cast("T", None))
+
+    def demand(self, step: int) -> Folder:
+        """Files of a step. Raises UserError if it is missing or damaged, even if there are other steps.
 
         A step that some process does not see is missing for all of them.
         """
         self._peers.check(lambda: self._existing(step))
-        path, reason = self.folder / step_folders.step_name(step), self._fault(step)
-        if reason is not None:
+        if (reason := self._fault(step)) is not None:
             raise self._damaged(step, reason)
-        return path
+        return self.place.files(step)
 
-    def _existing(self, step: int) -> Path:
-        """Path of a step that this process sees. Raises UserError."""
-        path = self.folder / step_folders.step_name(step)
-        if not path.is_dir():
+    def _existing(self, step: int) -> Folder:
+        """Files of a step that this process sees. Raises UserError."""
+        try:
+            return self.place.files(step)
+        except FileNotFoundError:
             committed = ", ".join(map(str, self.steps())) or "none"
-            raise UserError(f"there is no checkpoint of step {step} in {self.folder}.\nCommitted steps: {committed}.")
-        return path
+            raise UserError(
+                f"there is no checkpoint of step {step} in {self.place}.\nCommitted steps: {committed}."
+            ) from None
 
     def _fault(self, step: int, *, blocks: bool = False) -> str | None:
         """Why a step is damaged, or None. The processes divide the hashing, and all return the same result.
@@ -168,28 +200,27 @@ class CheckpointReader:
         """
         if step in self._verified:
             return None
-        path, reason = self.folder / step_folders.step_name(step), None
-        try:
-            integrity.read_meta(path)
-            entries = integrity.read_manifest(path)
-            integrity.verify(path, entries, sorted(entries)[self._peers.index :: self._peers.count], blocks=blocks)
-        except Damaged as error:
-            reason = str(error)
-        reason = self._peers.agree(reason)
-        if reason is None:
+
+        def verify() -> None:
+            files = self.place.files(step)
+            integrity.read_meta(files)
+            entries = integrity.read_manifest(files)
+            integrity.verify(files, entries, sorted(entries)[self._peers.index :: self._peers.count], blocks=blocks)
+
+        if (reason := self._damage(verify)) is None:
             self._verified.add(step)
         return reason
 
     def _refuse(self, step: int, reason: str) -> None:
         self._refused.add(step)
         if self._peers.first:
-            say(f"checkpoint step {step} in {self.folder} is damaged and was skipped: {reason}")
+            say(f"checkpoint step {step} in {self.place} is damaged and was skipped: {reason}")
         target = self._set_aside(step)
         if self._peers.first:
-            self._event("checkpoint_damaged", step=step, why=reason, kept_as=None if target is None else str(target))
+            self._event("checkpoint_damaged", step=step, why=reason, kept_as=target)
 
-    def _set_aside(self, step: int) -> Path | None:
-        """Sets a damaged step aside for inspection -> its new path. A reader leaves the folder unchanged."""
+    def _set_aside(self, step: int) -> str | None:
+        """Sets a damaged step aside for inspection -> its new name. A reader leaves the folder unchanged."""
 
 
 def open_checkpoints(path: Path | str, *, peers: Peers | None = None) -> tuple[CheckpointReader, int | None]:
@@ -197,5 +228,5 @@ def open_checkpoints(path: Path | str, *, peers: Peers | None = None) -> tuple[C
 
     Raises UserError if the path does not exist.
     """
-    checkpoints, step = step_folders.locate(path)
+    checkpoints, step = locate(path)
     return CheckpointReader(checkpoints, peers=peers), step

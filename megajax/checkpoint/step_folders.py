@@ -7,27 +7,34 @@
 00000400.abandoned/          later than the step that a run was told to go back to
 lock                         locked by the writing run; the kernel releases it when process 0 dies
 lock.probe.3/                trial write of process 3 at the start of a run
+store.json                   with checkpoint.store, instead of the others: its URL, and the steps committed there
 """
 
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import socket
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.config.hints import download_hint
+from megajax.config.file_paths import store_url
+from megajax.config.read_limits import read_json
 from megajax.storage import disk
 from megajax.storage.write_errors import write_fault
 
 STEP = re.compile(r"\d{8,}")
 ARRAYS = "arrays"
 """Name of the folder of a step that Orbax writes and reads."""
+COMMITTED_AT = f"{ARRAYS}/_CHECKPOINT_METADATA"
+"""The file with the commit time, as Orbax writes it, which copying preserves, unlike a file's date."""
 META = "meta.json"
 """Name of the file of a step that holds everything but the arrays."""
+STORE = "store.json"
 LOCK_TIMEOUT_SECONDS = 10.0
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -37,27 +44,42 @@ def step_name(step: int) -> str:
     return f"{step:08d}"
 
 
+class StoreRecord(NamedTuple):
+    """Content of store.json."""
+
+    url: str
+    """Of the checkpoints in the store."""
+    steps: tuple[int, ...] = ()
+    """Steps that were committed when it was written, for programs that only report."""
+
+    def write(self, folder: Path) -> None:
+        """Creates the folder, and writes the file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        disk.write_whole(folder / STORE, json.dumps(self._asdict()).encode())
+
+
+def recorded_store(folder: Path) -> StoreRecord | None:
+    """The object store that has the steps of this folder, or None. Raises UserError for a damaged file."""
+    try:
+        document = read_json(folder / STORE)
+        record = StoreRecord(document["url"], tuple(map(int, document["steps"])))
+        if store_url(record.url) is None:
+            raise ValueError(f"{record.url!r:.80} is no URL of a store")
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / STORE}, which says where the checkpoints are, can't be read: {error}") from error
+    return record
+
+
 def steps_in(folder: Path) -> list[int]:
     """Numbers of the committed steps, ascending. File dates are not used."""
+    if (record := recorded_store(folder)) is not None:
+        return sorted(record.steps)
     try:
         return sorted(int(entry.name) for entry in os.scandir(folder) if STEP.fullmatch(entry.name) and entry.is_dir())
     except FileNotFoundError:
         return []
-
-
-def locate(path: Path | str) -> tuple[Path, int | None]:
-    """The checkpoints folder and the step that a path refers to: a run folder, a checkpoints folder or one step in it.
-
-    Raises UserError if the path does not exist.
-    """
-    hint, path = download_hint(str(path), "give hf:{} instead"), Path(path).absolute()
-    if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
-        return path.parent, int(path.name)
-    if not path.is_dir():
-        why = "it is a file, not a folder" if path.exists() else "it does not exist"
-        raise UserError(f"there are no checkpoints in {path}: {why}." + f"\n    {hint}" * bool(hint))
-    inner = path / "checkpoints"
-    return inner if inner.is_dir() else path, None
 
 
 def damaged_in(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """The stored arrays of a checkpoint, read without JAX, devices and Orbax, and verified while they are read.
 
-Orbax writes one OCDBT database per process and merges them into one. In it, an array is a Zarr 3 array under its
-dotted name: NAME/zarr.json and one chunk per shard of a device.
+In a folder, Orbax writes one OCDBT database per process and merges them into one. In it, an array is a Zarr 3 array
+under its dotted name: NAME/zarr.json and one chunk per shard of a device. In an object store, packs.py is the database.
 """
 
 import re
@@ -16,12 +16,14 @@ from urllib.parse import unquote
 import numpy as np
 import tensorstore as ts
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import integrity, packs
 from megajax.checkpoint.block_reader import BlockReader, ByteRange
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.packs import Index, ValueLocation
 from megajax.checkpoint.step_folders import ARRAYS
 from megajax.config.read_limits import parse_json
+from megajax.storage.folders import Folder
 
 WEIGHTS, OBSERVED = "params.", "observed."
 """Prefixes of the array names of weights and of observations."""
@@ -43,19 +45,6 @@ MANIFEST = "manifest.ocdbt"
 """Root of the index, in the folder of the database."""
 
 
-class ValueLocation(NamedTuple):
-    """A value in a file of the database."""
-
-    name: str
-    """Path in the folder of the database."""
-    start: int
-    bytes: int
-
-
-type Index = dict[str, bytes | ValueLocation]
-"""Key -> value, or its place."""
-
-
 def read_index(folder: Path, verify: Callable[[ValueLocation], object]) -> Index:
     """The newest version of a database. TensorStore compares all nodes of the index with their CRC-32C.
 
@@ -74,7 +63,7 @@ def read_index(folder: Path, verify: Callable[[ValueLocation], object]) -> Index
         if location in locations:  # no writer does this, and a circle of nodes would be read without end
             raise ValueError(f"two nodes of its index refer to {location}")
         locations.add(location)
-        verify(_parsed(location))
+        verify(_parsed(location).below(FILES))
         for entry in ts.ocdbt.dump(base, location).result()["entries"]:
             if "location" in entry:
                 nodes.append((entry["location"], prefix + entry["subtree_common_prefix"]))
@@ -110,22 +99,31 @@ class StoredArray:
 class StoredArrays:
     """Reads the arrays of one step, whose bytes are compared with the manifest as they are read."""
 
-    def __init__(self, step: Path):
-        """step: the folder of a step. Raises Damaged if its manifest or its database can't be read."""
-        self.step = step.resolve()  # TensorStore refuses paths that contain ".."
-        self._folder = self.step / ARRAYS / DATABASE
+    def __init__(self, step: Folder):
+        """step: the folder of a step. Raises Damaged if its manifest or its index can't be read."""
+        self.step = step.resolve() if isinstance(step, Path) else step  # TensorStore refuses paths that contain ".."
         self._entries = integrity.read_manifest(self.step)
         self._blocks = BlockReader(self.step, self._entries)
-        if not (self._folder / MANIFEST).is_file():
-            raise Damaged(f"{self._folder} holds no OCDBT database ({MANIFEST})")
+        self._other: _OtherArrays | None = None
+        indices = packs.index_names(self._entries)
         try:
-            self._index = read_index(self._folder, self._read_place)
+            if indices:
+                self._index = packs.read_index([self._read_file(name) for name in indices])
+            else:
+                self._index = self._database_index()
             names = sorted(key.removesuffix(DESCRIPTION) for key in self._index if key.endswith(DESCRIPTION))
             self._metadata = {name: parse_json(self._value(name + DESCRIPTION)) for name in names}
             self.arrays = {name: _array(name, metadata) for name, metadata in self._metadata.items()}
-            self._other = _OtherArrays(self.step, self._entries)
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise Damaged(f"the arrays in {self._folder.parent} can't be read: {_first_line(error)}") from error
+            raise Damaged(f"the arrays of {self.step} can't be read: {_first_line(error)}") from error
+
+    def _database_index(self) -> Index:
+        """Of the database that Orbax writes."""
+        if not isinstance(self.step, Path) or not (self.step / FILES / MANIFEST).is_file():
+            raise Damaged(f"{self.step} holds neither packs of arrays nor an OCDBT database ({FILES}{MANIFEST})")
+        self._other = _OtherArrays(self.step, self._entries)
+        index = read_index(self.step / ARRAYS / DATABASE, self._read_place)
+        return {key: value if isinstance(value, bytes) else value.below(FILES) for key, value in index.items()}
 
     def value(self, name: str) -> int | float:
         """The value of an array of one element."""
@@ -141,6 +139,8 @@ class StoredArrays:
         for name, index in wanted:
             metadata, box = self._metadata[name], box_of(index, self.arrays[name].shape)
             if not _is_plain(metadata):
+                if self._other is None:
+                    raise Damaged(f"{name} has another codec than arrays in packs have")
                 results.append(self._other.read(name, box))
                 continue
             results.append(np.empty(shape_of(box), _dtype(metadata)))
@@ -161,7 +161,7 @@ class StoredArrays:
             if isinstance(place, bytes):
                 buffer[:] = np.frombuffer(place, np.uint8, size, first)
             else:
-                spans.append(ByteRange(f"{FILES}{place.name}", place.start + first, buffer))
+                spans.append(ByteRange(place.name, place.start + first, buffer))
             if not direct:
                 buffers.append(_Buffer(chunk_parts, first, buffer))
                 waiting += size
@@ -186,7 +186,7 @@ class StoredArrays:
                 common, place = overlap(whole, chunk_box), self._place(name, key)
                 if common is not None and isinstance(place, ValueLocation):
                     part = _Part(np.empty(0), _strides(metadata), relative(common, chunk_box))
-                    used.append((f"{FILES}{place.name}", place.start + part.first, place.start + part.last))
+                    used.append((place.name, place.start + part.first, place.start + part.last))
         self._blocks.verify_except(used, share)
 
     def statistics(self, name: str) -> dict[str, float | None]:
@@ -239,8 +239,11 @@ class StoredArrays:
 
     def _read_place(self, place: ValueLocation) -> bytes:
         content = np.empty(place.bytes, np.uint8)
-        self._blocks.read([ByteRange(f"{FILES}{place.name}", place.start, content)])
+        self._blocks.read([ByteRange(place.name, place.start, content)])
         return content.tobytes()
+
+    def _read_file(self, name: str) -> bytes:
+        return self._read_place(ValueLocation(name, 0, self._entries[name]["bytes"]))
 
 
 class _Part(NamedTuple):

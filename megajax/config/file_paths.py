@@ -10,6 +10,14 @@ from typing import Any, get_args, get_origin
 type PathText = str
 """The annotation of text settings and flags that are paths, as `Path` is of others."""
 
+type StoredPath = Path
+"""The annotation of settings and flags that are paths of a file system, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."""
+
+type StoredText = str
+"""The same for text settings and flags."""
+
+STORE = re.compile(r"(s3|gs):/+([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(/+[^?#]*)?")
+"""A URL of an object store; Path("s3://bucket") has lost a slash. A user's name and password are not part of it."""
 FORMAT = re.compile(r"([a-z]\w*):")
 URL = re.compile(
     r"(?:[a-z]\w*:)?"  # the format of another library, before a path
@@ -22,16 +30,27 @@ URL = re.compile(
 def format_prefix(name: str | Path) -> str:
     """FORMAT of FORMAT:DIR, a path in another library's format; "" for other paths."""
     match = FORMAT.match(str(name))
-    return "" if match is None or Path(name).exists() else match[1]
+    return "" if match is None or store_url(name) is not None or Path(name).exists() else match[1]
+
+
+def store_url(path: str | Path) -> str | None:
+    """The URL of an object store, without "/" at its end; None for other paths."""
+    match = STORE.fullmatch(str(path))
+    return None if match is None else f"{match[1]}://{match[2]}{re.sub('/+', '/', match[3] or '').rstrip('/')}"
 
 
 def holds_path(annotation: Any) -> bool:
     """Whether a value with this annotation is a path."""
-    if annotation in (PathText, Path):
+    if annotation in (PathText, StoredText, Path):
         return True
     if get_origin(annotation) in (typing.Union, types.UnionType):
         return any(map(holds_path, get_args(annotation)))
     return isinstance(annotation, typing.TypeAliasType) and holds_path(annotation.__value__)
+
+
+def may_be_stored(annotation: Any) -> bool:
+    """Whether a value with this annotation may be a URL of an object store."""
+    return annotation in (StoredPath, StoredText) or any(map(may_be_stored, get_args(annotation)))
 
 
 def url_problem(value: Any) -> tuple[str, str] | None:

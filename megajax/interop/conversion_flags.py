@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megajax.config.errors import Problem, UserError
+from megajax.config.file_paths import store_url
 from megajax.data.progress_line import ProgressLine
 from megajax.display.text import duration
 from megajax.interop.formats import FORMATS, Reading, format_of
@@ -91,6 +92,8 @@ def _name_problem(flag: str, name: str) -> Problem | None:
     """A problem if the name is neither a run nor FORMAT:DIR."""
     prefix, colon, folder = name.partition(":")
     known = bool(colon) and prefix in FORMATS
+    if store_url(name) is not None:
+        return None
     if not name or (known and not folder):
         return Problem(flag, f"is {name!r}, which names no folder", "give a run's folder or hf:DIR")
     if known:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.step_folders import locate
 from megajax.command_line.parser import Flag
 from megajax.config.class_references import resolve
 from megajax.config.compose import TRUST
 from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.file_paths import StoredPath
 from megajax.config.files import ROOT, Source, assembled, read_stored
 from megajax.config.read_limits import read_json
 from megajax.inference.config import GenerationConfig, InferenceConfig
@@ -22,7 +22,11 @@ TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name class
 """For verbs that read runs, whose folders may come from strangers."""
 IGNORE_FLAG = Flag("ignore", tuple[str, ...], (), help="unknown settings in config.json of hf:DIR that do not matter")
 MODEL_FLAGS = (
-    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
+    Flag(
+        "run",
+        StoredPath | None,
+        help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder",
+    ),
     Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
     Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
     IGNORE_FLAG,
@@ -30,8 +34,8 @@ MODEL_FLAGS = (
 )
 """The flags that `origin_of` reads."""
 DRAFT_FLAGS = (
-    Flag("draft-run", Path | None, help="a run of a smaller model with the same tokenizer, which drafts tokens; needs "
-         "inference.speculate"),
+    Flag("draft-run", StoredPath | None, help="a run of a smaller model with the same tokenizer, which drafts tokens; "
+         "needs inference.speculate"),
     Flag("draft-hf", Path | None, help="the same from a Hugging Face model folder"),
 )  # fmt: skip
 """The flags that `draft_origin` reads."""
@@ -110,7 +114,8 @@ def demand_folder(ignore: Sequence[str], folder: Path | None) -> None:
 
 def run_folder(path: Path) -> Path:
     """The folder of a run, from this folder, its checkpoints folder, or the folder of a step."""
-    checkpoints, _ = locate(path.expanduser())
+    # By name: it needs numpy, and front doors are imported without any package.
+    checkpoints, _ = resolve("megajax.checkpoint.places:locate")(path.expanduser())
     return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
 
 

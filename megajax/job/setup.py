@@ -227,6 +227,6 @@ def _resume(start: Start, local: LocalSaves, console: Console, event: Callable[.
 def _origin(start: Start | None, sources: Sequence[WeightsConfig]) -> str:
     """The banner's line about the initial state."""
     if start is not None:
-        return f"step {start[1]} of {start[0].folder.parent}"
+        return f"step {start[1]} of {start[0].run}"
     runs = ", ".join(str(source.run) for source in sources)
     return f"new run, from weights of {runs}" if runs else "new run"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.config.errors import Problem
+from megajax.checkpoint.step_folders import steps_in
+from megajax.config.errors import Problem, UserError
 from megajax.faults.activity import FINISH, STACKS_FOLDER, START
 from megajax.faults.beats import Beat
 
@@ -139,10 +140,10 @@ class GangWatch:
 
 
 def committed_steps(run_dir: Path) -> list[int]:
-    """Steps in its checkpoints folder. A step gets its name when it is complete."""
+    """Steps in its checkpoints folder, or in the store that it names."""
     try:
-        return [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
-    except OSError:
+        return steps_in(run_dir / "checkpoints")
+    except (OSError, UserError):
         return []
 
 

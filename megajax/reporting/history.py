@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.step_folders import step_name, steps_in
+from megajax.checkpoint.step_folders import recorded_store, step_name, steps_in
 from megajax.config.errors import UserError
 from megajax.config.read_limits import DOCUMENT, read_json
 from megajax.config.yaml_and_json import read_yaml
@@ -406,7 +406,7 @@ def _read_differences(path: Path, faults: list[str]) -> Iterator[tuple[str, str,
 
 
 def _read_versions(folder: Path, steps: tuple[int, ...], faults: list[str]) -> dict[str, str]:
-    if not steps:
+    if not steps or recorded_store(folder) is not None:
         return {}
     path = folder / step_name(steps[-1]) / "meta.json"
     try:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
 from megajax.display.text import byte_size
@@ -68,6 +69,14 @@ def files_below(folder: Path) -> list[str]:
     return sorted(
         (Path(root) / name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names
     )
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that others may write and read at the same time: they see the whole of one of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -17,17 +17,19 @@ from rich.table import Table
 
 from megajax.batch import Params
 from megajax.checkpoint.integrity import MANIFEST
-from megajax.checkpoint.step_folders import locate, step_name, steps_in
+from megajax.checkpoint.places import locate, open_place
 from megajax.config.compose import assemble
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import either, nearest_names
 from megajax.config.overrides import patch_of, setting
+from megajax.config.read_limits import DOCUMENT
 from megajax.display.text import duration
 from megajax.interop.formats import split_name
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.models.protocol import ids_below
+from megajax.storage.folders import read_small
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
 from megajax.tasks.progress import Progress
@@ -160,8 +162,9 @@ def cache_key(settings: Mapping[str, Any], source: Path, origin: str, tokenizer:
         content = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
     else:
         folder, step = locate(source)
-        step = max(steps_in(folder), default=0) if step is None else step
-        content = (folder / step_name(step) / MANIFEST).read_text(encoding="utf-8")
+        place = open_place(folder)
+        step = max(place.steps(), default=0) if step is None else step
+        content = read_small(place.files(step), MANIFEST, DOCUMENT).decode()
     numbers = {name: value for name, value in settings.items() if name.startswith(("model.", "precision."))}
     return repr((origin, content, numbers, tokenizer))
 

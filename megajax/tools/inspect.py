@@ -17,7 +17,7 @@ USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NA
 
 Shows the checkpoints of a run: its steps, and of the newest intact one (or step N) the position in training, versions,
 layout, config and arrays. RUN is a run's folder, its checkpoints folder, or one step in it. Changes no file and needs
-no devices; the run may be writing at the same time.
+no devices; the run may be writing at the same time. RUN may be in an object store: s3://BUCKET/PREFIX or gs://BUCKET/PREFIX.
 
   --step=N         show this step instead of the newest intact one
   --verify         compare each file's size and SHA-256 with the manifest, for all steps or for step N;
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     verify, name = flags["verify"], flags["array"]
     if name is not None and verify:
         raise UserError("--verify checks files, --array shows one array: give one of them")
-    folder, step = resolve("megajax.checkpoint.step_folders:locate")(run)
+    folder, step = resolve("megajax.checkpoint.places:locate")(run)
     step = step if flags["step"] is None else flags["step"]
     # By name, so that the front door can report a package that is not installed.
     survey, choose, describe = (
@@ -61,7 +61,8 @@ def main(argv: list[str]) -> int:
     content, arrays = describe(folder, choose(folder, steps, step).step)
     if name is not None:
         content = {"step": content["step"], "array": _array(content, arrays, name)}
-    content = {"folder": str(folder), "steps": [asdict(report) for report in steps]} | content
+    place = resolve("megajax.checkpoint.places:open_place")(folder)
+    content = {"folder": str(place), "steps": [asdict(report) for report in steps]} | content
     lines = _array_lines(content) if name is not None else (*_steps_lines(content), *_content_lines(content))
     show("\n".join(lines), json.dumps(_finite(content), indent=1, allow_nan=False, default=str), flags["json"])
     return 2 if verify and any(report.faults for report in steps) else 0

@@ -158,13 +158,13 @@ def test_each_byte_is_read_once(folder: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "preadv", counted)
     hashed: list[str] = []
-    monkeypatch.setattr(integrity, "_hash", lambda path, first, last: hashed.append(path.name) or "")
+    monkeypatch.setattr(integrity, "_hash", lambda folder, name, first, last: hashed.append(name) or "")
     monkeypatch.setattr(integrity, "block_fault", lambda entry, block, actual: None)
     reader = CheckpointReader(folder)
     assert reader.newest_intact() == 2
     reader.restore(2, like(**{"params.rows": ("a",), "params.both": ("a", "b"), "optimizer.columns": (None, "b")}))
     assert sorted(read) == [(start, min(start + BLOCK, total)) for start in range(0, total, BLOCK)]
-    assert hashed and Path(name).name not in hashed
+    assert hashed and name not in hashed
 
 
 def test_a_step_that_is_saved_anew_is_read_anew(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 
 from megajax import evaluate, launch
-from megajax.checkpoint.step_folders import locate
+from megajax.checkpoint.places import locate
 from megajax.command_line.corrections import corrections, similar_name
 from megajax.command_line.foreign_names import ROWS, TABLE
 from megajax.command_line.parser import parse

@@ -12,7 +12,7 @@ from megajax import convert, doctor, evaluate, generate, launch, plan, preproces
 from megajax.config import field_types
 from megajax.config.compose import assemble, check
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.file_paths import PathText, holds_path, url_problem
+from megajax.config.file_paths import PathText, StoredPath, StoredText, holds_path, store_url, url_problem
 from megajax.config.files import load
 from megajax.config.python_file import config_classes
 from megajax.inference.config import GenerationConfig
@@ -38,6 +38,13 @@ def test_urls(text: str) -> None:
 @pytest.mark.parametrize("text", ["runs/a", "/data/x", "hf:/data/x", "hf:models/x", "a:b", "x:/y", "C:/x", "0.3", ""])
 def test_paths(text: str) -> None:
     assert url_problem(text) is None and url_problem(Path(text)) is None
+
+
+def test_urls_of_stores() -> None:
+    for text in ("s3://bucket/a//b/", "gs://bucket"):
+        assert store_url(text) == store_url(Path(text)) == text.replace("a//b/", "a/b")
+    others = ("s3://B/x", "s3://u:p@bucket/x", "s3:bucket", "runs/s3://bucket", "hf:s3://b/x")
+    assert not any(map(store_url, others))
 
 
 def test_the_advice_follows_from_the_scheme() -> None:
@@ -73,6 +80,8 @@ class Kinds:
     path: Path | None = None
     path_text: PathText | None = None
     paths: tuple[PathText, ...] = ()
+    stored: StoredPath | None = None
+    stored_texts: tuple[StoredText, ...] = ()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,10 @@ class Kinds:
         ({"paths": ["0.5", "a", "0.5", "s3://b"]}, ["paths.3"]),
         ({"paths": "a,s3://b"}, ["paths.1"]),
         ({"text": "https://example.org is a page"}, []),
+        ({"stored": "s3://bucket/x", "stored_texts": "a,gs://bucket/y"}, []),
+        ({"stored": Path("s3://bucket/x")}, []),
+        ({"stored": "s3://key:secret@bucket/x"}, ["stored"]),
+        ({"stored": "hdfs://b/x", "stored_texts": "s3://bucket/x?versionId=1"}, ["stored", "stored_texts.0"]),
     ],
 )
 def test_only_paths_are_checked(settings: dict[str, Any], wrong: list[str]) -> None:
@@ -100,27 +113,27 @@ def test_a_config_of_python_is_checked_too() -> None:
 TRAIN = ["--config=quickstart.py"]
 DOORS: dict[str, tuple[Any, list[str]]] = {
     "run_dir": (train, [*TRAIN, "--run_dir=s3://b/x"]),
-    "checkpoint.load": (train, [*TRAIN, "--checkpoint.load=s3://b/x"]),
-    "checkpoint.weights": (train, [*TRAIN, "--checkpoint.weights=[{run: 's3://b/x'}]"]),
+    "checkpoint.load": (train, [*TRAIN, "--checkpoint.load=hdfs://b/x"]),
+    "checkpoint.weights": (train, [*TRAIN, "--checkpoint.weights=[{run: 'az://b/x'}]"]),
     "checkpoint.local": (train, [*TRAIN, "--checkpoint.local={every: 1, folder: 's3://b/x'}"]),
     "data": (train, [*TRAIN, "--data.type=BlendConfig", "--data.paths=s3://b/x"]),
     "tokenizer": (train, [*TRAIN, "--tokenizer.type=HuggingFaceTokenizerConfig", "--tokenizer.path=s3://b/x"]),
     "cache": (train, [*TRAIN, "--xla.compile_cache_dir=s3://b/x"]),
-    "generate": (generate, ["--run=s3://b/x", "--prompt=a"]),
+    "generate": (generate, ["--run=hdfs://b/x", "--prompt=a"]),
     "generate --hf": (generate, ["--hf=s3://b/x", "--prompt=a"]),
     "generate --output": (generate, ["--run=a", "--prompts=p", "--output=s3://b/x"]),
     "serve": (serve, ["--adapter=s3://b/x"]),
-    "evaluate": (evaluate, ["--run=s3://b/x"]),
+    "evaluate": (evaluate, ["--run=hdfs://b/x"]),
     "evaluate --output": (evaluate, ["--run=a", "--output=s3://b/x"]),
     "convert --from": (convert, ["--from=hf:s3://b/x", "--to=a"]),
     "convert --to": (convert, ["--from=a", "--to=s3://b/x"]),
-    "convert --average": (convert, ["--average=a,s3://b/x", "--to=a"]),
+    "convert --average": (convert, ["--average=a,az://b/x", "--to=a"]),
     "launch --log-dir": (launch, ["--processes=1", "--log-dir=s3://b/x", "--", "true"]),
     "launch --beats": (launch, ["--processes=1", "--beats=s3://b/x", "--", "true"]),
     "report": (report, ["s3://b/x"]),
     "doctor": (doctor, ["--run-dir=s3://b/x"]),
     "plan": (plan, [*TRAIN, "--json=s3://b/x"]),
-    "inspect": (inspect, ["s3://b/x"]),
+    "inspect": (inspect, ["hdfs://b/x"]),
     "train_vocabulary": (train_vocabulary, ["--input=a", "--output=s3://b/x"]),
 }
 
@@ -129,7 +142,7 @@ DOORS: dict[str, tuple[Any, list[str]]] = {
 def test_front_doors_refuse_them_and_create_nothing(door: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     module, argv = DOORS[door]
-    with pytest.raises(UserError, match="s3://b/x is a URL, but only files and folders of a file system") as caught:
+    with pytest.raises(UserError, match=r"\w+://b/x is a URL, but only files and folders of a file system") as caught:
         module.main(argv)
     assert caught.value.code == 2 and not list(tmp_path.iterdir())
 

@@ -87,6 +87,7 @@ class LocalCheckpoints(BackgroundSaves):
         self.store = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
         self.peers.check(self.store.prepare)
         self.folder = self.store.process_folder
+        self.run = str(self.folder.parent)
         self._serving = threading.Lock()
         self.served: dict[str, LocalSet] = {}
         """The sets that this process owns, by their ids."""

@@ -22,6 +22,7 @@ from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.zarr_reader import OBSERVED, WEIGHTS, StoredArrays
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.config.files import ROOT, Source, assembled
 from megajax.config.hints import listed
 from megajax.config.yaml_and_json import read_yaml
@@ -39,12 +40,13 @@ from megajax.layers.param import ParamSpec
 from megajax.mesh.processes.peers import Peers
 from megajax.pipeline.partition import row_order
 from megajax.storage.atomic_folders import new_folder
+from megajax.storage.folders import Folder
 
 
 class StepWeights:
     """A `WeightSource` of a step: its weights and observations, by path."""
 
-    def __init__(self, step: Path, declared: Mapping[str, ParamSpec], chunks: Sequence[range] = ()):
+    def __init__(self, step: Folder, declared: Mapping[str, ParamSpec], chunks: Sequence[range] = ()):
         """declared: specs of the model on one device. chunks: layers of each stored chunk; (): in natural order.
 
         Raises UserError for weights that the step lacks, and if it is damaged.
@@ -130,8 +132,8 @@ class RunModel:
     run: Path
     """The run's folder, or the one that holds the checkpoints."""
     step: int
-    path: Path
-    """Folder of the step."""
+    path: Folder
+    """Files of the step."""
     meta: Meta
     trusted: bool = False
     """Whether its config may name code that is not of MegaJAX."""
@@ -161,7 +163,9 @@ def open_step(path: Path, step: int | None = None, *, trusted: bool = False, sin
     trusted: whether its config may name code that is not of MegaJAX, which is imported then. single: whether
     only this process opens it; else all do, together. Raises UserError if the step does not exist or is damaged.
     """
-    if not path.exists() and path.name.isdigit() and step is None:  # RUN/100: short for RUN/checkpoints/00000100
+    if (
+        store_url(path) is None and not path.exists() and path.name.isdigit() and step is None
+    ):  # RUN/100: short for RUN/checkpoints/00000100
         path, step = path.parent, int(path.name)
     reader, path_step = open_checkpoints(path, peers=Peers(single=True) if single else None)
     step = path_step if step is None else step
