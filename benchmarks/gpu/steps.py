@@ -162,6 +162,13 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
         _kernels("grouped", 120),
         _kernels("state_space", 60),
     ),
+    "recipes": (
+        _kernels("recipes", 90),
+        *(
+            _mfu(f"llama_3b_4096_{name.lower()}", 115, "llama_3b", shared=(f"--precision.matmul={name}",))
+            for name in ("Fp8Delayed", "Fp8Blocks", "Mxfp8", "Nvfp4")
+        ),
+    ),
 }
 """The most important steps first. Three calls fit into the 30 minutes of a lent machine."""
 

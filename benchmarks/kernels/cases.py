@@ -1,5 +1,7 @@
 """Cases of norms, matmuls, grouped matmuls and state-space layers: real sizes for GPUs, tiny ones for CPUs."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,9 +19,15 @@ from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.precision.config import Fp8CurrentConfig
+from megajax.precision.block_recipes import BlockKernel
+from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.precision.fp8 import OLDEST, PerTensor
 from megajax.precision.matmul import RoundedMatmul
+from megajax.precision.recipes import FIRST_WITH_BLOCKS, RECIPES
+
+SAME_NUMBERS = 5e-3
+"""Relative error of a product of the same rounded numbers: only the result is rounded to bfloat16, and one code in
+another place would be seen."""
 
 
 def layer_settings(hidden: int, **more: bool) -> LayerSettings:
@@ -81,6 +89,29 @@ def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
         moved=(arrays, 3 * arrays),
         fp8=fp8,
     )
+
+
+def recipes(on_gpu: bool, device: Device) -> list[Case]:
+    """A matmul of a Llama-3 8B layer by each recipe, by the device's kernel, against the same numbers in bfloat16."""
+    capability = device.capability or ()
+    kernel: BlockKernel = "cudnn" if capability >= FIRST_WITH_BLOCKS else "reference"
+    cases = [_matmul((8192, 4096, 14336) if on_gpu else (64, 128, 96), fp8=False)]
+    for kind, make in RECIPES.items():
+        # Scales of previous steps change no operation.
+        if kind is not Fp8DelayedConfig and (not on_gpu or capability >= OLDEST):
+            call, plain = (
+                partial(RoundedMatmul(make(kind(), name, 1.0)), "ti,io->to") for name in (kernel, "reference")
+            )
+            name = f"matmul, {kind.__name__.removesuffix('Config')}"
+            cases.append(
+                replace(cases[0], name=name, call=call, reference=_of_bfloat16(plain), fp8=True, tolerance=SAME_NUMBERS)
+            )
+    return cases
+
+
+def _of_bfloat16(call: Callable[..., Array]) -> Callable[..., Array]:
+    """The function of float32 arrays that computes in bfloat16."""
+    return lambda *arrays: call(*(array.astype(jnp.bfloat16) for array in arrays))
 
 
 def grouped(on_gpu: bool, device: Device) -> list[Case]:

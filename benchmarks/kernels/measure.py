@@ -25,6 +25,7 @@ PARTS = {
     "loss": "benchmarks.kernels.loss:table",
     "norm": "benchmarks.kernels.cases:norm",
     "matmul": "benchmarks.kernels.cases:matmul",
+    "recipes": "benchmarks.kernels.cases:recipes",
     "grouped": "benchmarks.kernels.cases:grouped",
     "state_space": "benchmarks.kernels.cases:state_space",
 }
@@ -48,6 +49,8 @@ class Case:
     """Minimum bytes of device memory."""
     fp8: bool = False
     """Whether it multiplies in 8 bits, which have another peak and another tolerance."""
+    tolerance: float | None = None
+    """Relative error; None: that of its dtype."""
     slices: int | None = None
     """For attention, the number of key-value heads: the reference computes one row and one of them at a time."""
     report: str | None = None
@@ -172,7 +175,8 @@ def measure(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
             "share_of_floor": None if floor is None else floor / statistics.median,
             "temporary_bytes": ready[name].memory_analysis().temp_size_in_bytes,
         }
-    right = all(error <= (TOLERANCE_FP8 if case.fp8 else TOLERANCE) for error in errors)
+    tolerance = case.tolerance or (TOLERANCE_FP8 if case.fp8 else TOLERANCE)
+    right = all(error <= tolerance for error in errors)
     return {"name": case.name, "sizes": case.sizes, "errors": errors, **verdict(case, right=right), **passes}
 
 

@@ -14,18 +14,23 @@ from megajax.mesh.rules import LogicalAxes
 from megajax.precision import fp8
 from megajax.precision.codebooks import DoubleScales, NormalFloat
 from megajax.precision.matmul import Letters
-from megajax.precision.quantization import Channels, Form, FourBits, Groups, Integers, largest, rounded
+from megajax.precision.quantization import Channels, FourBits, Groups, Integers, largest, rounded
+from megajax.precision.stored_blocks import FORMATS, StoredBlocks
 
 ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
 """Path suffixes of a quantized matrix's leaves: quantized values, scales, factors on inputs, and the expected largest
 magnitude of inputs."""
 DIFFERENCE, MEAN = ".scale_difference", ".scale_mean"
 """Of scales that are quantized themselves: see `DoubleScales`."""
-BESIDE = (SCALE, DIFFERENCE, MEAN, FACTOR, AMAX)
+WHOLE = ".scale_whole"
+"""Scales of whole matrices: see `StoredBlocks`."""
+BESIDE = (SCALE, DIFFERENCE, MEAN, WHOLE, FACTOR, AMAX)
 """The suffixes of leaves beside the values."""
 E4M3 = "float8_e4m3fn"
 
 type Leaves = Mapping[str, Array]
+type Form = Channels | Groups | StoredBlocks
+"""How a matrix is stored. All have the same methods."""
 
 
 class Product(Protocol):
@@ -62,8 +67,10 @@ class Quantized:
         numbers, dtype = form.stored(shape)
         leaves = {
             ARRAY: (numbers, axes, dtype),
-            SCALE: (*form.scales(shape, axes), "uint8" if self.double else "float32"),
+            SCALE: (*form.scales(shape, axes), "uint8" if self.double else form.scale_dtype),
         }
+        if (whole := form.whole(shape, axes)) is not None:
+            leaves[WHOLE] = (*whole, "float32")
         if self.double:
             of_outputs = Channels("int8", form.inputs, form.outputs).scales(shape, axes)
             leaves |= {DIFFERENCE: (*of_outputs, "float32"), MEAN: (*of_outputs, "float32")}
@@ -82,9 +89,9 @@ class Quantized:
             w = w.astype(jnp.float32) / self._along_inputs(factor)
         if amax is not None:
             leaves[AMAX] = amax
-        values, scale = self.form.quantized(w)
+        values, scale, *whole = self.form.quantized(w)
         if not self.double:
-            return {ARRAY: values, SCALE: scale, **leaves}
+            return {ARRAY: values, SCALE: scale, **dict(zip((WHOLE,), whole, strict=False)), **leaves}
         scales = DoubleScales().quantized(scale, self._inputs(w.ndim))
         return {ARRAY: values, **dict(zip((SCALE, DIFFERENCE, MEAN), scales, strict=True)), **leaves}
 
@@ -133,7 +140,7 @@ class Quantized:
         scale = leaves[SCALE]
         if self.double:
             scale = DoubleScales().dequantized(scale, leaves[DIFFERENCE], leaves[MEAN], self._inputs(scale.ndim))
-        return self.form.dequantized(leaves[ARRAY], scale)
+        return self.form.dequantized(leaves[ARRAY], scale, *(leaves[end] for end in (WHOLE,) if end in leaves))
 
     def _inputs(self, ndim: int) -> tuple[int, ...]:
         """The dimensions of inputs of an array like the matrix."""
@@ -155,6 +162,8 @@ FOUR_BITS: Mapping[str, FourBits] = {"int4": Integers(), "nf4": NormalFloat()}
 
 def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
     """The storage format that the config calls `weights`."""
+    if weights in FORMATS:
+        return StoredBlocks(weights, inputs, outputs)
     if weights in FOUR_BITS:
         return Groups(group, inputs, outputs, FOUR_BITS[weights])
     return Channels("int8" if weights == "int8" else E4M3, inputs, outputs)

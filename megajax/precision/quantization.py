@@ -5,7 +5,7 @@ product, then its output dimensions. Inputs and outputs may have several dimensi
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -22,6 +22,11 @@ class Channels:
     dtype: Literal["int8", "float8_e4m3fn"]
     inputs: int
     outputs: int
+
+    scale_dtype: ClassVar[str] = "float32"
+
+    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
+        """Shape and axes of the scales of whole matrices; None: there are none."""
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         """Why a matrix of this shape can't be stored in this form; "" if it can."""
@@ -103,6 +108,10 @@ class Groups:
     inputs: int
     outputs: int
     values: FourBits = Integers()
+    scale_dtype: ClassVar[str] = "float32"
+
+    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
+        """There are none."""
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         size = shape[self._axis(len(shape))]
@@ -142,10 +151,6 @@ class Groups:
     def _grouped(self, w: Array, groups: int) -> Array:
         axis = self._axis(w.ndim)
         return w.reshape(*w.shape[:axis], groups, -1, *w.shape[axis + 1 :])
-
-
-type Form = Channels | Groups
-"""How a matrix is stored. Both have the same methods."""
 
 
 def pack(values: Array, axis: int) -> Array:

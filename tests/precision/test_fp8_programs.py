@@ -103,7 +103,8 @@ def test_blocks_are_multiplied_by_blackwell_on_layouts(recipe: MatmulConfig, par
     programs = Program.read(plan.text).computations.values()
     targets = Counter(op.target for computation in programs for op in computation.values())
     products = targets["__cudnn$blockScaledDot"]
-    assert products and products % (3 * LLAMA) == 0, targets
+    # A loop may be split, and a pipeline has phases.
+    assert products >= 3 * LLAMA and products % LLAMA == 0, targets
 
 
 def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:

@@ -1,5 +1,6 @@
 """Rounding of matrices to 8 and 4 bits, against closed forms, and products with the stored matrices."""
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from megajax.layers.quantized import Quantized, form_of
+from megajax.precision.blocks import dequantize, quantize
 from megajax.precision.quantization import Channels, Groups, largest, pack, rounded, unpack
+from megajax.precision.stored_blocks import FORMATS
 
 EQUATIONS = {
     "bsd,dnh->bsnh": ((2, 3, 16), (16, 4, 6), 1),
@@ -133,3 +136,27 @@ def test_bytes_of_a_matrix() -> None:
     assert form_of("int4", 128, 1, 1).misfit((100, 3)) == ""
     assert form_of("int4", 128, 1, 1).misfit((200, 3)) == "200 inputs are not a multiple of the group, 128"
     assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and two are packed into a byte"
+
+
+@pytest.mark.parametrize(("weights", "block", "width"), [("mxfp8", 32, 1 + 1 / 32), ("nvfp4", 16, 0.5 + 1 / 16)])
+def test_weights_in_blocks_are_those_of_the_recipe(weights: str, block: int, width: float) -> None:
+    """Two layers of matrices of 96 inputs and 4 x 5 outputs: codes, scales and bytes, and NaN for an infinity."""
+    form, w = form_of(weights, 0, 1, 2), draw(2, 96, 4, 5)
+    w[0, 3, 1, 2] = np.inf
+    quantized = Quantized(form)
+    leaves = jax.jit(quantized.quantized)(w)
+    axes = ("layer", "embed", "heads", None)
+    declared = quantized.declared(w.shape, axes)
+    assert {end: (leaf.shape, leaf.dtype.name) for end, leaf in leaves.items()} == {
+        end: (shape, dtype) for end, (shape, _, dtype) in declared.items()
+    }
+    sizes = {end: prod(shape) * jnp.dtype(dtype).itemsize for end, (shape, _, dtype) in declared.items()}
+    assert sum(sizes.values()) - sizes.get(".scale_whole", 0) == width * w.size
+    rows = np.moveaxis(w[1], 0, -1)
+    blocks = jax.jit(partial(quantize, form=FORMATS[weights]))(rows)
+    whole = 1 if blocks.whole is None else blocks.whole
+    expected = dequantize(blocks, FORMATS[weights], jnp.dtype(jnp.float32)) * whole
+    np.testing.assert_array_equal(quantized.whole(leaves)[1], np.moveaxis(np.asarray(expected), -1, 0))
+    bad = np.isnan(quantized.whole(leaves)[0])
+    assert bad[:block, 1, 2].all() and (weights == "nvfp4" or bad.sum() == block)
+    assert form.misfit((2, 100, 4, 5)) == f"100 inputs are not a multiple of the block, {block}"

@@ -1,0 +1,74 @@
+"""Weights stored in the blocks of MXFP8 and NVFP4: see `blocks`. Blocks lie along the last dimension of the inputs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.mesh.rules import LogicalAxes
+from megajax.precision.blocks import Blocks, Format, dequantize, quantize, visible, whole_scale
+from megajax.precision.quantization import pack, unpack
+
+FORMATS = {"mxfp8": Format("e4m3", 32, "power_of_two", "up"), "nvfp4": Format("e2m1", 16, "nvfp4")}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Codes, and bits of scales; with NVFP4 also a float32 scale for each layer's, or expert's, matrix."""
+
+    weights: str
+    """A key of FORMATS."""
+    inputs: int
+    outputs: int
+    scale_dtype: ClassVar[str] = "uint8"
+
+    @property
+    def form(self) -> Format:
+        return FORMATS[self.weights]
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        size = shape[len(shape) - self.outputs - 1]
+        return f"{size} inputs are not a multiple of the block, {self.form.size}" if size % self.form.size else ""
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """Two numbers of NVFP4 are in a byte."""
+        return (self._divided(shape, 2), "uint8") if self.weights == "nvfp4" else (shape, "float8_e4m3fn")
+
+    def scales(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes]:
+        whole_at_rest = tuple(None if name == "embed" else name for name in axes)
+        return self._divided(shape, self.form.size), whole_at_rest
+
+    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes] | None:
+        """Shape and axes of the scales of whole matrices; None: there are none."""
+        first = len(shape) - self.outputs - self.inputs
+        return (shape[:first], axes[:first]) if self.weights == "nvfp4" else None
+
+    def quantized(self, w: Array) -> tuple[Array, ...]:
+        """A float matrix -> codes, scales, and with NVFP4 the scale of the whole matrix."""
+        axis = w.ndim - self.outputs - 1
+        matrix, first = visible(jnp.moveaxis(w.astype(jnp.float32), axis, -1)), w.ndim - self.outputs - self.inputs
+        whole = None
+        if self.weights == "nvfp4":
+            amax = jnp.abs(w).max(tuple(range(first, w.ndim))).astype(jnp.float32)
+            whole = whole_scale(amax, self.form)
+        spread = None if whole is None else whole.reshape(*whole.shape, *[1] * (w.ndim - first))
+        codes, scales, _ = quantize(matrix, self.form, whole=spread)
+        codes, bits = (jnp.moveaxis(part, -1, axis) for part in (codes, lax.bitcast_convert_type(scales, jnp.uint8)))
+        if whole is None:
+            return codes, bits
+        return pack(lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.int8), axis), bits, whole
+
+    def dequantized(self, values: Array, scale: Array, whole: Array | None = None) -> Array:
+        """The matrix in float32."""
+        axis = values.ndim - self.outputs - 1
+        if whole is not None:
+            values = lax.bitcast_convert_type((unpack(values, axis) & 15).astype(jnp.uint4), jnp.float4_e2m1fn)
+        kind = jnp.float8_e4m3fn if self.weights == "nvfp4" else jnp.float8_e8m0fnu
+        codes, scales = (jnp.moveaxis(part, axis, -1) for part in (values, lax.bitcast_convert_type(scale, kind)))
+        wide = jnp.moveaxis(dequantize(Blocks(codes, scales), self.form, jnp.dtype(jnp.float32)), -1, axis)
+        return wide if whole is None else wide * whole.reshape(*whole.shape, *[1] * (wide.ndim - whole.ndim))
+
+    def _divided(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
+        axis = len(shape) - self.outputs - 1
+        return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
