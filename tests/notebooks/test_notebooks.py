@@ -16,9 +16,13 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-PICTURES = {"first_mesh": 0, "own_text": 1}
+PICTURES = {"first_mesh": 0, "lora": 0, "own_text": 1}
 """Number of stored pictures."""
-SHOWN = {"first_mesh": ("largest difference: ", "layers 0"), "own_text": ("step  300: loss ", "The statement ")}
+SHOWN = {
+    "first_mesh": ("largest difference: ", "layers 0"),
+    "lora": ("adapter_model.safetensors", "runs/adapted:", "81,920"),
+    "own_text": ("step  300: loss ", "The statement "),
+}
 """Texts of stored outputs."""
 LIMIT_SECONDS = 1700
 """Of a cell: on a busy machine training takes many times what it takes on an idle one."""
@@ -132,3 +136,18 @@ def test_first_mesh_runs(tmp_path, update):
     assert "fsdp        (2, 16, 64)     (2, 16, 64)     (2, 16, 64)     (2, 64, 64)" in text
     assert "largest difference: " in text, "the notebook itself compares the losses"
     assert shown[-1].startswith("12 weights on 8 devices (pipeline 2, data 2, tensor 2), fsdp\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS)
+def test_lora_learns_english(tmp_path, update):
+    shown = executed("lora", tmp_path, update=update)
+    base, adapted = (
+        [float(loss) for loss in re.findall(r"validation loss at iteration \d+ \| lm loss value: (\S+) ", text)]
+        for text in (shown[2], shown[4])
+    )
+    assert base[-1] < 3.0 and adapted[-1] < adapted[0]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
