@@ -43,6 +43,7 @@ from megajax.data.rows.config import CyclicConfig as CyclicConfig
 from megajax.data.rows.config import LoaderConfig as LoaderConfig
 from megajax.data.rows.splits import Rows as Rows
 from megajax.data.rows.splits import Splits as Splits
+from megajax.data.streams.config import StreamConfig as StreamConfig
 from megajax.data.text.config import BlendConfig as BlendConfig
 from megajax.data.text.config import FillInMiddleConfig as FillInMiddleConfig
 from megajax.data.text.config import MockConfig as MockConfig

@@ -29,6 +29,10 @@ def equal(a, b) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
 
 
+RARE = ("shorter", "longer", "missing")
+"""Damages that the slow suite has."""
+
+
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def bucket(request, tmp_path_factory):
     """s3://bucket or gs://bucket, for all tests of this file."""
@@ -80,7 +84,9 @@ def test_a_run_saves_resumes_and_retires_steps(bucket: str, tmp_path: Path) -> N
         CheckpointConfig(store=Path(f"{bucket}/c")).build(tmp_path / "other")
 
 
-@pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "missing", "manifest"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "manifest", *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)]
+)
 def test_a_damaged_step_is_set_aside_and_the_one_before_used(bucket: str, tmp_path: Path, damage: str, capfd) -> None:
     url = f"{bucket}/{damage}"
     with manager(tmp_path, url) as saving:
@@ -106,6 +112,7 @@ def stored_names(url: str) -> list[str]:
     return open_store(f"{url}/checkpoints/committed").names()
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_until_its_lease_ends(bucket: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(stored_steps, "LEASE_SECONDS", 0.5)
     store = open_store(f"{bucket}/lease/checkpoints")
@@ -131,6 +138,7 @@ def test_another_run_is_refused_until_its_lease_ends(bucket: str, tmp_path: Path
     assert stored_names(f"{bucket}/lease") == ["00000001"]
 
 
+@pytest.mark.slow
 def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_path: Path, monkeypatch) -> None:
     with manager(tmp_path, f"{bucket}/faults") as saving:
         saving.save(1, STATE)

@@ -99,6 +99,7 @@ def drafted() -> tuple[list[Client], Statistics]:
 type Answers = tuple[list[Client], Statistics]
 
 
+@pytest.mark.slow
 def test_a_smaller_model_drafts_and_the_answers_stay(plain: Answers, drafted: Answers) -> None:
     clients, counts = drafted
     compare(plain[0], clients)

@@ -154,12 +154,12 @@ def test_a_signal_with_a_handler():
 
 def test_checkpoints_count_from_the_beats_and_from_the_run_folder(gang, tmp_path):
     run = tmp_path / "run"
-    for name in ("5", "10.saving", "15.damaged", "notes"):
+    for name in ("00000005", "00000010.saving", "00000015.damaged", "notes"):
         (run / "checkpoints" / name).mkdir(parents=True)
     gang.beat(0, run_dir=str(run))
     gang.after(1.0)
     assert (gang.watch.run_dir, gang.watch.baseline, gang.watch.committed()) == (run, 5, 5)
-    (run / "checkpoints" / "10").mkdir()
+    (run / "checkpoints" / "00000010").mkdir()
     assert (gang.watch.baseline, gang.watch.committed()) == (5, 10)
     gang.beat(1, run_dir=str(run), committed=12)  # on a local disk
     gang.after(1.0)

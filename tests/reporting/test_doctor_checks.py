@@ -201,6 +201,7 @@ def test_installation(
     check(gpus.installation(machine()), status, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [device_trial.matmul, device_trial.attention, device_trial.grouped])
 def test_wrong_results_fail(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_trial, "relative_error", lambda result, expected: 0.3)

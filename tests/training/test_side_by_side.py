@@ -21,6 +21,7 @@ from megajax.training.program import Program
 TENSOR = ParallelConfig(data=2, tensor=2, context=2, sequence=True, data_sharding="zero1")
 
 
+@pytest.mark.slow
 def test_two_at_a_time_have_the_numbers_of_one() -> None:
     program = build_program(llama(), TENSOR, microbatches=4)
     two = Program.of(program.cfg.but(batch=replace(program.cfg.batch, side_by_side=2)), program.mesh)
