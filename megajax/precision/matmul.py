@@ -160,7 +160,7 @@ class RoundedMatmul:
         columns of rows or matrices, in an island.
         """
         letters = Letters("tk", "ekn", "etn")
-        self._refuse_odd_sides("tk,ekn->tn", letters, x, w)
+        self._refuse_odd_sides("tk,ekn->tn", letters, x, w, groups="e")
         way = _Grouped(kernel(self.recipe.exact.name))
         return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes))
 
@@ -173,12 +173,13 @@ class RoundedMatmul:
             for name, declared in self.recipe.beside().items()
         }
 
-    def _refuse_odd_sides(self, equation: str, letters: Letters, x: Array, w: Array) -> None:
+    def _refuse_odd_sides(self, equation: str, letters: Letters, x: Array, w: Array, groups: str = "") -> None:
+        """groups: the letter of the matrices of a grouped product."""
         multiple, sides = self.recipe.multiple, {"in": 1, "out": 1}
         for letter, size in zip(letters.second, w.shape, strict=True):
             if letter not in letters.out:
                 sides["in"] *= size
-            elif letter not in (*letters.first, "e"):
+            elif letter not in (*letters.first, *groups):
                 sides["out"] *= size
         odd = [f"{size} {name}" for name, size in sides.items() if size % multiple]
         if odd:

@@ -200,6 +200,7 @@ def test_a_layout_multiplies_by_its_recipe() -> None:
     plain, small = (layout.dot("bsd,df->bsf", x, w, *axes) for layout in (Layout(plan), Layout(plan, CURRENT)))
     np.testing.assert_array_equal(plain, jnp.einsum("bsd,df->bsf", x, w))
     assert np.abs(plain - small).max() > 1e-3
+    np.testing.assert_array_equal(Layout(plan, CURRENT).dot("bsd,de->bse", x, w, *axes), small)
     assert hash(Layout(plan, CURRENT)) == hash(Layout(plan, CURRENT))
 
 
