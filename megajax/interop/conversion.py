@@ -19,7 +19,7 @@ from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, 
 from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.formats import FORMATS, Reading, format_of, open_stored, split_name
-from megajax.interop.origin import without_adapters
+from megajax.interop.origin import without_adapters, without_teacher
 from megajax.interop.peft.folder import MergedWeights
 from megajax.interop.runs.format import mean_of, open_step
 from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredModel
@@ -48,8 +48,8 @@ def open_source(
     else:
         stored = open_stored(name, reading)
     stored.demand_fit()
-    if (student := getattr(stored.model, "student", None)) is not None:
-        stored = stored.derived(student(), stored.weights)
+    if (student := without_teacher(stored.model)) is not stored.model:
+        stored = stored.derived(student, stored.weights)
     if not merge:
         return stored
     if getattr(stored.model, "lora", None) is None:

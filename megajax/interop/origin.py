@@ -169,7 +169,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
         copies = run_folder(origin.run) / TOKENIZER
         template = folder_template(tokenizer_folder(cfg.tokenizer) if template is None else copies) or template
     config = root(
-        model=without_adapters(cfg.model),
+        model=without_teacher(without_adapters(cfg.model)),
         tokenizer=cfg.tokenizer,
         inference=InferenceConfig(
             compute=cfg.precision.compute, template=template, image_fit=getattr(cfg.data, "fit", "crop")
@@ -197,6 +197,12 @@ def folder_config[C: GenerationConfig](folder: Path, root: type[C], ignore: Sequ
 def without_adapters(model: Any) -> Any:
     """The config of a model whose adapters are merged into its weights, which are dequantized for that."""
     return model if getattr(model, "lora", None) is None else replace(model, lora=None, quantization=None)
+
+
+def without_teacher(model: Any) -> Any:
+    """The config of the student of a model that was trained beside its teacher; other models as they are."""
+    student = getattr(model, "student", None)
+    return model if student is None else student()
 
 
 def tokenizer_folder(tokenizer: Any) -> Path | None:

@@ -117,7 +117,8 @@ def itself() -> ModelDevice:
     return device_of(model, layers_apart(model))
 
 
-@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), DRAFTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [1, DRAFTS])
 def test_all_drafts_of_the_model_itself_are_accepted(
     itself: ModelDevice, plain_device: ModelDevice, drafts: int
 ) -> None:

@@ -85,6 +85,7 @@ def device(predicting: LoadedModel) -> ModelDevice:
     return device_of(predicting, blocks=16)
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_trainers_head(predicting: LoadedModel, device: ModelDevice) -> None:
     """By the whole text: the head over all tokens, and over its own states for the tokens of a draft.
 

@@ -16,6 +16,8 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.data.text.config import BlendConfig, TeacherFilesConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.faults.config import ResilienceConfig
+from megajax.inference.config import GenerationConfig
+from megajax.interop.origin import Origin, generation_config
 from megajax.job.job import train
 from megajax.models.distilled.config import TopKDistillationConfig, with_stored_teacher, with_teacher
 from megajax.models.presets.llama import llama3
@@ -67,6 +69,16 @@ def test_a_run_beside_its_teacher_exports_the_student_alone(folder: Path) -> Non
     assert tensors.keys() == alone.keys() and not any("teacher" in name for name in tensors)
     assert tensors["model.embed_tokens.weight"].shape == (257, STUDENT.hidden)
     assert alone["model.embed_tokens.weight"].shape == (257, TEACHER.hidden)
+    served = generation_config(Origin(run=folder / "beside"), GenerationConfig).base.model
+    assert served == model.student() and not hasattr(served, "teacher")
+    words = ["--prompt=ab", "--max-tokens=8", "--temperature=0"]
+    answers = [
+        subprocess.run(
+            [sys.executable, "-m", "megajax.generate", place, *words], cwd=REPOSITORY, check=True, capture_output=True
+        ).stdout
+        for place in (f"--run={folder / 'beside'}", f"--hf={folder / 'beside_hf'}")
+    ]
+    assert answers[0] == answers[1] != b""
 
 
 def test_a_stored_teacher_is_read_and_a_stopped_run_goes_on(folder: Path) -> None:
@@ -79,3 +91,16 @@ def test_a_stored_teacher_is_read_and_a_stopped_run_goes_on(folder: Path) -> Non
     assert train(config(folder, "stopped", model)) == 0
     assert losses(folder / "stopped") == losses(folder / "whole")
     assert "model.embed_tokens.weight" in exported(folder, "whole")
+
+
+def test_two_processes_write_the_files_of_one(folder: Path) -> None:
+    files = []
+    for name, launcher in (("one", ()), ("two", ("launch", "--processes=2", "--", "python", "-m", "megajax.evaluate"))):
+        task = f"--tasks=teacher:{folder / 'text'}:k=8:folder={folder / name}"
+        words = [f"--run={folder / 'teacher'}", task, "--devices=cpu:1", "--parallel.data=none"]
+        words.append(f"--output={folder / f'{name}_output'}")
+        command(*(launcher or ("evaluate",)), *words)
+        files.append(np.fromfile(folder / name / "text.teacher", "<i4").reshape(-1, 17))
+    np.testing.assert_array_equal(files[0][:, :8], files[1][:, :8])
+    log_p = [np.ascontiguousarray(words[:, 8:]).view("<f4") for words in files]
+    np.testing.assert_allclose(log_p[0], log_p[1], rtol=0, atol=1e-5)

@@ -78,6 +78,7 @@ def test_a_resume_is_exact_in_each_recipe(recipe: MatmulConfig, tmp_path: Path) 
     assert after[1] == pytest.approx(after[0], abs=1e-2)
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_rounded_matrix_are_not_rounded() -> None:
     """Its product and gradients are those of the matrix in the recipe and of the adapter in float32, added."""
     matmul, rng = RoundedMatmul(nvfp4(Nvfp4Config(stochastic=False))), np.random.default_rng(0)

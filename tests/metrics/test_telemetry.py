@@ -139,6 +139,7 @@ def test_the_board_shows_only_metrics_that_exist(tmp_path, step):
     assert shown and shown <= exported
 
 
+@pytest.mark.slow
 def test_an_unreachable_collector_is_told_once_and_a_taken_port_before_files(tmp_path, step, capfd, monkeypatch):
     pytest.importorskip("opentelemetry.exporter.prometheus")
     monkeypatch.setattr("megajax.metrics.telemetry.EXPORT_SECONDS", 3)

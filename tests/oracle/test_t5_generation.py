@@ -25,6 +25,7 @@ from megajax.interop.origin import Origin, generation_config
 CHUNK = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(folders(lambda kind: kind in ("t5", "mt5"))))
 def test_checkpoint(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
