@@ -17,7 +17,7 @@ from megajax.data.preprocessing.options import Preprocessing
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.text.indexed_dataset import index_path, tokens_path
 from megajax.launch import main
-from megajax.launcher.ray_processes import RemoteProcess
+from megajax.launcher.ray_processes import Place, RayProcesses, RemoteProcess
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 SETTINGS = {
@@ -109,6 +109,18 @@ def test_a_remote_process_gives_its_output_and_ends_by_signals(tmp_path):
     assert wait_until(lambda: reads[-1][1] is not None or reads.append(remote.read()))
     assert reads[-1] == ([], -signal.SIGTERM)
     assert "No such file" in RemoteProcess().start([str(tmp_path / "missing")], {}, str(tmp_path))
+
+
+@pytest.mark.parametrize(("gpus", "cpu_devices"), [((("0",), ("1",), ("0",)), None), (((), (), ()), "3")])
+def test_numbers_of_processes_on_machines_with_gpus_and_without(gpus, cpu_devices):
+    """Ray shows each process its own GPUs; without GPUs, each has the CPU devices that were asked for."""
+    processes = object.__new__(RayProcesses)
+    processes._devices = 3
+    processes.places = [Place(node, "10.0.0.1", own) for node, own in zip("aab", gpus, strict=True)]
+    numbers = [processes._numbers(index) for index in range(3)]
+    names = ("MEGAJAX_PROCESS_ID", "MEGAJAX_LOCAL_RANK", "MEGAJAX_LOCAL_PROCESSES")
+    assert [[each[name] for name in names] for each in numbers] == [["0", "0", "2"], ["1", "1", "2"], ["2", "0", "1"]]
+    assert {each.get("JAX_NUM_CPU_DEVICES") for each in numbers} == {cpu_devices}
 
 
 @pytest.mark.parametrize(
