@@ -41,6 +41,10 @@ class Service:
         with self._changed:
             return [(key, value) for key, value in self._values.items() if key.startswith(folder)]
 
+    def key_value_delete(self, folder: str) -> None:
+        with self._changed:
+            self._values = {key: value for key, value in self._values.items() if not key.startswith(folder)}
+
     def wait_at_barrier(self, name: str, milliseconds: int) -> None:
         with self._changed:
             arrived = self._barriers.setdefault(name, set())

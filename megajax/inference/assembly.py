@@ -66,11 +66,13 @@ def make_engine(
     queue: int,
     answer_start: tuple[int, ...] = (),
     draft: Draft | None = None,
+    each_process: bool = False,
 ) -> Engine:
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: `config.drafts` does. Raises
+    requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: `config.drafts` does;
+    each_process: all processes have such an engine and give it the same requests, instead of one that leads. Raises
     UserError if there is no memory for the cache, if a layer cannot take back the tokens of a draft, and for drafts by
     heads that the model lacks.
     """
@@ -120,8 +122,8 @@ def make_engine(
         guide=guides,
         adapters=adapters,
         look_ahead=config.look_ahead,
-        # The other processes would keep theirs.
-        weights=None if model.mesh.is_multi_process else ModelWeights(programs),
+        # Processes that follow would keep theirs.
+        weights=ModelWeights(programs) if each_process or not model.mesh.is_multi_process else None,
         drafter=EarlierText if drafting is None else drafting.drafter,
     )
 
@@ -265,9 +267,9 @@ class RunSettings(Protocol):
     def precision(self) -> PrecisionConfig: ...
 
 
-def engine_refusal(model: ModelConfig, mesh: Mesh) -> str | None:
-    """Why no engine can use the weights of a model on this mesh; None if one can."""
-    if jax.process_count() > 1:
+def engine_refusal(model: ModelConfig, mesh: Mesh, *, each_process: bool = False) -> str | None:
+    """Why no engine can use the weights of a model on this mesh; None if one can. each_process: as in `make_engine`."""
+    if jax.process_count() > 1 and not each_process:
         return f"the run has {jax.process_count()} processes, an engine has one"
     if axes := [f"{name}={mesh.shape[name]}" for name in ("pipeline", "context") if mesh.shape[name] > 1]:
         return f"the mesh has {' and '.join(axes)}, an engine shards over data, expert and tensor only"
@@ -292,7 +294,8 @@ def engine_of_run(
     parallel: ParallelConfig | None = None,
 ) -> Engine:
     """An engine for a mesh without `engine_refusal`, with the weights of a run that goes on training: `Engine.refit`
-    gives it those of later steps, without a file and without compiling.
+    gives it those of later steps, without a file and without compiling. Several processes each have an engine, which
+    takes the same steps as long as all call the same methods with equal requests that have seeds.
 
     arrays: weights and observations of a training state; options: compiler options; config: its compute dtype is the
     run's; parallel: another layout of the same devices for the engine, None: the mesh as it is. The others: as in
@@ -309,4 +312,5 @@ def engine_of_run(
         mesh = build_mesh(parallel, list(mesh.devices.flat))
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
     config = replace(config, compute=cfg.precision.compute)
-    return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue)
+    settings: Any = {"end_tokens": end_tokens, "length": length, "queue": queue}
+    return make_engine(model, config, tokenizer, **settings, each_process=True)

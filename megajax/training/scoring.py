@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.batch import SAMPLE, Loss, Params, Rows
+from megajax.batch import SAMPLE, Batch, Loss, Params, Rows
 from megajax.config.errors import UserError
 from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.models.protocol import demand_causal
@@ -230,15 +230,7 @@ class Scorer:
         if self.stopping():
             raise Stopped
         program, numbers = self.program, np.arange(size[0], dtype=np.uint32)
-        microbatches, shardings = program.mesh.shape["pipeline"], program.batch_shardings
-
-        def arranged(values: np.ndarray, name: str) -> np.ndarray:
-            return program.layout.rows.arranged(values, program.schema[name].batch_axes)
-
-        placed = {
-            name: _placed(arranged(leaf.reshape(microbatches, -1, *leaf.shape[1:]), name), shardings[name])
-            for name, leaf in {SAMPLE: numbers, **batch}.items()
-        }
+        placed = placed_rows(program, {SAMPLE: numbers, **batch}, program.mesh.shape["pipeline"])
         if size not in self._steps:
             self._steps[size] = program.forward_step(head)
         precision = program.cfg.precision.matmul_precision()
@@ -373,6 +365,12 @@ def demand_scores(program: Program) -> None:
         raise UserError(f"{type(program.abstract).__name__} lacks scores(x, labels): see docs/evaluation.md")
 
 
-def _placed(array: np.ndarray, sharding: Any) -> Array:
-    """The array with this sharding; every process has the whole array."""
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+def placed_rows(program: Program, leaves: Mapping[str, np.ndarray], microbatches: int) -> Batch:
+    """Rows [microbatches * B, ...] on the devices, [microbatches, B, ...]; every process has all of them."""
+
+    def placed(name: str, rows: np.ndarray) -> Array:
+        split = rows.reshape(microbatches, -1, *rows.shape[1:])
+        array = program.layout.rows.arranged(split, program.schema[name].batch_axes)
+        return jax.make_array_from_callback(array.shape, program.batch_shardings[name], lambda index: array[index])
+
+    return {name: placed(name, rows) for name, rows in leaves.items()}

@@ -1,14 +1,19 @@
 """Scores of a rollout by the trainer: how its engine differs, and the log-probabilities of the reference model."""
 
+from functools import partial
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
+from megajax.mesh.named_shardings import replicated
+from megajax.mesh.processes.peers import Peers
 from megajax.training.reference import reference_weights
 from megajax.training.scoring import Scorer
 from megajax.tuning.config import RolloutsConfig
@@ -72,7 +77,7 @@ class Reference:
     """The reference model: the weights that the run starts from, or the frozen ones below low-rank adapters."""
 
     def __init__(self, parts: Any):
-        self._parts, self._scorer = parts, scorer_of(parts)
+        self._parts, self._scorer, self._peers = parts, scorer_of(parts), Peers()
         self._weights: Params | None = None
 
     def __call__(self, weights: Params, block: Block, *, new: bool) -> np.ndarray:
@@ -94,16 +99,28 @@ class Reference:
         return Path(self._parts.cfg.run_dir).expanduser() / FILE
 
     def _stored(self, weights: Params) -> Params:
-        if self._path.parent.is_dir():
-            np.savez(self._path, **{path: np.asarray(x) for path, x in weights.items()})  # ty: ignore[invalid-argument-type]
+        """Copies of the weights, which process 0 stores."""
+        whole, arrays = jax.jit(lambda x: x, out_shardings=replicated(self._parts.program.mesh)), dict[str, Any]()
+        for path, x in weights.items():
+            arrays[path] = np.asarray(whole(x)) if self._peers.first else whole(x).shape
+        writes = self._peers.first and self._path.parent.is_dir()
+        self._peers.check((lambda: np.savez(self._path, **arrays)) if writes else lambda: None)
         return {path: jnp.copy(x) for path, x in weights.items()}
 
     def _read(self, weights: Params) -> Params:
-        try:
-            with np.load(self._path, allow_pickle=False) as file:
-                return {path: jax.device_put(file[path].view(x.dtype), x.sharding) for path, x in weights.items()}
-        except (OSError, KeyError, ValueError) as error:
-            raise UserError(
-                f"{self._path}: the run resumes, and the weights of its reference model cannot be read ({error}): put "
-                "the file back, or start a new run"
-            ) from error
+        stored = dict[str, Array]()
+
+        def read() -> None:
+            try:
+                with np.load(self._path, allow_pickle=False) as file:
+                    for path, x in weights.items():
+                        whole = file[path].view(x.dtype)
+                        stored[path] = jax.make_array_from_callback(x.shape, x.sharding, partial(getitem, whole))
+            except (OSError, KeyError, ValueError) as error:
+                raise UserError(
+                    f"{self._path}: the run resumes, and the weights of its reference model cannot be read ({error}): "
+                    "put the file back, or start a new run"
+                ) from error
+
+        self._peers.check(read)
+        return stored

@@ -79,7 +79,7 @@ class RolloutsConfig(Builds):
     on_mismatch: Literal["mask", "stop"] = "mask"
     """Beyond mismatch_limit: the token does not count in the loss, or the run stops."""
     workers: int = 2
-    """Processes that compute rewards."""
+    """Processes that compute rewards, beside each process of the run."""
     reward_seconds: float = 10.0
     """Limit of a reward function's time. A function that takes longer, raises an error, ends its process or returns no
     number is a reward of 0, which is counted; reward_failures.jsonl in the run folder has the first ones."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -48,18 +48,17 @@ class RewardWorkers:
     def __init__(self, functions: Sequence[str], *, workers: int, seconds: float):
         """Raises UserError for functions that can't be loaded."""
         self._command = [sys.executable, "-m", "megajax.tuning.reward_worker", str(seconds), *functions]
+        self._closed = False
         self._seconds, self._workers = seconds, [Worker(self._command) for _ in range(workers)]
         for worker in self._workers:
             if problem := worker.problem():
                 self.close()
                 raise UserError(f"data.rewards: {problem}")
 
-    def __call__(
-        self, tasks: Sequence[Task], progress: Callable[[], None] = lambda: None
-    ) -> tuple[list[float], list[Failure]]:
-        """The reward of each task, 0 where it failed. progress: called several times a second."""
+    def __call__(self, tasks: Sequence[Task]) -> tuple[list[float], list[Failure]]:
+        """The reward of each task, 0 where it failed. Another thread may `close` meanwhile."""
         values, failures, waiting = [0.0] * len(tasks), list[Failure](), deque(range(len(tasks)))
-        while waiting or any(worker.queued for worker in self._workers):
+        while not self._closed and (waiting or any(worker.queued for worker in self._workers)):
             for _, worker in product(range(QUEUED), self._workers):
                 if waiting and worker.takes_more:
                     worker.ask(waiting[0], tasks[waiting[0]])
@@ -75,7 +74,6 @@ class RewardWorkers:
                     number, _ = worker.queued.popleft()
                     failures.append(Failure(number, "took too long", f"longer than {self._seconds:g} s"))
                     self._restart(worker, waiting)
-            progress()
         return values, sorted(failures)
 
     def _restart(self, worker: "Worker", waiting: deque[int]) -> None:
@@ -88,6 +86,7 @@ class RewardWorkers:
 
     def close(self) -> None:
         """End the processes."""
+        self._closed = True
         for worker in self._workers:
             worker.close()
 

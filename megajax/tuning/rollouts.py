@@ -4,11 +4,10 @@ A rollout is a function of the weights, the seed and the number of prompts consu
 rollout samples the same answers again; between the updates of a rollout, a checkpoint has the rows that are left.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,24 +23,17 @@ from megajax.inference.completion import complete
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.sampling_settings import Sampling
 from megajax.kernels.attention.tiles import TILE
+from megajax.mesh.processes.peers import Peers
 from megajax.models.answers.advantages import group_advantages, total_reward
 from megajax.training.check_compiler_options import inference_options
+from megajax.training.scoring import placed_rows
 from megajax.tuning.comparison import Comparison, Reference
-from megajax.tuning.rewards import RewardWorkers, Task
+from megajax.tuning.judging import UNFINISHED, Background, Group, Judge
 from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
 
 WAIT_SECONDS = 0.5
 """Between signs of progress while rewards are awaited."""
-FAILURES_FILE, MOST_FAILURES = "reward_failures.jsonl", 100
-EQUAL, UNFINISHED = "groups with equal rewards", "answers that the engine did not complete"
-
-
-class Group(NamedTuple):
-    """The answers to a prompt, and their rewards [n, F]."""
-
-    answers: list[Answer]
-    rewards: np.ndarray
-    equal: bool
+EQUAL = "groups with equal rewards"
 
 
 class Rollout(NamedTuple):
@@ -119,20 +111,20 @@ class Rollouts:
 
     def __init__(self, source: Any, parts: Any, consumed: int, progress: Callable[[], None]):
         """source: a `PromptSource`. Raises UserError; see `PromptSource.batches`."""
-        if (why := engine_refusal(parts.cfg.model, parts.program.mesh)) is not None:
+        if (why := engine_refusal(parts.cfg.model, parts.program.mesh, each_process=True)) is not None:
             raise UserError(f"data makes rollouts by an engine: {why}")
         self.sizes, self.consumed, self.cfg = Sizes.of(parts), consumed, source.cfg
         self._source, self._parts, self._progress = source, parts, progress
         self._comparison = Comparison(parts, self.cfg)
         self._reference = Reference(parts) if "reference" in parts.program.schema else None
-        self._workers = RewardWorkers(self.cfg.rewards, workers=self.cfg.workers, seconds=self.cfg.reward_seconds)
+        self._judge = Judge(self.cfg, Path(parts.cfg.run_dir).expanduser(), Peers())
+        self._background = Background()
         self._engine: Engine | None = None
         self._run: Any = None
         self._block, self._first = dict[str, np.ndarray](), consumed
         self._metrics = dict[str, float]()
         self._before = self._after = 0
         """Prompts consumed before and after the present rollout."""
-        self._judge = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._next: Future[Rollout] | None = None
         """With data.ahead, the rollout after the present one."""
         self._returned: float | None = None
@@ -149,8 +141,7 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes of rewards."""
-        self._judge.shutdown(cancel_futures=True)
-        self._workers.close()
+        self._judge.close()
 
     def state(self) -> dict[str, Any]:
         """What a run needs to go on after the present step, as plain values."""
@@ -170,7 +161,7 @@ class Rollouts:
             self._first, self._block = int(rollout["first"]), unpacked(rollout["rows"])
             self._metrics = dict(rollout.get("metrics", {}))
         if stored := state.get("next"):
-            self._next = self._judge.submit(Rollout.of_plain, stored)
+            self._next = self._background.submit(partial(Rollout.of_plain, stored))
 
     def __iter__(self) -> Self:
         return self
@@ -191,11 +182,9 @@ class Rollouts:
 
     def _placed(self, rows: np.ndarray) -> Batch:
         """Rows of the block on the devices."""
-        program = self._parts.program
-        shape, shardings = (program.microbatches, len(rows) // program.microbatches), program.batch_shardings
         numbers = np.arange(self.consumed, self.consumed + len(rows)).astype(np.uint32)
-        leaves = {SAMPLE: numbers} | {name: self._block[name][rows] for name in program.schema if name != SAMPLE}
-        return {name: jax.device_put(x.reshape(*shape, *x.shape[1:]), shardings[name]) for name, x in leaves.items()}
+        leaves = {name: self._block[name][rows] for name in self._parts.program.schema if name != SAMPLE}
+        return placed_rows(self._parts.program, {SAMPLE: numbers} | leaves, self._parts.program.microbatches)
 
     def _roll_out(self) -> None:
         """Make the rows of the next rollout."""
@@ -209,7 +198,7 @@ class Rollouts:
             lines, answers, seconds = self._sampled(range(prompts, prompts + self.cfg.prompts))
             self._sleep()
             rest = partial(self._rollout, prompts=prompts + self.cfg.prompts, seconds=seconds)
-            self._next = self._judge.submit(lambda: rest(*self._judged(lines, answers, lambda: None)))
+            self._next = self._background.submit(lambda: rest(*self._judge(lines, answers)))
         metrics = rollout.metrics | self._comparison(weights, rollout.block)
         if self._reference is not None:
             rollout.block["reference"] = self._reference(weights, rollout.block, new=self.consumed == 0)
@@ -221,10 +210,10 @@ class Rollouts:
         self._block, self._metrics, self._first, self._returned = rollout.block, metrics, self.consumed, None
         self._before, self._after = self._after, rollout.prompts
 
-    def _finished(self, rollout: Future[Rollout]) -> Rollout:
-        while not wait([rollout], WAIT_SECONDS).done:
+    def _finished[T](self, work: Future[T]) -> T:
+        while not wait([work], WAIT_SECONDS).done:
             self._progress()
-        return rollout.result()
+        return work.result()
 
     def _judged_rollout(self, weights: Any, prompts: int) -> Rollout:
         """A rollout after this number of prompts, with rewards."""
@@ -235,7 +224,7 @@ class Rollouts:
             if not missing:
                 break
             lines, answers, sampling = self._sampled(range(prompts, prompts + missing))
-            more, failed = self._judged(lines, answers, self._progress)
+            more, failed = self._finished(self._background.submit(partial(self._judge, lines, answers)))
             groups, failures, seconds, prompts = groups + more, failures + failed, seconds + sampling, prompts + missing
         self._sleep()
         return self._rollout(groups, failures, prompts=prompts, seconds=seconds)
@@ -288,36 +277,6 @@ class Rollouts:
         answers = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
         return lines, answers, time.monotonic() - started
 
-    def _judged(
-        self, lines: Sequence[Any], groups: Sequence[list[Answer]], progress: Callable[[], None]
-    ) -> tuple[list[Group], Counter[str]]:
-        """Answers with rewards, and counts of the reasons why some have none."""
-        cfg, failures = self.cfg, Counter[str]()
-        functions = range(len(cfg.rewards))
-        tasks = [
-            Task(function, answer.text, line.row)
-            for line, group in zip(lines, groups, strict=True)
-            for answer in group
-            for function in functions
-        ]
-        values, failed = self._workers(tasks, progress)
-        failures.update(f"rewards: the function {failure.reason}" for failure in failed)
-        self._record([{**tasks[f.task]._asdict(), "reason": f.reason, "detail": f.detail} for f in failed])
-        failures[UNFINISHED] += sum(not answer.counts for group in groups for answer in group)
-        rewards = np.array(values).reshape(len(lines), cfg.answers, len(functions))
-        if cfg.soft_tokens:
-            over = [[len(a.tokens) - cfg.max_tokens + cfg.soft_tokens for a in group] for group in groups]
-            penalty = -np.clip(np.array(over) / cfg.soft_tokens, 0, 1)
-            rewards = np.concatenate([rewards, penalty[..., None]], axis=2)
-        totals = [total_reward(of_group, self._reward_weights()) for of_group in rewards]
-        equal = [bool(np.ptp(of_group) == 0) for of_group in totals]
-        return [*map(Group, groups, rewards, equal)], failures
-
-    def _reward_weights(self) -> np.ndarray:
-        """Weights of the columns of rewards."""
-        weights = self.cfg.reward_weights or (1.0,) * len(self.cfg.rewards)
-        return np.array([*weights, *[1.0] * bool(self.cfg.soft_tokens)])
-
     def _chosen(self, groups: Sequence[Group]) -> list[Group]:
         """The groups of the rows. With dynamic sampling those with equal rewards only fill up, and do not count."""
         if not self.cfg.more_rollouts:
@@ -333,7 +292,7 @@ class Rollouts:
     def _with_advantages(self, groups: Sequence[Group]) -> list[Answer]:
         rewards, cfg = np.concatenate([group.rewards for group in groups]), self.cfg
         arguments = {"scale": cfg.scale, "aggregation": cfg.aggregation}
-        advantages = group_advantages(rewards, self._reward_weights(), cfg.answers, **arguments)
+        advantages = group_advantages(rewards, self._judge.weights(), cfg.answers, **arguments)
         answers = [answer for group in groups for answer in group.answers]
         return [
             answer._replace(
@@ -347,7 +306,7 @@ class Rollouts:
     ) -> dict[str, float]:
         """Means over all answers of the rollout."""
         rewards = np.concatenate([group.rewards for group in groups])
-        totals, lengths = total_reward(rewards, self._reward_weights()), [len(answer.tokens) for answer in answers]
+        totals, lengths = total_reward(rewards, self._judge.weights()), [len(answer.tokens) for answer in answers]
         metrics = {
             "reward": totals.mean(),
             "reward_deviation": totals.std(),
@@ -362,14 +321,6 @@ class Rollouts:
             names = [reference.rpartition(":")[2] for reference in self.cfg.rewards]
             metrics |= {f"reward_{name}": rewards[:, place].mean() for place, name in enumerate(names)}
         return {name: float(value) for name, value in metrics.items()}
-
-    def _record(self, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Write the first failures of rewards to a file."""
-        path = Path(self._parts.cfg.run_dir).expanduser() / FAILURES_FILE
-        before = path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
-        if failures and before < MOST_FAILURES and path.parent.is_dir():
-            with path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(failure) + "\n" for failure in failures[: MOST_FAILURES - before])
 
 
 def seed_of(seed: int, number: int) -> int:

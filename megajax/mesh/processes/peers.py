@@ -128,9 +128,11 @@ class Peers:
         """Returns the values of all processes, JSON-serialisable, by index."""
         if self.count == 1:
             return [value]
-        key = self._next_key()
+        before, key = self._key(f"round{self._rounds}"), self._next_key()
         self._client.key_value_set(f"{key}/values/{self.index}", json.dumps(value))
         self._client.wait_at_barrier(f"{key}/gathered", TIMEOUT_SECONDS * 1000)
+        if self.first:  # the last round has been read by all
+            self._client.key_value_delete(f"{before}/values/")
         values = {int(name.rpartition("/")[2]): text for name, text in self._client.key_value_dir_get(f"{key}/values/")}
         return [json.loads(values[index]) for index in range(self.count)]
 
