@@ -54,6 +54,10 @@ def command(module: str, *words: str) -> None:
     subprocess.run([sys.executable, "-m", f"megajax.{module}", *words], cwd=REPOSITORY, check=True)
 
 
+def in_two_processes(module: str, *words: str) -> None:
+    command("launch", "--processes=2", "--", "python", "-m", f"megajax.{module}", *words, "--devices=cpu:1")
+
+
 def exported(folder: Path, name: str) -> dict[str, np.ndarray]:
     target = folder / f"{name}_hf"
     command("convert", f"--from={folder / name}", f"--to=hf:{target}", "--verify")
@@ -90,16 +94,19 @@ def test_a_stored_teacher_is_read_and_a_stopped_run_goes_on(folder: Path) -> Non
     assert train(config(folder, "stopped", model, resilience=stopping)) == 0
     assert train(config(folder, "stopped", model)) == 0
     assert losses(folder / "stopped") == losses(folder / "whole")
+    words = [f"--config={folder / 'whole' / 'config.yaml'}", f"--run_dir={folder / 'two'}", "--parallel.data=2"]
+    in_two_processes("train", *words)
+    np.testing.assert_allclose(losses(folder / "two"), losses(folder / "whole"), rtol=1e-5)
     assert "model.embed_tokens.weight" in exported(folder, "whole")
 
 
 def test_two_processes_write_the_files_of_one(folder: Path) -> None:
     files = []
-    for name, launcher in (("one", ()), ("two", ("launch", "--processes=2", "--", "python", "-m", "megajax.evaluate"))):
+    for name, give in (("one", command), ("two", in_two_processes)):
         task = f"--tasks=teacher:{folder / 'text'}:k=8:folder={folder / name}"
-        words = [f"--run={folder / 'teacher'}", task, "--devices=cpu:1", "--parallel.data=none"]
+        words = [f"--run={folder / 'teacher'}", task, "--parallel.data=none"]
         words.append(f"--output={folder / f'{name}_output'}")
-        command(*(launcher or ("evaluate",)), *words)
+        give("evaluate", *words)
         files.append(np.fromfile(folder / name / "text.teacher", "<i4").reshape(-1, 17))
     np.testing.assert_array_equal(files[0][:, :8], files[1][:, :8])
     log_p = [np.ascontiguousarray(words[:, 8:]).view("<f4") for words in files]
