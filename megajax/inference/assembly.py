@@ -265,6 +265,8 @@ class RunSettings(Protocol):
     def model(self) -> ModelConfig: ...
     @property
     def precision(self) -> PrecisionConfig: ...
+    @property
+    def batch(self) -> Any: ...
 
 
 def engine_refusal(model: ModelConfig, mesh: Mesh, *, each_process: bool = False) -> str | None:
@@ -301,6 +303,11 @@ def engine_of_run(
     run's; parallel: another layout of the same devices for the engine, None: the mesh as it is. The others: as in
     `make_engine`. Raises UserError where `config.equal_to_training` cannot hold.
     """
+    if config.equal_to_training and (tokens := cfg.batch.micro_size * cfg.model.row_positions()) < EQUAL_ROWS:
+        raise UserError(
+            f"inference.equal_to_training=true: a microbatch of batch.micro_size={cfg.batch.micro_size} has {tokens} "
+            f"tokens, and products with fewer than {EQUAL_ROWS} are summed in another order: raise batch.micro_size"
+        )
     sizes = {name: mesh.shape[name] for name in ("expert", "tensor")}
     if parallel is None:
         parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **sizes, data_sharding="replicate")

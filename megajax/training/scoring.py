@@ -18,6 +18,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE, Batch, Loss, Params, Rows
 from megajax.config.errors import UserError
+from megajax.kernels.attention.tiles import QUERIES
 from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.models.protocol import demand_causal
 from megajax.tokenizers.base import Tokenizer
@@ -255,9 +256,12 @@ class Scorer:
         return devices_over(self.program.mesh.shape, (*BATCH_AXES, "pipeline"))
 
     def _rows(self, count: int, length: int) -> int:
-        """Compiled number of rows for `count` rows: a power of two times the device groups, up to `rows_at_once`."""
-        rows = self._devices()
-        while rows < count:
+        """Compiled number of rows for `count` rows: a power of two times the device groups, up to `rows_at_once`.
+
+        With fewer than `QUERIES` tokens on a device, products of CPUs would have other bits than in training.
+        """
+        devices = rows = self._devices()
+        while rows < count or rows * length < QUERIES * devices:
             rows *= 2
         return min(rows, self.rows_at_once(length))
 

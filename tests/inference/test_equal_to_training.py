@@ -1,7 +1,9 @@
 """`inference.equal_to_training`: log-probabilities of an engine with the bits of its run's, on CPUs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +60,7 @@ class Case(NamedTuple):
     compute: Any = "float32"
     sizes: tuple[tuple[str, Any], ...] = (("data", 1),)
     layers: int = 2
+    length: int = LENGTH
 
 
 def run_config(case: Case) -> RunConfig:
@@ -66,7 +69,7 @@ def run_config(case: Case) -> RunConfig:
     parallel = ParallelConfig(**dict(case.sizes))
     rows = 2 * (parallel.data or 1)
     return RunConfig(
-        model=DecoderConfig(hidden=96, vocabulary_size=257, sequence_length=LENGTH, stack=stack, init_std=0.1),
+        model=DecoderConfig(hidden=96, vocabulary_size=257, sequence_length=case.length, stack=stack, init_std=0.1),
         data=Packed(),
         parallel=parallel,
         precision=PrecisionConfig(compute=case.compute),
@@ -88,7 +91,7 @@ def program(case: Case) -> tuple[Program, Any]:
 
 def engine_of(case: Case, weights: Any, parallel: ParallelConfig | None = None, **settings: Any) -> Engine:
     made, _ = program(case)
-    settings = {"rows": 8, "chunk": 96, "cache_tokens": 8 * LENGTH, "equal_to_training": True} | settings
+    settings = {"rows": 8, "chunk": 96, "cache_tokens": 8 * case.length, "equal_to_training": True} | settings
     return engine_of_run(
         made.cfg,
         weights,
@@ -97,17 +100,19 @@ def engine_of(case: Case, weights: Any, parallel: ParallelConfig | None = None, 
         ByteTokenizerConfig().build(),
         InferenceConfig(**settings),
         end_tokens=(),
-        length=LENGTH,
+        length=case.length,
         queue=64,
         parallel=parallel,
     )
 
 
-def sampled(engine: Engine, answers: int = 2, most: int = 40) -> list[tuple[Window, np.ndarray]]:
+def sampled(
+    engine: Engine, answers: int = 2, most: int = 40, prompts: Sequence[int] = (3, 70, 33, 100, 150)
+) -> list[tuple[Window, np.ndarray]]:
     """Answers to prompts of several lengths, and their log-probabilities."""
     draw, results = np.random.default_rng(3), []
-    prompts = [tuple(draw.integers(0, 256, length).tolist()) for length in (3, 70, 33, 100, 150)]
-    requests = [(prompt, Sampling(max_tokens=most, n=answers, seed=5, logprobs=0)) for prompt in prompts]
+    texts = [tuple(draw.integers(0, 256, length).tolist()) for length in prompts]
+    requests = [(prompt, Sampling(max_tokens=most, n=answers, seed=5, logprobs=0)) for prompt in texts]
     for (prompt, _), outputs in zip(requests, complete(engine, requests), strict=True):
         for output in outputs:
             assert all(score.drawn == score.logprob for score in output.scores)
@@ -126,7 +131,7 @@ def of_training_step(case: Case, state: Any, window: Window, place: int) -> floa
     """The log-probability of a token by a step of training, whose loss has no other token."""
     made, _ = program(case)
     shape = made.microbatches, made.cfg.batch.global_size // made.microbatches
-    leaves = {name: np.zeros((*shape, LENGTH), leaf.dtype) for name, leaf in made.schema.items() if name != SAMPLE}
+    leaves = {name: np.zeros((*shape, case.length), leaf.dtype) for name, leaf in made.schema.items() if name != SAMPLE}
     for name, values in row(window).items():
         leaves[name][..., : len(values)] = values
     leaves["loss_mask"][:] = 0
@@ -177,6 +182,18 @@ def test_layouts_dtypes_and_models_have_equal_bits(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_short_rows_have_equal_bits(compute: str) -> None:
+    """A microbatch of two rows has the fewest tokens that are summed in the same order."""
+    case = Case(compute=compute, length=TILE // 2)
+    _, state = program(case)
+    answers = sampled(engine_of(case, state.inputs, chunk=case.length), most=12, prompts=(3, 11, 20))
+    demand_equal(case, state.inputs, answers)
+    for window, log_p in answers:
+        assert of_training_step(case, state, window, len(window.tokens) - 2) == log_p[-1]
+
+
+@pytest.mark.slow
 def test_packed_answers_have_equal_bits_from_a_tile_on() -> None:
     case = Case()
     made, state = program(case)
@@ -224,6 +241,12 @@ def test_what_cannot_be_equal_is_refused() -> None:
         engine_of(Case(True, layers=1), program(Case(True, layers=1))[1].inputs)
     with pytest.raises(UserError, match=r"the engine has parallel\.tensor=2, and the run has 1"):
         engine_of(case, state.inputs, ParallelConfig(data=1, tensor=2, data_sharding="replicate"))
+    short: Any = SimpleNamespace(model=replace(made.cfg.model, sequence_length=TILE // 4), batch=made.cfg.batch)
+    tokenizer, settings = ByteTokenizerConfig().build(), InferenceConfig(equal_to_training=True)
+    with pytest.raises(
+        UserError, match=r"a microbatch of batch\.micro_size=2 has 32 tokens, .* fewer than 64 are summed"
+    ):
+        engine_of_run(short, {}, made.mesh, {}, tokenizer, settings, end_tokens=(), length=8, queue=1)
 
 
 class LoadedStandIn(NamedTuple):

@@ -96,7 +96,11 @@ def joined(mixed: Array, q: Array) -> Array:
 
 def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float, cap: float | None = None) -> tuple[Array, Array]:
     """`megajax.kernels.attention.attention.Passes.forward` of the kernel `fixed`, over whole rows of keys."""
-    length = k.shape[1]
+    length, width = k.shape[1], q.shape[1]
+    more = ((0, 0), (0, max(0, QUERIES - width)))
+    q = jnp.pad(q, (*more, (0, 0), (0, 0)))
+    query_segments = None if mask.query_segments is None else jnp.pad(mask.query_segments, more)
+    mask = mask._replace(query_index=jnp.pad(mask.query_index, more[1]), query_segments=query_segments)
     padding = (0, -length % TILE)
     k, v = (jnp.pad(x, ((0, 0), padding, (0, 0), (0, 0))) for x in (k, v))
     index = jnp.pad(mask.key_index, padding)
@@ -112,4 +116,5 @@ def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float, cap: floa
 
     bounds = 0, k.shape[1] // TILE
     groups, value_size = k.shape[2], v.shape[-1]
-    return attend_tiles(q, tile_at, bounds, groups, value_size, scale=scale, cap=cap, fence=FENCES)
+    out, log_sum = attend_tiles(q, tile_at, bounds, groups, value_size, scale=scale, cap=cap, fence=FENCES)
+    return out[:, :width], log_sum[..., :width]
