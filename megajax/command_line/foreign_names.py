@@ -176,6 +176,8 @@ ROWS = (
     Row("lora_alpha", "model.lora.alpha"),
     Row("use_peft use_lora", note="--model.lora.rank=16 --model.lora.alpha=32, as in TRL; docs/tuning.md"),
     Row("lora_dropout", "model.lora.dropout"),
+    Row("use_rslora", "model.lora.rank_stabilized"),
+    Row("use_dora", "model.lora.decomposed"),
     Row("lora_target_modules", note="--model.lora.targets=*.mixer.query: patterns of paths; docs/tuning.md"),
     Row("load_in_4bit load_in_8bit quantization", note="see python -m megajax.convert --quantize; "
         "docs/inference.md; training in 8 bits: --precision.matmul=Fp8Current"),

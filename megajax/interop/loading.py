@@ -20,11 +20,12 @@ from megajax.inference.loading import demand_shapes, load_weights, stored_specs
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, tokenizer_folder, without_adapters
-from megajax.interop.peft.folder import LORA_A, LORA_B, JoinedWeights, MergedWeights, read_adapter
+from megajax.interop.peft.folder import JoinedWeights, MergedWeights, read_adapter
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.layers.lora.add_adapters import AdapterSlots
+from megajax.layers.lora.low_rank import ADAPTERS
 from megajax.mesh.rules import Plan
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
@@ -134,20 +135,21 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
             print(f"{weights.where}: {stored.note}", file=sys.stderr)
     if origin.adapter is None:
         return weights
-    adapter, adapted = stored_adapter(origin.adapter, model, family, trusted=origin.trusted)
+    adapter, adapted = stored_adapter(origin.adapter, model, family, trusted=origin.trusted, weights=weights)
     return merged(JoinedWeights(weights, adapter), adapted)
 
 
 def stored_adapter(
-    folder: Path, model: Any, family: str, *, trusted: bool, single: bool = False
+    folder: Path, model: Any, family: str, *, trusted: bool, single: bool = False, weights: WeightSource | None = None
 ) -> tuple[WeightSource, Any]:
     """A source with the adapter of a PEFT folder or a run, and its model config, with `lora`.
 
     model: the adapted one; family: the recorded name of its table of names, or empty; trusted: as in `Origin`; single:
-    as in `open_step`. Raises UserError for an adapter of another model.
+    as in `open_step`; weights: those of the model, for the magnitudes of DoRA. Raises UserError for an adapter of
+    another model.
     """
     if (folder / PEFT_CONFIG).is_file():
-        peft = read_adapter(folder, model, family_for(model, recorded=family).rows(model))
+        peft = read_adapter(folder, model, family_for(model, recorded=family).rows(model), weights)
         return peft, peft.model
     step = open_step(folder, trusted=trusted, single=single)
     adapted = step.config.model
@@ -176,7 +178,9 @@ def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:
 
     def read(folder: Path) -> Params:
         source, adapted = stored_adapter(folder, model, family, trusted=origin.trusted, single=True)
-        paths = [path for path in source.shapes() if path.endswith((LORA_A, LORA_B))]
+        if adapted.lora.decomposed:
+            raise UserError(f"{folder} is a DoRA adapter, which can't be one of several: merge it with --adapter")
+        paths = [path for path in source.shapes() if path.endswith(ADAPTERS)]
         return slot_values(loaded.model, AdapterWeights(source, paths, adapted.lora.rank, adapted.lora.scale()))
 
     return read

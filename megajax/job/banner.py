@@ -19,6 +19,7 @@ from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
+from megajax.layers.lora.low_rank import LORA_A
 from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.config import BATCH_AXES, SHARDS, ParallelConfig, devices_over
 from megajax.mesh.context_parallelism import ContextSharding
@@ -108,7 +109,8 @@ def _trained(program: Program) -> list[tuple[str, str]]:
     lora = getattr(program.cfg.model, "lora", None)
     text = f"{count(trained)} ({trained:,}), {trained / stored:.2%} of all"
     if lora is not None:
-        text += f"; {count(low_rank)} in {len(program.adapters) // 2} adapters"
+        adapters = sum(path.endswith(LORA_A) for path in program.adapters)
+        text += f"; {count(low_rank)} in {adapters} adapters" + ", DoRA," * lora.decomposed
         text += f" of rank {lora.rank}, scale {lora.scale():g}"
     return [("trained", text)]
 

@@ -6,7 +6,7 @@ Outside modules, the weights of a model are a flat dict from dotted path to arra
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import EllipsisType, MappingProxyType
@@ -18,11 +18,12 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Params
-from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped
+from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable, grouped_matmul
+from megajax.layers.lora.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, Decomposed, LowRank
 from megajax.layers.quantized import BESIDE, Product, Quantized
 from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
-from megajax.mesh.layout import Layout, Matmul, exact
+from megajax.mesh.layout import Layout, Matmul
 from megajax.mesh.replicated_heads import copy_heads
 from megajax.mesh.rules import LogicalAxes
 
@@ -150,72 +151,16 @@ def observation(declared: Observed) -> Observation:
     return _leaf(Observation, declared.shape, declared.axes, init=ZEROS, role="observation", **more)
 
 
-RANK = "R"
-"""The letter of the rank in einsum equations, which otherwise have lower-case letters."""
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """How a low-rank adapter (LoRA, Hu et al. 2021) computes: it adds scale * (x A) B to the product with a matrix.
-
-    Hashable; A and B, which starts at zero, are leaves of the `Matrix` that it belongs to.
-    """
-
-    scale: float
-    inputs: LogicalAxes
-    """Logical axes of the inputs of the matrix."""
-    rate: float = 0.0
-    """Dropout rate of the adapter's input."""
-    drop: Callable[..., Array] | None = field(default=None, compare=False)
-    """(x, rate, logical axes of x) -> x after dropout; None for a deterministic forward pass."""
-    choose: Callable[[Array], Array] | None = field(default=None, compare=False)
-    """Product of x and A [T, ..., rank] -> the product with zeros in the columns that a token does not use; None: all
-    tokens use all columns."""
-
-    def __call__(self, layout: Layout, equation: str, x: Array, a: Array, b: Array, *out: str | None) -> Array:
-        """The adapter's term for einsum(equation, x, w), in x's dtype; never computed in 8 bits.
-
-        a: [*inputs, rank]; b: [rank, *outputs]; out: logical axes of the result. The product of x and a is not sharded
-        along the sequence by `tensor`, so none of the three gradients needs a sum over `tensor`.
-        An equation may also sum over some outputs, as a product with the transposed matrix: then x is multiplied by b
-        first. Raises ValueError for other equations.
-        """
-        first, second, result = equation.replace("->", ",").split(",")
-        inputs, outputs = second[: len(self.inputs)], second[len(self.inputs) :]
-        summed, (down, up) = {*first} - {*result}, (f"{inputs}{RANK}", f"{RANK}{outputs}")
-        if summed and summed <= {*outputs} and self.drop is None:
-            (down, up), (a, b) = (up, down), (b, a)
-        elif summed != {*inputs}:
-            raise ValueError(f"{equation} does not sum over the first {len(self.inputs)} dimensions of its matrix")
-        axis_of = {letter: "seq" if axis == "seq_residual" else axis for letter, axis in zip(result, out, strict=True)}
-        middle = [letter for letter in first if letter not in summed]
-        if self.drop is not None:
-            x = self.drop(x, self.rate, (*[axis_of[letter] for letter in middle], *self.inputs))
-        inner = exact(f"{first},{down}->{''.join(middle)}{RANK}", x, a)
-        inner = layout.act(inner, *[axis_of[letter] for letter in middle], "rank") * self.scale
-        inner = inner if self.choose is None else self.choose(inner)
-        return exact(f"{''.join(middle)}{RANK},{up}->{result}", inner, b)
-
-    def grouped(self, x: Array, a: Array, b: Array, sizes: Array, kernel: GroupedKernel) -> Array:
-        """The adapter's term for grouped_matmul(x, w, ...): x [T, K], a [E, K, rank], b [E, rank, N] -> [T, N].
-
-        If the kernel does not support the rank, the next one that does is used.
-        """
-        for w in (a, b):
-            kernel = capable_grouped(kernel, x.dtype.name, GroupedSizes(x.shape[0], *w.shape))
-        return grouped_matmul(grouped_matmul(x, a, sizes, kernel) * self.scale, b, sizes, kernel)
-
-
 class Adapter(nnx.Param):
-    """A matrix of a low-rank adapter: trained while the weights of the model are frozen."""
+    """A weight of a low-rank adapter: trained while the weights of the model are frozen."""
 
 
 class Matrix(nnx.Module):
     """A weight for `Layout.dot` or a grouped matmul, with its recipe state, adapter and quantization.
 
     The array has the path of the matrix itself (`query`). Below it are the observations of the recipe
-    (`query.amax.max`), the two matrices of an adapter (`query.lora_a`, `query.lora_b`) and the scales of a quantized
-    array (`query.scale`).
+    (`query.amax.max`), the weights of an adapter (`query.lora_a`, `query.lora_b`, `query.lora_magnitude`) and the
+    scales of a quantized array (`query.scale`).
     """
 
     def __init__(
@@ -236,8 +181,16 @@ class Matrix(nnx.Module):
         del key
         return self.multiplied(self._stored())
 
-    def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
-        """Product of x and the array; `multiply` is the recipe for arrays that are not quantized. See `adapted`."""
+    def product(self, multiply: Matmul, equation: str, x: Array, *out: str | None) -> Array:
+        """Product of x and the array with its adapter, if any. multiply: the recipe for arrays that are not quantized;
+        out: logical axes of the product."""
+        product = partial(self._product, multiply, equation)
+        if self.low_rank is None:
+            return product(x)
+        leaves = {end: with_head_copies(self.layout, leaf) for end, leaf in self._adapter_leaves().items()}
+        return self.low_rank.adapted(self.layout, equation, x, product, lambda: self[...], leaves, *out)
+
+    def _product(self, multiply: Matmul, equation: str, x: Array) -> Array:
         if self.quantized is not None:
             return self.quantized.product(equation, x, self._stored())
         return multiply(equation, x, self[...], **{name: getattr(self, name)[...] for name in self.names})
@@ -264,14 +217,7 @@ class Matrix(nnx.Module):
             y = multiply(rows, array, sizes, kernels, axes=self.layout.sharded_axes("expert_mlp"), **beside)
         if self.low_rank is None:
             return y
-        return y + self.low_rank.grouped(rows, values[".lora_a"], values[".lora_b"], sizes, kernel)
-
-    def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
-        """y, the product of x and the array, plus the output of the adapter, if any. out: logical axes of y."""
-        if self.low_rank is None:
-            return y
-        a, b = (with_head_copies(self.layout, leaf) for leaf in (self.lora_a, self.lora_b))
-        return y + self.low_rank(self.layout, equation, x, a, b, *out)
+        return y + self.low_rank.grouped(rows, values[LORA_A], values[LORA_B], sizes, kernel)
 
     def _stored(self) -> dict[str, Array]:
         return {end: with_head_copies(self.layout, leaf) for end, leaf in self._own_leaves().items()}
@@ -282,8 +228,11 @@ class Matrix(nnx.Module):
 
     def leaves(self) -> dict[str, nnx.Variable]:
         """The array, its scales, its adapter and observations, by path suffix after the path of the matrix."""
-        adapter = {} if self.low_rank is None else {".lora_a": self.lora_a, ".lora_b": self.lora_b}
-        return {**self._own_leaves(), **adapter, **{f".{name}": getattr(self, name) for name in self.names}}
+        observed = {f".{name}": getattr(self, name) for name in self.names}
+        return {**self._own_leaves(), **self._adapter_leaves(), **observed}
+
+    def _adapter_leaves(self) -> dict[str, Adapter]:
+        return {end: getattr(self, end[1:]) for end in ADAPTERS if hasattr(self, end[1:])}
 
     def smaller_side(self) -> int:
         """The smaller of the numbers of inputs and outputs: the maximum rank."""
@@ -299,25 +248,29 @@ class Matrix(nnx.Module):
             origin = f"{array.init_path}{end}" if array.layers else None
             setattr(self, end[1:] or "array", _changed(leaf, leaf[...], layers=array.layers, init_path=origin))
 
-    def adapt(self, rank: int, scale: float, rate: float) -> None:
+    def adapt(self, rank: int, scale: float, rate: float, *, decomposed: bool = False) -> None:
         """Add an adapter: A [inputs, rank] and B [rank, outputs], laid out like the array.
 
-        scale: factor on its output; rate: dropout rate of its input. Initial values as in PEFT: A uniform up to 1 /
-        sqrt(inputs), which is Kaiming's with a = sqrt(5), B zeros.
+        scale: factor on its output; rate: dropout rate of its input; decomposed: `Decomposed`, with a magnitude of each
+        output. Initial values as in PEFT: A uniform up to 1 / sqrt(inputs), which is Kaiming's with a = sqrt(5), B
+        zeros.
         """
         shape, axes = self.array.shape, self.array.axes
         first = sum(name in ("layer", "expert") for name in axes)
         end = first + self.inputs
         bound = prod(shape[first:end]) ** -0.5
-        self.low_rank = LowRank(scale, tuple(axes[first:end]), rate)
-        self.lora_a = self._adapter("lora_a", (*shape[:end], rank), (*axes[:end], "rank"), Uniform(-bound, bound))
-        outputs = (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:])
-        self.lora_b = self._adapter("lora_b", *outputs, ZEROS)
+        self.low_rank = (Decomposed if decomposed else LowRank)(scale, tuple(axes[first:end]), rate)
+        self._add(LORA_A, (*shape[:end], rank), (*axes[:end], "rank"), Uniform(-bound, bound))
+        self._add(LORA_B, (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:]), ZEROS)
+        if decomposed:
+            # Not `embed`: a gain of the residual stream would have a copy on each device of `tensor`.
+            outputs = (None if axis == "embed" else axis for axis in axes[end:])
+            self._add(MAGNITUDE, (*shape[:first], *shape[end:]), (*axes[:first], *outputs), ZEROS, role="gain")
 
-    def _adapter(self, name: str, shape: tuple[int, ...], axes: LogicalAxes, init: Init) -> Adapter:
+    def _add(self, end: str, shape: tuple[int, ...], axes: LogicalAxes, init: Init, role: Role = "weight") -> None:
         origin, layers = self.array.init_path, self.array.layers
-        leaf = _leaf(Adapter, shape, axes, init=init, role="weight")
-        return _changed(leaf, leaf[...], layers=layers, init_path=f"{origin}.{name}" if layers else None)
+        leaf = _leaf(Adapter, shape, axes, init=init, role=role)
+        setattr(self, end[1:], _changed(leaf, leaf[...], layers=layers, init_path=f"{origin}{end}" if layers else None))
 
 
 def with_head_copies(layout: Layout, leaf: nnx.Param) -> Array:

@@ -34,16 +34,13 @@ Hashable. The auxiliary arrays of the weight are passed as keyword arguments, by
 class Weight(Protocol):
     """A weight that `Layout.dot` multiplies by."""
 
-    def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
-        """The product of x and the weight by this recipe, or by the weight's own recipe, as for quantized weights."""
+    def product(self, multiply: Matmul, equation: str, x: Array, *out: str | None) -> Array:
+        """The product of x and the weight by this recipe, or by the weight's own recipe, as for quantized weights, with
+        its adapter if there is one. out: logical axes of the product."""
         ...
 
     def axes(self) -> LogicalAxes:
         """Logical axes of the array for products."""
-        ...
-
-    def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
-        """y, the product of x and the weight, plus the adapter's product if there is one. out: logical axes of y."""
         ...
 
 
@@ -173,7 +170,7 @@ class Layout:
             y = self.matmul(equation, x, w)
         else:
             multiply = partial(self.matmul, sharding=self._sharding(equation, w.axes(), out))
-            y = w.adapted(w.product(multiply, equation, x), equation, x, *out)
+            y = w.product(multiply, equation, x, *out)
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)

@@ -25,8 +25,6 @@ from megajax.interop.conversion import open_source, options, write
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
 from megajax.interop.peft.folder import (
-    LORA_A,
-    LORA_B,
     TENSORS,
     JoinedWeights,
     MergedWeights,
@@ -40,6 +38,7 @@ from megajax.interop.peft.settings import CONFIG, read_settings
 from megajax.interop.stored.model import StoredModel
 from megajax.interop.stored.provenance import Provenance
 from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.lora.low_rank import LORA_A, LORA_B, MAGNITUDE
 from megajax.optim.config import AdamWConfig
 from megajax.storage.atomic_folders import new_folder
 
@@ -93,6 +92,39 @@ def of_peft(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dic
             delta = alpha / (rank**0.5 if config["use_rslora"] else rank) * b @ a
             deltas[module] = delta.T if config["fan_in_fan_out"] else delta
     return deltas
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_magnitudes_are_the_norms_of_merged_weights_and_are_read_as_written(kind: str, tmp_path: Path) -> None:
+    """GPT-2 stores queries, keys and values in one tensor, and outputs last."""
+    lora = replace(LORA, targets=("*.mixer.*", "*.mlp.*"), decomposed=True)
+    model = replace(base(kind).model, lora=lora)
+    weights = random_weights(model)
+    for path, change in weights.weights.items():
+        if path.endswith(MAGNITUDE):
+            change[...] = np.abs(change)
+    config, tensors = adapter_files(model, families()[kind], weights, None)
+    merged = theirs(kind, MergedWeights(weights, model), {path.removesuffix(LORA_A) for path in weights.weights})
+    vectors = {name for name in tensors if name.endswith(".lora_magnitude_vector")}
+    assert config["use_dora"] and len(vectors) == len(tensors) // 3
+    for name in vectors:
+        whole = merged[name.removeprefix("base_model.model.").removesuffix(".lora_magnitude_vector")]
+        norms = np.linalg.norm(whole, axis=0 if config["fan_in_fan_out"] else 1)
+        np.testing.assert_allclose(tensors[name], norms, rtol=1e-5, err_msg=name)
+    folder = write_adapter(tmp_path, config, tensors)
+    adapter = read_adapter(folder, base(kind).model, base(kind).rows, weights)
+    assert adapter.model.lora.decomposed and set(adapter.shapes()) == {
+        path for path in weights.shapes() if "lora_" in path
+    }
+    for path in (path for path in adapter.shapes() if path.endswith(MAGNITUDE)):
+        np.testing.assert_allclose(read_weight(adapter, path), weights.weights[path], rtol=0, atol=1e-6, err_msg=path)
+    incomplete = {name: tensor for name, tensor in tensors.items() if name not in vectors}
+    with pytest.raises(
+        UserError, match=r"lora_magnitude_vector: missing, but shape \(\d+,\) by the model and use_dora"
+    ):
+        read_adapter(write_adapter(tmp_path, config, incomplete), base(kind).model, base(kind).rows, weights)
+    with pytest.raises(UserError, match="lora_magnitude_vector: the model has no such layer"):
+        read_adapter(write_adapter(tmp_path, {**config, "use_dora": False}, tensors), base(kind).model, base(kind).rows)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +228,9 @@ def test_ranks_and_scales_and_layers_may_differ(tmp_path: Path) -> None:
     assert len(actual) == 1 and not actual["model.layers.0.mlp.down_proj"].any()
 
 
-def test_a_box_of_merged_weights_equals_that_part_of_the_whole() -> None:
-    model = replace(base("mixtral").model, lora=LORA)
+@pytest.mark.parametrize("lora", [LORA, replace(LORA, targets=("*.mixer.*",), decomposed=True)], ids=["lora", "dora"])
+def test_a_box_of_merged_weights_equals_that_part_of_the_whole(lora: LoRAConfig) -> None:
+    model = replace(base("mixtral").model, lora=lora)
     weights = random_weights(model)
     merged = MergedWeights(weights, model)
     assert set(merged.shapes()) == set(declared_by(base("mixtral").model))
@@ -205,6 +238,8 @@ def test_a_box_of_merged_weights_equals_that_part_of_the_whole() -> None:
         box = tuple(slice(size // 3, max(1, size - size // 4)) for size in shape)
         np.testing.assert_allclose(merged.read(path, box), read_weight(merged, path)[box], rtol=0, atol=1e-6)
     up = "stack.blocks.0.mlp.experts.up"
+    if lora.decomposed:
+        return
     product = weights.weights[up + LORA_A] @ weights.weights[up + LORA_B]
     np.testing.assert_allclose(read_weight(merged, up), weights.weights[up] + 3 * product, rtol=1e-5, atol=1e-5)
 
@@ -226,8 +261,8 @@ def refused(tmp_path: Path, **changes: Any) -> str:
 
 
 def test_all_unsupported_settings_are_refused_together(tmp_path: Path) -> None:
-    text = refused(tmp_path, use_dora=True, bias="all", init_lora_weights="pissa_niter_4")
-    assert all(line in text for line in ("use_dora=True", "bias=all", "init_lora_weights=pissa_niter_4"))
+    text = refused(tmp_path, use_qalora=True, bias="all", init_lora_weights="pissa_niter_4")
+    assert all(line in text for line in ("use_qalora=True", "bias=all", "init_lora_weights=pissa_niter_4"))
     assert "peft_type=IA3" in refused(tmp_path, peft_type="IA3")
     q = "base_model.model.model.layers.0.self_attn.q_proj"
     odd = {

@@ -31,9 +31,10 @@ from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.loading import Loaded, adapter_reader, load, start_engine, weight_reader
 from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, generation_config, origin_of
-from megajax.interop.peft.folder import LORA_A, TENSORS, adapter_files
+from megajax.interop.peft.folder import TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.lora.low_rank import LORA_A
 from megajax.layers.param import bind, matrices_of
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.serve import main as serve

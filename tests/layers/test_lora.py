@@ -1,7 +1,9 @@
 """Low-rank adapters: what they add to every kind of matrix, and that nothing else of a model changes."""
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from flax import nnx
 from tiny_runs import QUICK
 
 from megajax.config.errors import UserError
-from megajax.interop.peft.folder import LORA_A, LORA_B, leading, merge
+from megajax.interop.peft.folder import leading, merge
 from megajax.kernels.grouped.capability import GroupedSizes, capable_grouped
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
@@ -21,6 +23,7 @@ from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.lora.add_adapters import drop_inputs
 from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.lora.low_rank import LORA_A, LORA_B, MAGNITUDE, Decomposed
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
@@ -44,6 +47,8 @@ from megajax.models.decoder.config import DecoderConfig
 
 LAYOUT = Layout(Plan.of(ParallelConfig(data=1)))
 LORA = LoRAConfig(rank=3, alpha=6.0)
+DORA = replace(LORA, targets=("*.mixer.*", "*.mlp.up", "*.mlp.down", "*.mlp.gate"), decomposed=True)
+PEFT = json.loads(Path(__file__).with_name("peft_adapters.json").read_text())
 MLP = GatedMLPConfig(ffn=24)
 EXPERTS = MoEConfig(experts=4, top_k=2, expert=MLP, shared=SharedExpertConfig(mlp=MLP))
 MIXERS = (
@@ -87,35 +92,96 @@ def forward(lora: LoRAConfig | None) -> Any:
     return lowered.compile(compiler_options=dict(QUICK))
 
 
-def weights(*, fresh: bool = False) -> dict[str, np.ndarray]:
-    """Random weights of the model with adapters. fresh: the second matrix of each adapter is zero, as at the start."""
+def weights(lora: LoRAConfig = LORA, *, fresh: bool = False) -> dict[str, np.ndarray]:
+    """Random weights of the model with adapters. fresh: B and magnitudes are zero, as at the start."""
     rng = np.random.default_rng(1)
-    values = {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(LORA)).items()}
-    return {path: w * np.float32(not (fresh and path.endswith(LORA_B))) for path, w in values.items()}
+    values = {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(lora)).items()}
+    return {path: w * np.float32(not (fresh and path.endswith((LORA_B, MAGNITUDE)))) for path, w in values.items()}
 
 
 def merged(params: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
     """The weights without adapters, plus the products of the adapters."""
-    declared = specs(abstract(LORA))
+    declared = specs(abstract(None))
+
+    def adapter(path: str) -> tuple[Any, ...]:
+        return (
+            params[path + LORA_A],
+            params[path + LORA_B],
+            scale,
+            leading(declared[path]),
+            params.get(path + MAGNITUDE),
+        )
+
     return {
-        path: merge(params[path], params[path + LORA_A], params[path + LORA_B], scale, leading(declared[path]))
-        if path + LORA_A in params
-        else params[path]
+        path: merge(params[path], *adapter(path)) if path + LORA_A in params else params[path]
         for path in specs(abstract(None))
     }
 
 
-def test_adapters_of_every_kind_of_matrix_equal_merged_weights() -> None:
-    params = weights()
-    adapted, plain = forward(LORA)(params), forward(None)(merged(params, LORA.scale()))
+@pytest.mark.parametrize("lora", [LORA, pytest.param(DORA, marks=pytest.mark.slow)], ids=["lora", "dora"])
+def test_adapters_of_every_kind_of_matrix_equal_merged_weights(lora: LoRAConfig) -> None:
+    params = weights(lora)
+    adapted, plain = forward(lora)(params), forward(None)(merged(params, lora.scale()))
     np.testing.assert_allclose(adapted, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
     base = forward(None)(merged(params, 0.0))
     assert np.abs(base - plain).max() > 0.1 * np.abs(plain).max()
 
 
-def test_fresh_adapters_leave_logits_bit_equal() -> None:
-    params = weights(fresh=True)
-    np.testing.assert_array_equal(forward(LORA)(params), forward(None)(merged(params, 0.0)))
+@pytest.mark.parametrize("lora", [LORA, pytest.param(DORA, marks=pytest.mark.slow)], ids=["lora", "dora"])
+def test_fresh_adapters_leave_logits_bit_equal(lora: LoRAConfig) -> None:
+    params = weights(lora, fresh=True)
+    plain = {path: params[path] for path in specs(abstract(None))}
+    np.testing.assert_array_equal(forward(lora)(params), forward(None)(plain))
+
+
+@pytest.mark.parametrize("stored", PEFT, ids=lambda stored: f"dora={stored['dora']} rslora={stored['rslora']}")
+def test_outputs_and_gradients_equal_those_of_peft(stored: dict[str, Any]) -> None:
+    """Arrays of make_peft_adapters.py, which has the paper's gradient, without that of the norm."""
+    rank = len(stored["a"])
+    cfg = LoRAConfig(rank=rank, alpha=stored["alpha"], rank_stabilized=stored["rslora"], decomposed=stored["dora"])
+    arrays = {name: np.array(values, np.float32) for name, values in stored.items() if isinstance(values, list)}
+    layer = matrix(LayerSettings(layout=LAYOUT, hidden=4, std=1.0, output_std=1.0), arrays["w"].T.shape, (None, None))
+    layer.adapt(rank, cfg.scale(), 0.0, decomposed=cfg.decomposed)
+    module, norms = nnx.Module(), np.linalg.norm(arrays["w"], axis=1)
+    module.layer = layer
+    leaves = {"lora_a": arrays["a"].T, "lora_b": arrays["b"].T}
+    if cfg.decomposed:
+        leaves["lora_magnitude"] = arrays["magnitude"] - norms
+
+    def outputs(x: Any, leaves: dict[str, Any]) -> Any:
+        bound = bind(module, {"layer": arrays["w"].T, **{f"layer.{name}": leaf for name, leaf in leaves.items()}})
+        return LAYOUT.dot("bsd,df->bsf", x, bound.layer, "batch", "seq", "mlp")
+
+    y, gradient = jax.vjp(outputs, arrays["x"][None], leaves)
+    np.testing.assert_allclose(y[0], arrays["y"], rtol=1e-5, atol=1e-5)
+    dx, actual = gradient(arrays["dy"][None])
+    np.testing.assert_allclose(dx[0], arrays["dx"], rtol=1e-5, atol=1e-5)
+    for name, gradient_of_leaf in actual.items():
+        expected = arrays[name.replace("lora_", "d")]
+        np.testing.assert_allclose(gradient_of_leaf.T, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_magnitudes_scale_the_inputs_of_a_product_with_the_transposed_matrix() -> None:
+    """As in steps of latent attention, which multiply queries by the matrix of keys."""
+    settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
+    layer = matrix(settings, (5, 2, 3), (None, None, None))
+    layer.adapt(2, 1.5, 0.0, decomposed=True)
+    rng = np.random.default_rng(0)
+    for leaf in layer.leaves().values():
+        leaf[...] = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+    x = rng.normal(size=(4, 2, 3)).astype(np.float32)
+    w, a, b, change = (np.asarray(leaf[...]) for leaf in layer.leaves().values())
+    expected = np.einsum("tnh,rnh->tnr", x, merge(w, a, b, 1.5, 0, change))
+    actual = LAYOUT.dot("tnh,rnh->tnr", jnp.asarray(x), layer, None, None, None)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_of_zeros_have_finite_gradients() -> None:
+    """As rows of padding in stacks, whose norm is zero."""
+    term = Decomposed(2.0, (None,))
+    a, b, change = jnp.ones((3, 2)), jnp.zeros((2, 4)), jnp.zeros(4)
+    factor, gradient = jax.value_and_grad(lambda change: term.factor(jnp.zeros((3, 4)), a, b, change).sum())(change)
+    assert factor == 4 and np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +243,10 @@ def test_invalid_targets_are_refused() -> None:
         abstract(replace(LORA, targets=("*.quary",)))
     with pytest.raises(UserError, match=r"dropout=0\.1 is not possible for stack\.blocks\.0\.mlp\.experts\.down"):
         abstract(replace(LORA, dropout=0.1))
+    with pytest.raises(
+        UserError, match=r"decomposed=true is not possible for stack\.blocks\.0\.mlp\.experts\.\w+: it is a"
+    ):
+        abstract(replace(LORA, decomposed=True))
     with pytest.raises(UserError, match=r"model\.lora\.rank=500 is more than the smaller side of every matrix"):
         abstract(replace(LORA, rank=500))
     problems = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()

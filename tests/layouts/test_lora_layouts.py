@@ -51,10 +51,23 @@ def assert_same_training(actual: Trained, expected: Trained) -> None:
         (adapted(llama(repeats=3), dropout=0.2), ParallelConfig(data=2, pipeline=2, layers=(1, 2))),
         (adapted(llama(), dropout=0.2), ParallelConfig(data=1, tensor=8)),
         (adapted(gpt("selective"), rank_stabilized=True), ParallelConfig(data=4, data_sharding="zero1")),
+        (adapted(llama(), decomposed=True), ParallelConfig(data=2, tensor=4, data_sharding="fsdp", sequence=True)),
+        (adapted(llama(repeats=3), decomposed=True), ParallelConfig(data=2, pipeline=2, tensor=2, layers=(1, 2))),
+        (adapted(llama(), decomposed=True), ParallelConfig(data=2, context=2, tensor=2, data_sharding="zero1")),
         (adapted(experts()), ParallelConfig(data=2, expert=2, data_sharding="fsdp")),
         (adapted(experts()), ParallelConfig(data=1, expert=2, tensor=2, expert_tensor="whole", sequence=True)),
     ],
-    ids=["fsdp", "pipeline", "copied heads", "zero1", "expert fsdp", "whole experts"],
+    ids=[
+        "fsdp",
+        "pipeline",
+        "copied heads",
+        "zero1",
+        "dora fsdp",
+        "dora pipeline",
+        "dora context",
+        "expert fsdp",
+        "whole experts",
+    ],
 )
 def test_losses_equal_those_of_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}

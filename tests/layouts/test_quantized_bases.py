@@ -17,22 +17,27 @@ from megajax.layers.quantized import Quantized
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
 
-MODEL = replace(llama(), lora=LoRAConfig(rank=4, alpha=8.0))
+LORA = LoRAConfig(rank=4, alpha=8.0)
+DORA = replace(LORA, decomposed=True)
+SHARDED = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
 NF4 = QuantizationConfig(weights="nf4", group=4, double=True)
 
 
-def program_of(parallel: ParallelConfig, quantization: QuantizationConfig | None) -> Program:
-    plain = build_program(MODEL, parallel, microbatches=4)
-    return Program.of(plain.cfg.but(model=replace(MODEL, quantization=quantization)), plain.mesh)
+def program_of(parallel: ParallelConfig, quantization: QuantizationConfig | None, lora: LoRAConfig) -> Program:
+    model = replace(llama(), lora=lora)
+    plain = build_program(model, parallel, microbatches=4)
+    return Program.of(plain.cfg.but(model=replace(model, quantization=quantization)), plain.mesh)
 
 
 @cache
-def stored(quantization: QuantizationConfig) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
+def stored(
+    quantization: QuantizationConfig, lora: LoRAConfig
+) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
     """Weights with quantized matrices, and the same weights with dequantized ones."""
-    state = start(program_of(ONE, None))
+    state = start(program_of(ONE, None, lora))
     plain = {path: np.asarray(w) for path, w in state.params.items()}
     quantized = dict(plain)
-    for path, matrix in quantized_matrices(replace(MODEL, quantization=quantization)).items():
+    for path, matrix in quantized_matrices(replace(llama(), lora=lora, quantization=quantization)).items():
         leaves = jax.jit(Quantized.quantized, static_argnums=0)(matrix, plain[path])
         quantized |= {path + suffix: np.asarray(leaf) for suffix, leaf in leaves.items()}
         plain[path] = np.asarray(jax.jit(Quantized.whole, static_argnums=0)(matrix, leaves))
@@ -53,23 +58,23 @@ def gradients(program: Program, weights: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("parallel", "quantization"),
+    ("parallel", "quantization", "lora"),
     [
-        (ONE, NF4),
-        pytest.param(ONE, QuantizationConfig(weights="int8"), marks=pytest.mark.slow),
-        pytest.param(
-            ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True), NF4, marks=pytest.mark.slow
-        ),
-        pytest.param(ParallelConfig(data=2, pipeline=2), NF4, marks=pytest.mark.slow),
+        (ONE, NF4, LORA),
+        pytest.param(ONE, QuantizationConfig(weights="int8"), LORA, marks=pytest.mark.slow),
+        pytest.param(SHARDED, NF4, LORA, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(data=2, pipeline=2), NF4, LORA, marks=pytest.mark.slow),
+        pytest.param(ONE, NF4, DORA, marks=pytest.mark.slow),
+        pytest.param(SHARDED, NF4, DORA, marks=pytest.mark.slow),
     ],
-    ids=["nf4", "int8", "nf4, fsdp and tensor", "nf4, pipeline"],
+    ids=["nf4", "int8", "nf4, fsdp and tensor", "nf4, pipeline", "nf4, dora", "nf4, dora, fsdp and tensor"],
 )
 def test_gradients_equal_those_beside_dequantized_matrices(
-    parallel: ParallelConfig, quantization: QuantizationConfig
+    parallel: ParallelConfig, quantization: QuantizationConfig, lora: LoRAConfig
 ) -> None:
-    quantized, plain = stored(quantization)
-    expected = gradients(program_of(ONE, None), plain)
-    actual = gradients(program_of(parallel, quantization), quantized)
+    quantized, plain = stored(quantization, lora)
+    expected = gradients(program_of(ONE, None, lora), plain)
+    actual = gradients(program_of(parallel, quantization, lora), quantized)
     assert set(actual) == set(expected)
     for name, values in expected.items():
         np.testing.assert_allclose(actual[name], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=name)

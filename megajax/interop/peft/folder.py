@@ -1,8 +1,9 @@
 """Adapter folders of the PEFT library: adapter_config.json and adapter_model.safetensors.
 
 The adapter of a tensor N.weight is base_model.model.N.lora_A.weight [rank, inputs] and base_model.model.N.lora_B.weight
-[outputs, rank], with inputs and outputs in the order of N.weight in the family's table of names. If N.weight holds
-several weights of the model, one adapter adapts all of them.
+[outputs, rank], with inputs and outputs in the order of N.weight in the family's table of names; with DoRA, also
+base_model.model.N.lora_magnitude_vector [outputs]. If N.weight holds several weights of the model, one adapter adapts
+all of them.
 """
 
 import re
@@ -23,10 +24,12 @@ from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.safetensors import SafetensorsFile
 from megajax.interop.peft.settings import CONFIG, AdapterSettings, read_settings
 from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.lora.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, SMALLEST_SQUARE
 from megajax.layers.param import ParamSpec
 
 TENSORS = "adapter_model.safetensors"
 PREFIX, WEIGHT, SUFFIXES = "base_model.model.", ".weight", (".lora_A.weight", ".lora_B.weight")
+VECTOR = ".lora_magnitude_vector"
 
 
 class Order(NamedTuple):
@@ -57,6 +60,11 @@ class Adapted(NamedTuple):
     def names(self) -> tuple[str, str]:
         """Names of the two tensors of the adapter."""
         return f"{PREFIX}{self.module}{SUFFIXES[0]}", f"{PREFIX}{self.module}{SUFFIXES[1]}"
+
+    @property
+    def vector(self) -> str:
+        """Name of the tensor of magnitudes."""
+        return f"{PREFIX}{self.module}{VECTOR}"
 
     def columns(self) -> Iterator[tuple[Piece, slice]]:
         """Each weight with its range of outputs."""
@@ -119,13 +127,28 @@ class PeftAdapter:
     layers: Sequence[Adapted]
     scales: Mapping[str, float]
     """Module -> scale of its adapter."""
+    base: WeightSource | None = None
+    """Weights of the adapted model: magnitudes are read less the norms of its matrices. None: none are read."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: spec.shape for path, spec in self.declared.items() if path.endswith((LORA_A, LORA_B))}
+        return {path: spec.shape for path, spec in self.declared.items() if path.endswith(ADAPTERS)}
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """A box of an adapter in float32. Layers without an adapter, and ranks beyond that of a layer, are zero."""
-        return self._read_weight(path)[box]
+        return (self._read_magnitudes if path.endswith(MAGNITUDE) else self._read_weight)(path)[box]
+
+    def _read_magnitudes(self, path: str) -> np.ndarray:
+        if self.base is None:
+            raise ValueError(f"{path} is relative to the weights of the model, which were not given")
+        matrix, changes = path.removesuffix(MAGNITUDE), np.zeros(self.declared[path].shape, np.float32)
+        for layer in self.layers:
+            for piece, columns in layer.columns():
+                if piece.path == matrix:
+                    values = np.zeros(layer.stops[-1], np.float32)
+                    values[layer.order.outputs] = self.file.read(layer.vector).astype(np.float32)
+                    norms = norms_of(_part(self.base, piece, matrix), self.declared[matrix + LORA_A])
+                    changes[piece.index] = values[columns].reshape(norms.shape) - norms
+        return changes
 
     def _read_weight(self, path: str) -> np.ndarray:
         spec = self.declared[path]
@@ -154,8 +177,8 @@ def base_of(folder: Path) -> str | None:
     return read_settings(folder / CONFIG).base
 
 
-def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
-    """An adapter of a model. base: the model's config; rows: the table of its family.
+def read_adapter(folder: Path, base: Any, rows: Sequence[Row], weights: WeightSource | None = None) -> PeftAdapter:
+    """An adapter of a model. base: the model's config; rows: the table of its family; weights: as `PeftAdapter.base`.
 
     Raises UserError with all settings and tensors that are not supported or do not match the model.
     """
@@ -175,7 +198,9 @@ def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
     lora = replace(largest, targets=tuple(dict.fromkeys(paths)))
     model = replace(base, lora=lora)
     declared = declared_by(model)
-    adapter = PeftAdapter(str(folder), model, declared, file, layers, scales)
+    if weights is not None and (quantizing := Quantizing.if_any(base)) is not None:
+        weights = quantizing.inverse(weights)
+    adapter = PeftAdapter(str(folder), model, declared, file, layers, scales, weights)
     _demand_zeros(adapter)
     return adapter
 
@@ -204,6 +229,7 @@ def _demand_fit(
 ) -> None:
     """Raises UserError with all tensors that are missing, unknown, or do not match the model or the settings."""
     names, problems, ranks = {name for pair in present for name in pair}, [], {}
+    names |= {layer.vector for layer in present.values() if settings.decomposed}
     for name in file.entries:
         if name not in names:
             problems.append(_unknown(name, names, tables))
@@ -220,6 +246,10 @@ def _demand_fit(
             texts = (f"{first} and {second}" for first, second in (shapes, expected))
             problems.append(f"{a}, {b}: shapes {', but '.join(texts)} by the model")
         ranks[layer.module] = rank
+        vector, outputs = file.entries.get(layer.vector), expected[1][:1]
+        if settings.decomposed and (vector is None or vector.shape != outputs):
+            found = "missing" if vector is None else f"shape {vector.shape}"
+            problems.append(f"{layer.vector}: {found}, but shape {outputs} by the model and use_dora=true")
     problems += settings.contradictions(ranks)
     if problems or not ranks:
         lines = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
@@ -242,7 +272,7 @@ def _demand_zeros(adapter: PeftAdapter) -> None:
         for piece, columns in layer.columns():
             if piece.path + LORA_A not in adapter.declared:
                 of_piece = (layer.order.outputs >= columns.start) & (layer.order.outputs < columns.stop)
-                if adapter.file.read(layer.names[1])[of_piece].any():
+                if adapter.model.lora.decomposed or adapter.file.read(layer.names[1])[of_piece].any():
                     raise UserError(f"{adapter.where}: {layer.names[1]} adapts {piece.path}, which has no adapter here")
 
 
@@ -251,8 +281,9 @@ def adapter_files(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(adapter_config.json, tensors by name) of a model with adapters.
 
-    family: of the base model; weights: a source with the adapters; base: name or folder of the base model, to be
-    recorded. With it, PEFT's AutoPeftModel classes find the base model, by its task or else by its class.
+    family: of the base model; weights: a source with the adapters and, for DoRA, the base weights in floats; base: name
+    or folder of the base model, to be recorded. With it, PEFT's AutoPeftModel classes find the base model, by its task
+    or else by its class.
     Raises UserError for adapters that PEFT does not support.
     """
     lora, declared, plain = model.lora, declared_by(model), replace(model, lora=None)
@@ -264,6 +295,8 @@ def adapter_files(
         a, b = _joined(layer, weights, declared)
         tensors |= dict(zip(layer.names, (a, b), strict=True))
         ranks[layer.module] = len(a)
+        if lora.decomposed:
+            tensors[layer.vector] = _magnitudes(layer, weights, declared)
     linear = [tensor.name.removesuffix(WEIGHT) for tensor in tensors_of(rows, declared) if tensor.name.endswith(WEIGHT)]
     patterns = {layer.module: _pattern(layer.module, linear, ranks) for layer in layers}
     larger = {patterns[module]: rank for module, rank in ranks.items() if rank != lora.rank}
@@ -277,6 +310,7 @@ def adapter_files(
         "lora_alpha": _number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.decomposed,
         "target_modules": sorted(set(patterns.values())),
         "rank_pattern": larger,
         "alpha_pattern": {pattern: _number(alpha) for pattern, alpha in alphas.items()},
@@ -293,7 +327,7 @@ def _joined(layer: Adapted, weights: WeightSource, declared: Mapping[str, ParamS
     parts = []
     for piece, columns in layer.columns():
         if piece.path + LORA_A in declared:
-            a, b = (_part(weights, piece, declared[piece.path + end]) for end in (LORA_A, LORA_B))
+            a, b = (_part(weights, piece, piece.path + end) for end in (LORA_A, LORA_B))
             parts.append((a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), columns))
     first = parts[0][0]
     shared = all(np.array_equal(a, first) for a, _, _ in parts)
@@ -305,10 +339,22 @@ def _joined(layer: Adapted, weights: WeightSource, declared: Mapping[str, ParamS
     return np.ascontiguousarray(inputs[layer.order.inputs].T), np.ascontiguousarray(outputs[:, layer.order.outputs].T)
 
 
-def _part(weights: WeightSource, piece: Piece, spec: ParamSpec) -> np.ndarray:
+def _magnitudes(layer: Adapted, weights: WeightSource, declared: Mapping[str, ParamSpec]) -> np.ndarray:
+    """The tensor of magnitudes: norms of the columns of the base weights plus their trained changes."""
+    parts = []
+    for piece, _ in layer.columns():
+        if piece.path + LORA_A not in declared:
+            raise UserError(f"PEFT has one DoRA adapter for all of {layer.tensor.name}, and {piece.path} has none")
+        norms = norms_of(_part(weights, piece, piece.path), declared[piece.path + LORA_A])
+        change = _part(weights, piece, piece.path + MAGNITUDE)
+        parts.append((norms + change).reshape(-1))
+    return np.concatenate(parts)[layer.order.outputs]
+
+
+def _part(weights: WeightSource, piece: Piece, path: str) -> np.ndarray:
     lead = [slice(int(i), int(i) + 1) for i in piece.index if not isinstance(i, slice)]
-    box = (*lead, *[slice(0, size) for size in spec.shape[len(lead) :]])
-    return weights.read(spec.path, box).reshape(spec.shape[len(lead) :])
+    rest = weights.shapes()[path][len(lead) :]
+    return weights.read(path, (*lead, *[slice(0, size) for size in rest])).reshape(rest)
 
 
 def _pattern(module: str, linear: Sequence[str], adapted: Mapping[str, int]) -> str:
@@ -322,24 +368,33 @@ def _number(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-LORA_A, LORA_B = ".lora_a", ".lora_b"
-"""Suffixes of the paths of an adapter's matrices, after the path of the adapted matrix."""
-
-
 def leading(spec: ParamSpec) -> int:
     """Number of leading dimensions of a weight for layers and experts."""
     return sum(name in ("layer", "expert") for name in spec.axes)
 
 
-def merge(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: int) -> np.ndarray:
-    """w + scale * a b in float32.
+def norms_of(w: np.ndarray, spec: ParamSpec) -> np.ndarray:
+    """Norms over the inputs of a matrix without leading dimensions, float32 [*outputs]. spec: of its A."""
+    inputs = tuple(range(len(spec.axes) - leading(spec) - 1))
+    return np.sqrt(np.sum(np.square(w, dtype=np.float32), axis=inputs))
 
-    w: [..., inputs, outputs]; a: [..., inputs, rank]; b: [..., rank, outputs]; leading: number of leading dimensions
-    for layers and experts. Inputs and outputs may be several dimensions each.
+
+def merge(
+    w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: int, change: np.ndarray | None = None
+) -> np.ndarray:
+    """w + scale * a b in float32. With DoRA, the norm of each output becomes that of w plus the change.
+
+    w: [..., inputs, outputs]; a: [..., inputs, rank]; b: [..., rank, outputs]; change: [..., outputs]; leading: number
+    of leading dimensions for layers and experts. Inputs and outputs may be several dimensions each.
     """
-    lead, rank = w.shape[:leading], a.shape[-1]
+    lead, rank, inputs = w.shape[:leading], a.shape[-1], tuple(range(leading, a.ndim - 1))
     a, b = a.astype(np.float32).reshape(*lead, -1, rank), b.astype(np.float32).reshape(*lead, rank, -1)
-    return w.astype(np.float32) + np.float32(scale) * (a @ b).reshape(w.shape)
+    w = w.astype(np.float32)
+    merged = w + np.float32(scale) * (a @ b).reshape(w.shape)
+    if change is None:
+        return merged
+    norm, now = (np.sqrt(np.sum(matrix * matrix, axis=inputs, keepdims=True)) for matrix in (w, merged))
+    return merged * ((norm + np.expand_dims(change, inputs)) / np.maximum(now, np.sqrt(np.float32(SMALLEST_SQUARE))))
 
 
 class MergedWeights:
@@ -353,17 +408,23 @@ class MergedWeights:
         self._declared = declared_by(model) if quantizing is None else quantizing.plain
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: shape for path, shape in self._weights.shapes().items() if not path.endswith((LORA_A, LORA_B))}
+        return {path: shape for path, shape in self._weights.shapes().items() if not path.endswith(ADAPTERS)}
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """A box of a weight. Only the part of the adapter for the box is read."""
-        w = self._weights.read(path, box)
+        """A box of a weight. Only the part of the adapter for the box is read, with DoRA that for whole columns."""
         if (spec := self._declared.get(path + LORA_A)) is None:
-            return w
-        first, end, rank = leading(spec), len(spec.axes) - 1, slice(0, spec.shape[-1])
-        a = self._weights.read(path + LORA_A, (*box[:end], rank))
-        b = self._weights.read(path + LORA_B, (*box[:first], rank, *box[end:]))
-        return merge(w, a, b, self._scale, first)
+            return self._weights.read(path, box)
+        first, end = leading(spec), len(spec.axes) - 1
+        magnitude = self._declared.get(path + MAGNITUDE)
+        whole = tuple(slice(0, size) for size in spec.shape)
+        inputs = box[first:end] if magnitude is None else whole[first:end]
+        w = self._weights.read(path, (*box[:first], *inputs, *box[end:]))
+        a = self._weights.read(path + LORA_A, (*box[:first], *inputs, whole[-1]))
+        b = self._weights.read(path + LORA_B, (*box[:first], whole[-1], *box[end:]))
+        if magnitude is None:
+            return merge(w, a, b, self._scale, first)
+        change = self._weights.read(path + MAGNITUDE, (*box[:first], *box[end:]))
+        return merge(w, a, b, self._scale, first, change)[(slice(None),) * first + tuple(box[first:end])]
 
 
 class JoinedWeights:

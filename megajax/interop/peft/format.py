@@ -16,9 +16,10 @@ from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.huggingface.safetensors import SafetensorsFolder, TensorFile
 from megajax.interop.origin import without_adapters
-from megajax.interop.peft.folder import LORA_A, LORA_B, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
+from megajax.interop.peft.folder import SUFFIXES, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
 from megajax.interop.stored.model import Advance, Options, StoredModel
+from megajax.layers.lora.low_rank import ADAPTERS
 from megajax.models.protocol import ids_below
 from megajax.optim.groups import trainable
 from megajax.storage.atomic_folders import new_folder
@@ -42,7 +43,7 @@ def read(name: str, reading: Reading) -> StoredModel:
     stored.demand_fit()
     if getattr(stored.model, "lora", None) is not None:
         raise UserError(f"--base={base} already has adapters; convert it with --merge first")
-    adapter = read_adapter(folder, stored.model, _family(stored).rows(stored.model))
+    adapter = read_adapter(folder, stored.model, _family(stored).rows(stored.model), stored.weights)
     return stored.derived(adapter.model, JoinedWeights(stored.weights, adapter))
 
 
@@ -60,8 +61,9 @@ def write(stored: StoredModel, folder: Path, options: Options, advance: Advance)
             for name, tensor in tensors.items():
                 file.write(name, tensor)
                 advance(tensor.size)
-    rank, modules = config["r"], ", ".join(config["target_modules"])
-    return [f"{folder}: {len(tensors) // 2} adapters of rank {rank} on {modules}, {options.dtype or 'float32'}", *lines]
+    count, kind = sum(name.endswith(SUFFIXES[0]) for name in tensors), "DoRA " * config["use_dora"]
+    modules, dtype = ", ".join(config["target_modules"]), options.dtype or "float32"
+    return [f"{folder}: {count} {kind}adapters of rank {config['r']} on {modules}, {dtype}", *lines]
 
 
 def verify(stored: StoredModel, name: str, options: Options, advance: Advance) -> str:
@@ -81,7 +83,7 @@ def _demand_adapters_alone(stored: StoredModel, folder: Path) -> None:
         return
     optimizer = stored.config(folder, []).optimizer
     weights = {path: spec for path, spec in stored.declared.items() if spec.updater is None}
-    adapters = [path for path in weights if path.endswith((LORA_A, LORA_B))]
+    adapters = [path for path in weights if path.endswith(ADAPTERS)]
     other_weights = [path for path in trainable(optimizer, weights, adapters) if path not in adapters]
     if other_weights:
         raise UserError(
@@ -116,9 +118,7 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
 def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
     """Paths of weights that differ in shape, or in the first or last elements; padding of tables is not compared."""
     shapes, own_shapes = base.shapes(), stored.weights.shapes()
-    paths = [
-        path for path in own_shapes if not path.endswith((LORA_A, LORA_B)) and stored.declared[path].updater is None
-    ]
+    paths = [path for path in own_shapes if not path.endswith(ADAPTERS) and stored.declared[path].updater is None]
     differing = [path for path in paths if shapes.get(path) != own_shapes[path]]
     tokens = ids_below(stored.model)
     for path in (path for path in paths if path not in differing):
@@ -136,8 +136,9 @@ def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
 
 
 def _files(stored: StoredModel, options: Options, base: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    plain = replace(stored.model, quantization=None)
-    config, tensors = adapter_files(plain, _family(stored, options.family), stored.weights, base)
+    plain, quantizing = replace(stored.model, quantization=None), Quantizing.if_any(stored.model)
+    weights = stored.weights if quantizing is None else quantizing.inverse(stored.weights)
+    config, tensors = adapter_files(plain, _family(stored, options.family), weights, base)
     dtype = options.dtype or np.dtype(np.float32)
     return config, {name: converted(tensor, dtype, name) for name, tensor in tensors.items()}
 

@@ -23,8 +23,8 @@ REFUSED: Mapping[str, Any] = {
     # Settings that change the sum x W + scale * (x A) B, or name other weights that were trained.
     "alora_invocation_tokens": None, "arrow_config": None, "bias": "none", "kasa_config": None,
     "layer_replication": None, "lora_bias": False, "modules_to_save": None, "monteclora_config": None,
-    "target_parameters": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
-    "use_qalora": False, "velora_config": None,
+    "target_parameters": None, "trainable_token_indices": None, "use_bdlora": None, "use_qalora": False,
+    "velora_config": None,
 }  # fmt: skip
 """Setting -> the only supported value besides absent and null."""
 SHIFTING = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -52,6 +52,11 @@ class AdapterSettings:
         """Recorded name or folder of the base model."""
         return self.values.get("base_model_name_or_path")
 
+    @property
+    def decomposed(self) -> bool:
+        """Whether modules have magnitudes (DoRA)."""
+        return self.values.get("use_dora") or False
+
     def rank(self, module: str) -> int:
         return _value_for(self.values.get("rank_pattern"), module, self.values.get("r", 8))
 
@@ -62,6 +67,7 @@ class AdapterSettings:
             alpha=float(_value_for(self.values.get("alpha_pattern"), module, self.values.get("lora_alpha", 8))),
             dropout=float(self.values.get("lora_dropout", 0.0)),
             rank_stabilized=self.values.get("use_rslora", False),
+            decomposed=self.decomposed,
         )
 
     def contradictions(self, ranks: Mapping[str, int]) -> list[str]:
@@ -131,6 +137,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
         "lora_alpha": (_is_alpha, "a number above 0"),
         "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number at least 0 and below 1"),
         "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+        "use_dora": (lambda value: value is None or isinstance(value, bool), "true or false"),
         "target_modules": (_is_names, f"{REGEX} or a list of names"),
         "exclude_modules": (_is_names, f"{REGEX} or a list of names"),
         "layers_to_transform": (_is_layers, "a whole number or a list of them"),

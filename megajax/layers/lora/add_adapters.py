@@ -24,7 +24,8 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     """The model with an adapter on each matrix that matches a target.
 
     Raises UserError for a target that matches no matrix, for a rank above the smaller side of every adapted matrix, and
-    for dropout where it is not possible. The rank may exceed the sides of some matrices, such as routers.
+    for dropout or magnitudes where they are not possible. The rank may exceed the sides of some matrices, such as
+    routers.
     """
     matrices = matrices_of(model)
     targeted = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
@@ -38,13 +39,18 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     for path, matrix in matrices.items():
         if path not in targeted:
             continue
+        if cfg.decomposed and "expert" in matrix.array.axes:
+            raise UserError(
+                f"model.lora.decomposed=true is not possible for {path}: it is a matrix of experts\n"
+                f"Set it to false, or name only other matrices in {SETTING}."
+            )
         if cfg.dropout and ("expert" in matrix.array.axes or not matrix.array.layers):
             why = "rows are reordered for experts" if matrix.array.layers else "it is not in a stack"
             raise UserError(
                 f"model.lora.dropout={cfg.dropout:g} is not possible for {path}: {why}\n"
                 f"Set it to 0, or name only matrices inside a stack, outside experts, in {SETTING}."
             )
-        matrix.adapt(cfg.rank, cfg.scale(), cfg.dropout)
+        matrix.adapt(cfg.rank, cfg.scale(), cfg.dropout, decomposed=cfg.decomposed)
     return model
 
 

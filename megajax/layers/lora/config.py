@@ -31,6 +31,9 @@ class LoRAConfig(Builds):
     """Dropout rate of an adapter's input. Adapters of experts have none."""
     rank_stabilized: bool = False
     """The scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA)."""
+    decomposed: bool = False
+    """Each output of x W + scale * (x A) B is divided by the norm of its matrix column and multiplied by a trained
+    magnitude (Liu et al. 2024, DoRA). Not for experts."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(rank=self.rank, alpha=self.alpha) + below_one(dropout=self.dropout)
@@ -52,4 +55,5 @@ class LoRAConfig(Builds):
             return 0
         # Matrices that write to the residual stream contract all dimensions but the last, others only the first.
         end = len(sides) - 1 if axes[-1] == "embed" else 1
-        return prod(experts) * self.rank * (prod(sides[:end]) + prod(sides[end:]))
+        outputs = prod(sides[end:])
+        return prod(experts) * (self.rank * (prod(sides[:end]) + outputs) + outputs * self.decomposed)
