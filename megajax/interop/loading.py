@@ -25,7 +25,7 @@ from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.layers.lora.add_adapters import AdapterSlots
-from megajax.layers.lora.low_rank import ADAPTERS
+from megajax.layers.low_rank import ADAPTERS
 from megajax.mesh.rules import Plan
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig

@@ -19,7 +19,7 @@ from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
-from megajax.layers.lora.low_rank import LORA_A
+from megajax.layers.low_rank import LORA_A
 from megajax.layers.recompute import SavePolicy, format_recompute
 from megajax.mesh.config import BATCH_AXES, SHARDS, ParallelConfig, devices_over
 from megajax.mesh.context_parallelism import ContextSharding

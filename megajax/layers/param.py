@@ -20,7 +20,7 @@ from jax import Array
 from megajax.batch import Params
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable, grouped_matmul
-from megajax.layers.lora.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, Decomposed, LowRank
+from megajax.layers.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, Decomposed, LowRank
 from megajax.layers.quantized import BESIDE, Product, Quantized
 from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.layout import Layout, Matmul

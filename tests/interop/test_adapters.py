@@ -38,7 +38,7 @@ from megajax.interop.peft.settings import CONFIG, read_settings
 from megajax.interop.stored.model import StoredModel
 from megajax.interop.stored.provenance import Provenance
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.lora.low_rank import LORA_A, LORA_B, MAGNITUDE
+from megajax.layers.low_rank import LORA_A, LORA_B, MAGNITUDE
 from megajax.optim.config import AdamWConfig
 from megajax.storage.atomic_folders import new_folder
 

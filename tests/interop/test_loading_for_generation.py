@@ -34,7 +34,7 @@ from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, 
 from megajax.interop.peft.folder import TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.lora.low_rank import LORA_A
+from megajax.layers.low_rank import LORA_A
 from megajax.layers.param import bind, matrices_of
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.serve import main as serve

@@ -106,11 +106,10 @@ def test_a_run_starts_from_a_base_and_resumes_exactly(tmp_path: Path, capsys: py
 
 
 def test_formulas_count_the_adapters_of_the_program() -> None:
-    config = replace(llama(), lora=LORA)
-    declared = build_program(config, ONE, microbatches=2).declared
-    (section,), elements = (
-        config.section_facts(),
-        sum(np.prod(declared[path].shape[1:]) for path in declared if ".lora_" in path),
-    )
-    weights = section.stack_weights(0)
-    assert adapter_share(weights, LORA) * total_size(weights) == elements
+    for lora in (LORA, replace(LORA, decomposed=True)):
+        config = replace(llama(), lora=lora)
+        declared = build_program(config, ONE, microbatches=2).declared
+        elements = sum(np.prod(declared[path].shape[1:]) for path in declared if ".lora_" in path)
+        (section,) = config.section_facts()
+        weights = section.stack_weights(0)
+        assert adapter_share(weights, lora) * total_size(weights) == elements

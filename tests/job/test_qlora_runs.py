@@ -17,7 +17,7 @@ from megajax.interop.origin import Origin, without_adapters
 from megajax.interop.runs.format import open_step
 from megajax.job.job import train
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.lora.low_rank import LORA_A, LORA_B
+from megajax.layers.low_rank import LORA_A, LORA_B
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.optim.config import AdamWConfig
 

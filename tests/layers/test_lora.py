@@ -23,7 +23,7 @@ from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.lora.add_adapters import drop_inputs
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.lora.low_rank import LORA_A, LORA_B, MAGNITUDE, Decomposed
+from megajax.layers.low_rank import LORA_A, LORA_B, MAGNITUDE, Decomposed
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig

@@ -24,7 +24,7 @@ from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.safetensors import SafetensorsFile
 from megajax.interop.peft.settings import CONFIG, AdapterSettings, read_settings
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.lora.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, SMALLEST_SQUARE
+from megajax.layers.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, SMALLEST_SQUARE
 from megajax.layers.param import ParamSpec
 
 TENSORS = "adapter_model.safetensors"
@@ -248,8 +248,8 @@ def _demand_fit(
         ranks[layer.module] = rank
         vector, outputs = file.entries.get(layer.vector), expected[1][:1]
         if settings.decomposed and (vector is None or vector.shape != outputs):
-            found = "missing" if vector is None else f"shape {vector.shape}"
-            problems.append(f"{layer.vector}: {found}, but shape {outputs} by the model and use_dora=true")
+            stored = "missing" if vector is None else f"shape {vector.shape}"
+            problems.append(f"{layer.vector}: {stored}, but shape {outputs} by the model and use_dora=true")
     problems += settings.contradictions(ranks)
     if problems or not ranks:
         lines = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)

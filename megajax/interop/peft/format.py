@@ -19,7 +19,7 @@ from megajax.interop.origin import without_adapters
 from megajax.interop.peft.folder import SUFFIXES, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
 from megajax.interop.stored.model import Advance, Options, StoredModel
-from megajax.layers.lora.low_rank import ADAPTERS
+from megajax.layers.low_rank import ADAPTERS
 from megajax.models.protocol import ids_below
 from megajax.optim.groups import trainable
 from megajax.storage.atomic_folders import new_folder
