@@ -90,6 +90,7 @@ def test_judged_answers(tmp_path: Path) -> None:
         (TEXT | {"rejected": ""}, "no rejected answer under 'rejected'", "no rejected answer"),
         (TEXT | {"rejected": "yes"}, "the chosen and the rejected answer are equal", "equal answers"),
         ({"chosen": [USER, YES], "rejected": [USER, YES]}, "the chosen and the rejected answer", "equal answers"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [YES | {"name": "b"}]}, "have equal tokens", "equal answers"),
         ({"prompt": "q", "rejected": "a"}, "no answer under 'chosen'", "no answer"),
         ({"chosen": [YES], "rejected": [NO]}, "begin with different messages", "not a conversation"),
         ({"chosen": [USER], "rejected": [USER, NO]}, "chosen has no message of the assistant", "no answer"),

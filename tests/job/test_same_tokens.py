@@ -45,6 +45,7 @@ def test_tokens_are_compared_by_their_texts(tmp_path: Path) -> None:
         demand_same_tokens(second.build(), run, "the teacher", lines.append)
     demand_same_tokens(NullTokenizerConfig(vocabulary_size=257).build(), run, "the teacher", lines.append)
     demand_same_tokens(first.build(), tmp_path, "the teacher", lines.append)
+    demand_same_tokens(first.build(), tmp_path / "absent", "the teacher", lines.append)
     assert len(lines) == 2 and all("its tokens are not compared" in line for line in lines)
 
 

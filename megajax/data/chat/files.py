@@ -144,10 +144,12 @@ class Reader:
     Attributes:
         kind: what the lines are, for the key of the cache.
         reasons: reasons to skip a line.
+        example: a line, for messages.
     """
 
     kind: ClassVar[str] = "chat with weights up to 1e6"
     reasons: ClassVar[tuple[str, ...]] = REASONS
+    example: ClassVar[str] = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Reader:
         """
         description = {
             "kind": self.kind,
-            "files": [_digest(self._folder, path) for path in paths],
+            "files": [_digest(self._folder, path, self.example) for path in paths],
             "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
             "loss": self._loss,
@@ -281,13 +283,13 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def _digest(folder: Path, path: str) -> str:
-    """SHA-256 of a file. Raises UserError if it cannot be read."""
+def _digest(folder: Path, path: str, example: str) -> str:
+    """SHA-256 of a file. Raises UserError, with an example of a line, if it cannot be read."""
     try:
         open(path, "rb").close()
     except OSError as error:
         raise UserError(
             f"data: {path} cannot be read: {error.strerror} (looked for in {Path.cwd()}). It must be a file of JSON "
-            'lines such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+            f"lines such as {example}"
         ) from error
     return content_digest(folder, Path(path)).hex()

@@ -49,11 +49,15 @@ class Judged(NamedTuple):
 class PairReader(Reader):
     """Reads pairs of answers; see `Reader`."""
 
-    kind, reasons = "pairs of answers", REASONS
+    kind, reasons = "pairs of answers with other tokens", REASONS
+    example = '{"prompt": "…", "chosen": "…", "rejected": "…"}'
 
     def documents(self, record: Mapping[str, Any]) -> list[Document]:
         """The chosen and the rejected answer, each after the prompt."""
-        return [self.document(item.prompt, item.answer, record.get("tools")) for item in pair_of(record)]
+        pair = [self.document(item.prompt, item.answer, record.get("tools")) for item in pair_of(record)]
+        if np.array_equal(pair[0][0], pair[1][0]):  # of texts that differ in what the template or the tokenizer drops
+            raise BadLine(EQUAL, "the chosen and the rejected answer have equal tokens")
+        return pair
 
     def document(self, prompt: Text, answer: Text, tools: Any) -> Document:
         """A prompt and an answer, whose tokens alone have a weight. Raises BadLine for an answer without tokens."""
@@ -70,7 +74,7 @@ class PairReader(Reader):
 class JudgedReader(PairReader):
     """Reads answers that are good or bad."""
 
-    kind = "judged answers"
+    kind, example = "judged answers", '{"prompt": "…", "completion": "…", "label": true}'
     _earlier: Judged | None = None
 
     def _build(self, paths: Sequence[str]) -> Arrays:

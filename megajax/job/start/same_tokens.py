@@ -44,7 +44,8 @@ def demand_same_tokens(run_tokenizer: Tokenizer, source: Path, whose: str, say: 
     """
     theirs = stored_tokenizer(source)
     if theirs is None or run_tokenizer.identity.startswith("null:"):
-        say(f"{whose} {source}: its tokens are not compared with those of the run, because one has no tokenizer")
+        if split_name(source)[1].exists():  # otherwise loading the weights will tell
+            say(f"{whose} {source}: its tokens are not compared with those of the run, because one has no tokenizer")
         return
     if (token := other_token(run_tokenizer, theirs)) is None:
         return
