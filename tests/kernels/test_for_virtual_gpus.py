@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.compiled.gpus import GPUS, Cluster, virtual_devices
-from megajax.kernels.attention.attention import Mask, attend, reference_attention
+from megajax.kernels.attention.attention import OUTPUT, STATISTICS, Mask, attend, reference_attention
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.kernels.paged.pools import PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
@@ -92,6 +92,26 @@ def test_the_reference_and_the_mask_store_scores() -> None:
     targets, temporary = attention("h100", "cudnn_mask", documents=True)
     assert targets == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
     assert SCORES <= temporary < 2 * SCORES
+
+
+@pytest.mark.slow
+def test_the_pallas_kernels_leave_the_saved_outputs_of_all_layers_where_they_are() -> None:
+    layers, width = 128, HEADS * 64
+    index = jnp.arange(LENGTH)
+
+    def gradients(x: jax.Array, weights: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            q = jnp.einsum("bsd,dnh->bsnh", x, weight)
+            out = attend("pallas", q, 2 * q, jnp.sin(q), Mask(index, index, None, None), scale=0.1)
+            return x + jnp.einsum("bsnh,dnh->bsd", out, weight), None
+
+        policy = jax.checkpoint_policies.save_only_these_names(OUTPUT, STATISTICS)
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jax.grad(lambda x: jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum())(x)
+
+    _, memory = compiled("h100", gradients, like((1, LENGTH, width)), like((layers, width, HEADS, 64)))
+    saved = layers * LENGTH * width * 2  # inputs of layers, and outputs
+    assert memory.temp_size_in_bytes < 2.5 * saved
 
 
 @pytest.mark.parametrize(

@@ -206,13 +206,21 @@ def _forward_kernel(
 
 def _query_gradient_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
-    dout_ref: Any, lse_ref: Any, delta_ref: Any, dq_ref: Any, *,
+    dout_ref: Any, lse_ref: Any, out_ref: Any, dq_ref: Any, delta_ref: Any, *,
     mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Gradient of one block of queries of one head."""
+    """Gradient of one block of queries of one head, and for each query the product of its output and the gradient.
+
+    Outside of the kernel the compiler would choose an order of dimensions for the product, and copy the outputs that
+    all layers have saved into that order before the loop over layers: 4 GiB for 16k tokens of Llama 3 8B.
+    """
     block = pl.program_id(0)
     q, dout = _head(q_ref, 0, blocks.queries, sizes[0]), _head(dout_ref, 0, blocks.queries, sizes[1])
-    qi, qs, lse, delta = qi_ref[...], qs_ref[...], lse_ref[...], delta_ref[...]
+    out = _head(out_ref, 0, blocks.queries, sizes[1])
+    products = (x.astype(jnp.float32) * y.astype(jnp.float32) for x, y in zip(out, dout, strict=True))
+    delta = sum((x.sum(axis=1) for x in products), start=jnp.zeros((blocks.queries,), jnp.float32))
+    delta_ref[...] = delta
+    qi, qs, lse = qi_ref[...], qs_ref[...], lse_ref[...]
 
     def step(j: Array, dq: tuple) -> tuple:
         start = j * blocks.keys
@@ -368,12 +376,10 @@ def backward(
     blocks = (blocks or blocks_for(max(sizes))[1]).within(length, key_length)
     blocked = _split_into_blocks(mask, rows, blocks)
     queries, keys = blocked.query_index.shape[0], blocked.key_index.shape[0]
-    delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
-    padding = [(0, 0), (0, 0), (0, queries - length)]
-    lse, delta = jnp.pad(lse, padding), jnp.pad(delta, padding)
-    q, dout = _padded(q, queries), _padded(dout.astype(q.dtype), queries)
+    lse = jnp.pad(lse, [(0, 0), (0, 0), (0, queries - length)])
+    q, out, dout = (_padded(x, queries) for x in (q, out, dout.astype(q.dtype)))
     k, v = _padded(k, keys), _padded(v, keys)
-    dq = _call(
+    dq, delta = _call(
         partial(_query_gradient_kernel, sizes=sizes),
         mask,
         scale,
@@ -383,13 +389,14 @@ def backward(
         in_specs=[
             *_inputs_by_query(blocks, q, k, v),
             _query_block(blocks, value_size),
-            *[_query_statistics(blocks)] * 2,
+            _query_statistics(blocks),
+            _query_block(blocks, value_size),
         ],
-        out_specs=_query_block(blocks, size),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_specs=[_query_block(blocks, size), _query_statistics(blocks)],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)],
         interpret=interpret,
         name="attention_backward_queries",
-    )(q, k, v, *blocked.positions, blocked.keys_of, dout, lse, delta)
+    )(q, k, v, *blocked.positions, blocked.keys_of, dout, lse, out)
     dk, dv = _call(
         partial(_key_gradient_kernel, sizes=sizes, share=share),
         mask,

@@ -6,6 +6,7 @@ Each row counts as one document: packed documents need less attention, and `cont
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Literal
 from megajax.compiled.gpus import OVERHEAD, Device
 from megajax.config.errors import UserError
 from megajax.layers.expert_facts import ExpertSharding
-from megajax.layers.facts import BlockFacts, Share, Weight
+from megajax.layers.facts import BlockFacts, MixerFacts, Share, Weight
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
@@ -350,17 +351,23 @@ class Tower:
 
         Only of full attention; keys with the copies of heads that devices exchange.
         """
+        tensor, size = self.run.parallel.tensor, self.tokens * self.run.width
+        mixers = [mixer.tensors for block in self.blocks for mixer in self._full_attention(block)]
+        queries = sum(kernel.sharded / tensor for kernel, _ in mixers)
+        outputs = sum(result.local(tensor) for _, result in mixers)
+        return size * queries, size * sum(self.full_keys(block) for block in self.blocks), size * outputs
+
+    def _full_attention(self, block: BlockFacts) -> Iterator[MixerFacts]:
+        return (mixer for mixer in block.mixers if mixer.work.scores >= mixer.heads * self.section.length)
+
+    def full_keys(self, block: BlockFacts) -> float:
+        """Elements for each token of a block's keys and values on a device; see `attention_bytes`."""
         tensor, apart = self.run.parallel.tensor, self.run.parallel.exchanging()
-        queries = keys = outputs = 0.0
-        for mixer in (mixer for block in self.blocks for mixer in block.mixers):
-            if mixer.work.scores >= mixer.heads * self.section.length:
-                kernel, result = mixer.tensors
-                copies = apart // gcd(apart, max(1, kernel.groups // tensor))
-                queries += kernel.sharded / tensor
-                keys += copies * (kernel.grouped / tensor + kernel.surplus(tensor))
-                outputs += result.local(tensor)
-        size = self.tokens * self.run.width
-        return size * queries, size * keys, size * outputs
+        kernels = [mixer.tensors[0] for mixer in self._full_attention(block)]
+        return sum(
+            apart // gcd(apart, max(1, kernel.groups // tensor)) * (kernel.grouped / tensor + kernel.surplus(tensor))
+            for kernel in kernels
+        )
 
     @cached_property
     def matrices(self) -> float:

@@ -118,9 +118,6 @@ def _working(run: Description) -> float:
         tower.tokens * run.width * (3 * tower.hidden / run.sequence_shards + 2 * tower.hidden + _unit(tower))
         for tower in run.towers
     )
-    if parallel.context > 1 and parallel.context_strategy == "all_gather":
-        # Keys and values of whole rows, which the compiler gathers early in a layer's backward pass.
-        layer += parallel.context * max(keys for _, keys, _ in (tower.attention_bytes for tower in run.towers))
     # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
     scores = min(run.scored, run.head.chunk) * run.columns * run.head.upsampled
     loss = 12 * scores + 4 * run.columns * hidden * pipelined
@@ -181,7 +178,12 @@ def _layer(tower: Tower, block: BlockFacts) -> float:
         times = policy.layers_per_checkpoint * (policy.parts is not None and part not in policy.parts)
         gradients[part in MLP] += elements.local(tensor)
         sizes[part in MLP] += elements.divided * times / tensor + elements.local(tensor)
-    total, outputs = max(sizes), gradients[True]
+    # Gathered keys and values come early in a layer's backward pass. In that of attention there are as many again, cut
+    # for a kernel, and the gradients of two calls; with `tensor`, the compiler leaves matmuls of the MLP's weights'
+    # gradients for later, to run them beside collectives.
+    keys = _gathered_keys(tower, block)
+    late = gradients[True] * (keys > 0 and tensor > 1)
+    total, outputs = max(sizes[False] + late + 4 * keys, sizes[True] + keys), gradients[True]
     for experts in block.experts:
         # Rows of inputs and of outputs' gradients, of one chunk. Beside them are first the tokens that they are taken
         # from, then the tensors within experts and their gradients, then the inputs' gradients by two matrices.
@@ -191,6 +193,14 @@ def _layer(tower: Tower, block: BlockFacts) -> float:
         buffers = ROW_BUFFERS * rows * experts.width
         total = buffers + max(gathered, total + 2 * within, outputs + within + buffers)
     return total
+
+
+def _gathered_keys(tower: Tower, block: BlockFacts) -> float:
+    """Elements, for each token of a device, of the keys and values of whole rows that a block's attention gathers."""
+    parallel = tower.run.parallel
+    if parallel.context == 1 or parallel.context_strategy != "all_gather":
+        return 0.0
+    return parallel.context * tower.full_keys(block)
 
 
 def copied_weights(run: Description) -> tuple[float, float]:
