@@ -1,6 +1,7 @@
 """Preference optimization (DPO) of released models on your own pairs of answers. `config()` is dpo_llama3_8b.
 
-The same configs train with ORPO, SimPO or KTO by --model.objective.type (docs/preferences.md).
+The same configs train with ORPO, SimPO or KTO by --model.objective.type (docs/preferences.md). reward_llama3_8b trains
+a reward model on the same pairs, for grpo.py (docs/reinforcement.md).
 
 Prepare:  the model's Hugging Face folder as models/NAME, pairs as data/preferences.jsonl (docs/data.md)
 Run:      python -m megajax.train --config=dpo.py
@@ -9,6 +10,7 @@ Hardware: 8 GPUs with 80 GB; not run on GPUs yet
 Expect:   the debug twin prefers the right one of two answers in over 95 % of held-out pairs, in two minutes on a CPU
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import megajax as mj
@@ -52,6 +54,35 @@ def dpo_llama3_8b_debug() -> mj.RunConfig:
         dpo_llama3_8b(),
         mj.with_objective(model, mj.DPOConfig(beta=0.1)),
         data=mj.MockPreferencesConfig(),
+        tokenizer=mj.ByteTokenizerConfig(),
+        schedule=mj.ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
+        evaluation=mj.EvaluationConfig(every=50, batches=2),
+        checkpoint=mj.CheckpointConfig(every=50),
+        steps=100,
+    )
+
+
+def reward_llama3_8b() -> mj.RunConfig:
+    """Llama 3.1 8B with a score of each answer, trained on the same pairs (Bradley-Terry). 8 GPUs with 80 GB: FSDP."""
+    base = dpo_llama3_8b()
+    model = mj.llama3("8b", sequence_length=2048, llama3_scaling=True)
+    weights = mj.WeightsConfig(run="hf:models/Llama-3.1-8B-Instruct", fresh=("head.*",))
+    return base.but(
+        model=mj.with_text_head(model, mj.ChoiceHeadConfig(choices=2, pooling="last", pooler=False, dropout=0.0)),
+        data=replace(base.data, answers="choices"),
+        schedule=mj.ScheduleConfig(lr=1e-5, min_lr=1e-6, warmup_fraction=0.1),
+        checkpoint=mj.CheckpointConfig(weights=(weights,), every=250),
+        run_dir="runs/reward_llama3_8b",
+    )
+
+
+def reward_llama3_8b_debug() -> mj.RunConfig:
+    """reward_llama3_8b in tiny sizes, with fresh weights and synthetic pairs, as bytes."""
+    model = mj.llama3("debug", sequence_length=64, vocabulary_size=257)
+    return mj.debug_config(
+        reward_llama3_8b(),
+        mj.with_text_head(model, mj.ChoiceHeadConfig(choices=2, pooling="last", pooler=False, dropout=0.0)),
+        data=mj.MockPreferencesConfig(answers="choices"),
         tokenizer=mj.ByteTokenizerConfig(),
         schedule=mj.ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
         evaluation=mj.EvaluationConfig(every=50, batches=2),

@@ -282,6 +282,12 @@ def engine_refusal(model: ModelConfig, mesh: Mesh, *, each_process: bool = False
     return "encoder-decoder models continue no text" if model.memory_length() else None
 
 
+def engine_layout(mesh: Mesh) -> tuple[ParallelConfig, Mesh]:
+    """The layout and mesh of an engine on the devices of a run: its `tensor` and `expert`, else replicas."""
+    sizes = {name: mesh.shape[name] for name in ("expert", "tensor")}
+    return ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **sizes, data_sharding="replicate"), mesh
+
+
 def engine_of_run(
     cfg: RunSettings,
     arrays: Params,
@@ -308,13 +314,14 @@ def engine_of_run(
             f"inference.equal_to_training=true: a microbatch of batch.micro_size={cfg.batch.micro_size} has {tokens} "
             f"tokens, and products with fewer than {EQUAL_ROWS} are summed in another order: raise batch.micro_size"
         )
-    sizes = {name: mesh.shape[name] for name in ("expert", "tensor")}
     if parallel is None:
-        parallel = ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **sizes, data_sharding="replicate")
+        parallel, mesh = engine_layout(mesh)
     else:
-        for name, size in sizes.items() if config.equal_to_training else ():
-            if getattr(parallel, name) != size:
-                message = f"the engine has parallel.{name}={getattr(parallel, name)}, and the run has {size}"
+        for name in ("expert", "tensor") if config.equal_to_training else ():
+            if getattr(parallel, name) != mesh.shape[name]:
+                message = (
+                    f"the engine has parallel.{name}={getattr(parallel, name)}, and the run has {mesh.shape[name]}"
+                )
                 raise UserError(f"inference.equal_to_training=true: {message}: set them to the same number")
         mesh = build_mesh(parallel, list(mesh.devices.flat))
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)

@@ -32,6 +32,7 @@ from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.preflight import demand_health
 from megajax.job.start.reference_file import ReferenceFile
 from megajax.job.start.resume import Resume
+from megajax.job.start.reward_model import load_reward_model
 from megajax.job.start.weights import InitialWeights, frozen_weights_warning
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
@@ -162,7 +163,8 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
         state = InitialWeights(sources, console.say)
     with console.ticker("setting up data, model and state"):
         reference = ReferenceFile(attempt.folder.reference, resumes=local.belongs_to_run(start))
-        run = begin(resolved, state, activity, reference.expected())
+        load_model = partial(load_reward_model, say=console.say)
+        run = begin(resolved, state, activity, reference.expected(), load_model)
         reference.record(run.reference)
         if isinstance(state, Resume):  # perhaps of another step: a restore may find the first one damaged
             start = state.reader, state.step

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -43,6 +43,9 @@ from megajax.training.state import TrainState, own_buffers
 from megajax.training.step import TrainStep
 from megajax.training.step_report import StepInfo
 
+type LoadModel = Callable[[str, "Parts"], Any]
+"""(run, parts of the run) -> a `megajax.inference.loaded_model.LoadedModel` on its devices."""
+
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(parts of the run, state of jax.ShapeDtypeStruct) -> the initial state; None: fresh."""
 
@@ -57,6 +60,8 @@ class Parts:
     splits: Splits
     sets: Mapping[str, Any]
     """Additional validation sets: row sources by name."""
+    load_model: LoadModel | None = None
+    """Loads other models on the devices of the run; None: outside of a job."""
 
     @property
     def cfg(self) -> RunConfig:
@@ -324,15 +329,20 @@ def _checked(cfg: RunConfig, devices: list[jax.Device] | None) -> Resolved:
 
 
 def begin(
-    resolved: Resolved, start: Start | None = None, activity: Activity | None = None, reference: str | None = None
+    resolved: Resolved,
+    start: Start | None = None,
+    activity: Activity | None = None,
+    reference: str | None = None,
+    load_model: LoadModel | None = None,
 ) -> Run:
-    """`setup` of settings that are resolved. activity: records the stages; reference: see `attach_reference`.
+    """`setup` of settings that are resolved. activity: records the stages; reference: see `attach_reference`;
+    load_model: see `Parts`.
 
     Raises UserError for data or a tokenizer that can't be loaded.
     """
     activity = activity or Activity()
     activity.stage(Stage.DATA)
-    parts = parts_of(resolved)
+    parts = replace(parts_of(resolved), load_model=load_model)
     program = parts.program
     activity.stage(Stage.STATE)
     with jax.set_mesh(program.mesh):

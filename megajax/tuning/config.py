@@ -31,6 +31,11 @@ class RolloutsConfig(Builds):
     of the line, the text of the answer and the whole line, and returns a number."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1."""
+    reward_model: PathText | None = None
+    """A run of a classifier with one score for each sequence, of prompt and answer: a reward beside those of functions,
+    or the only one."""
+    reward_model_weight: float = 1.0
+    """Weight of its score."""
     prompts: int = 8
     """Prompts of a rollout."""
     answers: int = 8
@@ -97,8 +102,9 @@ class RolloutsConfig(Builds):
 
     def problems(self) -> list[Problem]:
         problems = [] if self.paths else [Problem("paths", "names no file", "set data.paths=FILE.jsonl")]
-        if not self.rewards:
-            problems.append(Problem("rewards", "names no function", "set data.rewards=FILE.py:NAME"))
+        if not self.rewards and self.reward_model is None:
+            remedy = "set data.rewards=FILE.py:NAME, or data.reward_model=RUN"
+            problems.append(Problem("rewards", "names no function", remedy))
         least = {"prompts": 1, "answers": 2, "passes": 1, "prompt_tokens": 1, "max_tokens": 1, "workers": 1}
         for name, value in {**least, "more_rollouts": 0, "soft_tokens": 0}.items():
             problems += at_least(name, getattr(self, name), value)

@@ -21,7 +21,7 @@ from megajax.tuning.rows import Answer
 
 FAILURES_FILE, MOST_FAILURES, DETAIL = "reward_failures.jsonl", 100, 2000
 """The file of the first failures, their number, and the characters of what each tells."""
-UNFINISHED = "answers that the engine did not complete"
+UNFINISHED, NOT_FINITE = "answers that the engine did not complete", "rewards: the model gave no finite number"
 
 
 class Group(NamedTuple):
@@ -64,7 +64,8 @@ class Judge:
         self._workers: RewardWorkers
 
         def load() -> None:
-            self._workers = RewardWorkers(cfg.rewards, workers=cfg.workers, seconds=cfg.reward_seconds)
+            workers = cfg.workers if cfg.rewards else 0
+            self._workers = RewardWorkers(cfg.rewards, workers=workers, seconds=cfg.reward_seconds)
 
         peers.check(load)
 
@@ -75,7 +76,13 @@ class Judge:
     def weights(self) -> np.ndarray:
         """Weights of the columns of rewards."""
         weights = self._cfg.reward_weights or (1.0,) * len(self._cfg.rewards)
-        return np.array([*weights, *[1.0] * bool(self._cfg.soft_tokens)])
+        model = [self._cfg.reward_model_weight] * (self._cfg.reward_model is not None)
+        return np.array([*weights, *model, *[1.0] * bool(self._cfg.soft_tokens)])
+
+    def names(self) -> list[str]:
+        """Names of the columns of rewards but the last, if that is the length rule's."""
+        names = [reference.rpartition(":")[2] for reference in self._cfg.rewards]
+        return [*names, *["model"] * (self._cfg.reward_model is not None)]
 
     def __call__(self, lines: Sequence[Any], groups: Sequence[list[Answer]]) -> tuple[list[Group], Counter[str]]:
         """The groups of answers to these lines, and counts of the reasons why rewards are 0 or answers do not count.
@@ -89,11 +96,15 @@ class Judge:
             for answer in group
             for function in functions
         ]
-        sampled = repr([(answer.tokens, answer.log_p) for group in groups for answer in group])
+        sampled = repr([(answer.tokens, answer.log_p, answer.score) for group in groups for answer in group])
         values, failed = self._everywhere(tasks, blake2b(sampled.encode(), digest_size=8).hexdigest())
         failures = Counter(f"rewards: the function {failure['reason']}" for failure in failed)
         failures[UNFINISHED] += sum(not answer.counts for group in groups for answer in group)
         rewards = values.reshape(len(lines), cfg.answers, len(functions))
+        if cfg.reward_model is not None:
+            scores = np.array([[answer.score for answer in group] for group in groups])
+            failures[NOT_FINITE] += int((~np.isfinite(scores)).sum())
+            rewards = np.concatenate([rewards, np.where(np.isfinite(scores), scores, 0)[..., None]], axis=2)
         if cfg.soft_tokens:
             over = [[len(a.tokens) - cfg.max_tokens + cfg.soft_tokens for a in group] for group in groups]
             penalty = -np.clip(np.array(over) / cfg.soft_tokens, 0, 1)

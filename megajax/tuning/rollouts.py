@@ -29,6 +29,7 @@ from megajax.training.check_compiler_options import inference_options
 from megajax.training.scoring import placed_rows
 from megajax.tuning.comparison import Comparison, Reference
 from megajax.tuning.judging import UNFINISHED, Background, Group, Judge
+from megajax.tuning.reward_model import RewardModel
 from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
 
 WAIT_SECONDS = 0.5
@@ -117,6 +118,7 @@ class Rollouts:
         self._source, self._parts, self._progress = source, parts, progress
         self._comparison = Comparison(parts, self.cfg)
         self._reference = Reference(parts) if "reference" in parts.program.schema else None
+        self._model = self._reward_model()
         self._judge = Judge(self.cfg, Path(parts.cfg.run_dir).expanduser(), Peers())
         self._background = Background()
         self._engine: Engine | None = None
@@ -128,6 +130,14 @@ class Rollouts:
         self._next: Future[Rollout] | None = None
         """With data.ahead, the rollout after the present one."""
         self._returned: float | None = None
+
+    def _reward_model(self) -> RewardModel | None:
+        cfg, load = self.cfg, self._parts.load_model
+        if cfg.reward_model is None:
+            return None
+        if load is None:
+            raise UserError(f"data.reward_model={cfg.reward_model} is read by megajax.train alone: remove it here")
+        return RewardModel(load(cfg.reward_model, self._parts), self.sizes.slot, cfg.prompts * cfg.answers)
 
     def __repr__(self) -> str:
         return f"<Rollouts: of {len(self._source.lines):,} prompts, {self.consumed:,} rows consumed>"
@@ -275,6 +285,9 @@ class Rollouts:
         ]
         outputs = complete(self._engine, requests, show=lambda output: self._progress())
         answers = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
+        if self._model is not None:
+            scores = iter(self._model([answer for group in answers for answer in group]))
+            answers = [[answer._replace(score=next(scores)) for answer in group] for group in answers]
         return lines, answers, time.monotonic() - started
 
     def _chosen(self, groups: Sequence[Group]) -> list[Group]:
@@ -317,8 +330,7 @@ class Rollouts:
             "rewards_failed": sum(count for reason, count in failures.items() if reason != UNFINISHED),
             "negative_log_p": -np.mean([p for answer in answers for p in answer.log_p]),
         }
-        if len(self.cfg.rewards) > 1:
-            names = [reference.rpartition(":")[2] for reference in self.cfg.rewards]
+        if len(names := self._judge.names()) > 1:
             metrics |= {f"reward_{name}": rewards[:, place].mean() for place, name in enumerate(names)}
         return {name: float(value) for name, value in metrics.items()}
 

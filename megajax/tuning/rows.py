@@ -26,6 +26,8 @@ class Answer(NamedTuple):
     advantage: float = 0.0
     counts: bool = True
     """Whether it is part of the loss."""
+    score: float = 0.0
+    """Of the reward model."""
 
     @classmethod
     def of(cls, prompt: tuple[int, ...], output: Output) -> "Answer":

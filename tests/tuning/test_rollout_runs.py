@@ -175,6 +175,7 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
         (("data.prompt_tokens=30",), r"are 31 tokens, model.sequence_length is 20"),
         (("data.prompts=7",), r"data.prompts=7 x data.answers=8, 4 in a row, .*batch.global_size=8 does not divide"),
         (("data.rewards=nothing.py:f", "data.reward_weights=1"), r"nothing.py:f: cannot be loaded"),
+        (("data.reward_model=runs/reward",), r"data.reward_model=runs/reward is read by megajax.train alone"),
         (("data.mismatch_limit=1e-12", "data.on_mismatch=stop"), r"differs by .* between engine and trainer"),
         (
             ("data.inference.equal_to_training=true", "data.top_k=5", "model.sequence_length=8"),

@@ -11,7 +11,9 @@ from megajax.data.text.config import text_leaves
 
 
 def preference_leaves(answers: str) -> dict[str, str]:
-    """The leaves of a row of pairs or judged answers, name -> dtype."""
+    """The leaves of a row of pairs, judged answers or choices, name -> dtype."""
+    if answers == "choices":
+        return dict.fromkeys(("tokens", "segment_ids", "labels"), "int32")
     return {**text_leaves(isolated=True), answers: "int32", "reference": "float32"}
 
 
@@ -43,9 +45,10 @@ class PreferencesConfig(Builds):
     """Files of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
-    answers: Literal["pairs", "judged"] = "pairs"
+    answers: Literal["pairs", "judged", "choices"] = "pairs"
     """pairs: each line has a chosen and a rejected answer, for DPO, ORPO and SimPO. judged: single answers that are
-    good or bad, for KTO; a line with a pair counts as two."""
+    good or bad, for KTO; a line with a pair counts as two. choices: a row for each pair, of two sequences with the
+    chosen one first, for a reward model with ChoiceHeadConfig(choices=2)."""
     template: PathText = "plain"
     """Renders messages as text, as in ChatConfig."""
     end_token: Literal["append", "template"] = "append"
@@ -74,7 +77,12 @@ class PreferencesConfig(Builds):
         return preference_leaves(self.answers)
 
     def problems(self) -> list[Problem]:
-        return split_problems(self.split) + paths_problems(self, "file", "set data.paths=FILE.jsonl")
+        problems = split_problems(self.split) + paths_problems(self, "file", "set data.paths=FILE.jsonl")
+        if self.answers == "choices" and self.packing != "best_fit":
+            problems.append(
+                Problem("packing", "has no effect on choices, which have rows of their own", "leave it out")
+            )
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +96,7 @@ class MockPreferencesConfig(Builds):
 
     lines: int = 4000
     """Number of pairs, or of judged answers."""
-    answers: Literal["pairs", "judged"] = "pairs"
+    answers: Literal["pairs", "judged", "choices"] = "pairs"
     """Kind of lines, as in PreferencesConfig."""
     split: str = "90,10,0"
     """Shares of training, validation and test, by number of lines."""

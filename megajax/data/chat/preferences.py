@@ -8,6 +8,7 @@ number of a document in its row says what it is, as in the leaves `pairs` and `j
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.data.chat.files import REASONS as CHAT_REASONS
-from megajax.data.chat.files import BadLine, Document, Message, Reader, normalized_message
+from megajax.data.chat.files import BadLine, Conversations, Document, Message, Reader, normalized_message
 from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
 from megajax.data.chat.rows import ChatBuilder, ChatRows
 from megajax.data.rows.packing import best_fit
@@ -30,6 +31,8 @@ NO_REJECTED, EQUAL = "no rejected answer", "equal answers"
 REASONS = (*CHAT_REASONS, NO_REJECTED, EQUAL)
 """Reasons to skip a line with preferences."""
 UNREADABLE, _, NO_ANSWER, _ = CHAT_REASONS
+PAIR = 2
+"""Answers of a line."""
 REFERENCE_FOLDER = "reference"
 """Name of the folder of the reference model's log-probabilities, beside the data."""
 
@@ -226,7 +229,41 @@ class JudgedBuilder(PairBuilder):
     reader_class = JudgedReader
 
 
-BUILDERS = MappingProxyType({"pairs": PairBuilder, "judged": JudgedBuilder})
+class ChoiceRows(PreferenceRows):
+    """Rows of pairs as two sequences: tokens and segment_ids (1 for tokens, 0 for padding) int32 [2, S], and labels 0,
+    the place of the chosen one."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self._shuffled = True
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        tokens = np.full((PAIR, self.sequence_length), self._pad, np.int32)
+        segments = np.zeros_like(tokens)
+        for place, (first, last) in enumerate(self._pieces(self.pack(row))):
+            tokens[place, : last - first] = self.conversations.tokens[first:last]
+            segments[place, : last - first] = 1
+        return {"tokens": tokens, "segment_ids": segments, "labels": np.zeros((), np.int32)}
+
+    def document_lengths(self, row: int) -> np.ndarray:
+        """Tokens of each sequence with its padding."""
+        return np.full(PAIR, self.sequence_length)
+
+
+class ChoiceBuilder(PairBuilder):
+    """Builds the splits of files of pairs whose answers are sequences of their own."""
+
+    rows_class = ChoiceRows
+
+    def __init__(self, config: PreferencesConfig, **settings: Any):
+        super().__init__(replace(config, packing="lines"), **settings)
+
+    def line_lengths(self, conversations: Conversations) -> np.ndarray:
+        """Tokens of the longer one of the two answers with its prompt."""
+        return np.diff(conversations.starts).reshape(-1, PAIR).max(1)
+
+
+BUILDERS = MappingProxyType({"pairs": PairBuilder, "judged": JudgedBuilder, "choices": ChoiceBuilder})
 """`PreferencesConfig.answers` -> its builder."""
 
 
@@ -266,7 +303,7 @@ def mock_lines(config: MockPreferencesConfig, seed: int) -> Iterator[dict[str, A
         other = ascending
         while other == ascending:
             other = "".join(draw.sample(digits, len(digits)))
-        if config.answers == "pairs":
+        if config.answers != "judged":
             yield {"prompt": prompt, "chosen": ascending, "rejected": other}
         else:
             label = draw.random() < 0.5

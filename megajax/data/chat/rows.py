@@ -216,6 +216,10 @@ class ChatBuilder:
 
         return Splits.build(requested, source)
 
+    def line_lengths(self, conversations: Conversations) -> np.ndarray:
+        """Tokens that each line needs in a row, int64 [L]."""
+        return conversations.line_lengths(self.config.pad_multiple)
+
     def _refusal(self, size: int, long: bool) -> str:
         """The message for a line that is too long, or has no label of nonzero weight."""
         if long:
@@ -244,7 +248,7 @@ class ChatBuilder:
                 f"the {name} split has none of the {len(conversations.places)} conversations: give it a larger share "
                 f"in data.split={config.split}"
             )
-        lengths, skipped = conversations.line_lengths(config.pad_multiple)[first:last], Counter(skipped_before)
+        lengths, skipped = self.line_lengths(conversations)[first:last], Counter(skipped_before)
         masked = self.pad if config.mask_pad else None
         weighs = conversations.line_weighs(config.pad_multiple, length, masked)[first:last]
         long = (lengths > length) & (not config.cut_long)
