@@ -108,7 +108,8 @@ class Decomposed(LowRank):
         leaves: Mapping[str, Array],
         *out: str | None,
     ) -> Array:
-        factor = self.factor(matrix(), leaves[LORA_A], leaves[LORA_B], leaves[MAGNITUDE])
+        # In the dtype of products, as the matrix that x is multiplied by.
+        factor = self.factor(matrix().astype(x.dtype), leaves[LORA_A], leaves[LORA_B], leaves[MAGNITUDE])
         first, second, result = equation.replace("->", ",").split(",")
         outputs = second[len(self.inputs) :]
 
@@ -128,10 +129,11 @@ class Decomposed(LowRank):
         The squares of v = w + scale * A B are summed without v: ||w||^2 + 2 scale (w' A) B + scale^2 B' (A' A) B.
         """
         inputs = tuple(range(len(self.inputs)))
-        w, a, b = (lax.stop_gradient(leaf.astype(jnp.float32)) for leaf in (w, a, b))
-        square = jnp.maximum(jnp.sum(w * w, axis=inputs), SMALLEST_SQUARE)
-        mixed = jnp.tensordot(a, w, axes=(inputs, inputs))
-        gram = jnp.tensordot(a, a, axes=(inputs, inputs))
+        w, a, b = lax.stop_gradient((w, a.astype(w.dtype), b.astype(jnp.float32)))
+        square = jnp.maximum(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=inputs), SMALLEST_SQUARE)
+        mixed, gram = (
+            jnp.tensordot(a, other, axes=(inputs, inputs), preferred_element_type=jnp.float32) for other in (w, a)
+        )
         added = jnp.sum((2 * self.scale * mixed + self.scale**2 * jnp.tensordot(gram, b, axes=1)) * b, axis=0)
         ratio = jnp.maximum(1 + added / square, SMALLEST_SQUARE)
         return (1 + change.astype(jnp.float32) / jnp.sqrt(square)) / jnp.sqrt(ratio)

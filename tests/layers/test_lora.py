@@ -161,6 +161,7 @@ def test_outputs_and_gradients_equal_those_of_peft(stored: dict[str, Any]) -> No
         np.testing.assert_allclose(gradient_of_leaf.T, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_magnitudes_scale_the_inputs_of_a_product_with_the_transposed_matrix() -> None:
     """As in steps of latent attention, which multiply queries by the matrix of keys."""
     settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
@@ -176,6 +177,7 @@ def test_magnitudes_scale_the_inputs_of_a_product_with_the_transposed_matrix() -
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_outputs_of_zeros_have_finite_gradients() -> None:
     """As rows of padding in stacks, whose norm is zero."""
     term = Decomposed(2.0, (None,))
