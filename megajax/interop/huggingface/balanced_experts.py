@@ -130,20 +130,14 @@ def rows() -> list[Row]:
     return [*dense, *expert_rows(f"{LAYER}.mlp"), *shared]
 
 
-def balanced_rows(table: Sequence[Row], cfg: DecoderConfig) -> list[Row]:
-    """A table of layers, with the biases that balance experts and the prediction blocks.
-
-    The biases are observations in the model here.
-    """
-    bias = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "stack.*.mlp.load.sum", index=(0,))
-    table = [*table, bias]
-    return table + _prediction_rows(table, cfg, 0 if cfg.prediction is None else cfg.prediction.depth)
+BIAS = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "stack.*.mlp.load.sum", index=(0,))
+"""The biases that balance experts, which are observations in the model here."""
 
 
-def _prediction_rows(rows: Sequence[Row], cfg: DecoderConfig, depth: int) -> list[Row]:
-    """Rows of the multi-token prediction blocks, which are numbered after the layers. rows: of the layers."""
-    table = []
-    for number in range(depth):
+def with_prediction(rows: Sequence[Row], cfg: DecoderConfig) -> list[Row]:
+    """Rows of layers, and of the multi-token prediction blocks, which are numbered after the layers."""
+    table = list(rows)
+    for number in range(0 if cfg.prediction is None else cfg.prediction.depth):
         layer, block = f"model.layers.{cfg.stack.layers() + number}", f"predictions.{number}"
         halves = (f"{block}.from_embedding", f"{block}.from_state")
         table += [

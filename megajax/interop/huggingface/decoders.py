@@ -16,7 +16,6 @@ from megajax.layers.block.config import BlockConfig, MixerConfig, NormPlacement
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
 from megajax.layers.norm.config import FixedScaleConfig, NormConfig, RMSNormConfig
-from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.decoder.config import DecoderConfig
 
@@ -25,14 +24,24 @@ LAYER = "model.layers.{layer}"
 
 def attention(settings: Settings, *, base: float = 10000.0, partial: bool = False, **changes: Any) -> AttentionConfig:
     """Attention with rotary positions (see `rope`). changes: further fields of AttentionConfig."""
+    rotation = rope(settings, settings.peek("max_position_embeddings"), base=base, partial=partial)
+    return AttentionConfig(**heads(settings), rope=rotation, **changes)
+
+
+def heads(settings: Settings) -> dict[str, Any]:
+    """Numbers and size of heads."""
     heads, hidden = settings.count("num_attention_heads"), settings.peek("hidden_size")
-    return AttentionConfig(
-        heads=heads,
-        kv_heads=settings.take("num_key_value_heads", heads),
-        head_dim=settings.take("head_dim", hidden // heads),
-        rope=rope(settings, settings.peek("max_position_embeddings"), base=base, partial=partial),
-        **changes,
-    )
+    groups, size = settings.take("num_key_value_heads", heads), settings.take("head_dim", hidden // heads)
+    return {"heads": heads, "kv_heads": groups, "head_dim": size}
+
+
+def rotary_dim(settings: Settings) -> None:
+    """The rotated dimensions of a head, in some published files, as partial_rotary_factor."""
+    rotated, size = settings.take("rotary_dim", kind=int), settings.remaining.get("head_dim")
+    if size is None:
+        size = settings.peek("hidden_size") // settings.peek("num_attention_heads")
+    if rotated is not None:
+        settings.assume({"partial_rotary_factor": rotated / size})
 
 
 def gated_mlp(settings: Settings, *, bias: bool = False, activation: str = "hidden_act") -> GatedMLPConfig:
@@ -52,9 +61,6 @@ def decoder(
     mixer: MixerConfig | Sequence[MixerConfig],
     mlp: Callable[[int], FeedForwardConfig],
     *,
-    slides: Callable[[int], bool] | None = None,
-    rope_of: Callable[[int, bool], RopeConfig | None] | None = None,
-    zero_centred: bool = False,
     norm_placement: NormPlacement = "pre",
     layer_scale: FixedScaleConfig | None = None,
     norm: NormConfig | None = None,
@@ -62,20 +68,12 @@ def decoder(
 ) -> DecoderConfig:
     """A decoder of these layers.
 
-    mixer: of all layers, or one for each. mlp: number of a layer -> its feed-forward config. slides: number of a layer
-    -> whether it has a sliding window, used if there is no layer_types; None if the family has no windows. rope_of:
-    number of a layer, and whether it has a sliding window -> its rotary positions; None: those of `mixer`.
-    zero_centred: setting of the norms; norm_placement, layer_scale: of the blocks; norm: None: an RMSNorm.
+    mixer: of all layers, or one for each. mlp: number of a layer -> its feed-forward config. norm_placement,
+    layer_scale: of the blocks; norm: None: an RMSNorm.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
-    norm = norm or RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
+    norm = norm or RMSNormConfig(epsilon=settings.need("rms_norm_eps"))
     mixers: list[Any] = list(mixer) if isinstance(mixer, Sequence) else [mixer] * layers
-    if slides is not None:
-        window, sliding = windows(settings, layers, length, slides)
-        mixers = [replace(mixers[0], window=window if slides else None) for slides in sliding]
-        if rope_of is not None:
-            pairs = enumerate(zip(mixers, sliding, strict=True))
-            mixers = [replace(mixer, rope=rope_of(layer, slides)) for layer, (mixer, slides) in pairs]
     blocks = [
         BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, norm_placement=norm_placement, layer_scale=layer_scale)
         for layer, mixer in enumerate(mixers)
@@ -181,9 +179,12 @@ NORMS = [
     *norm(f"{LAYER}.post_attention_layernorm", "stack.*.mlp_norm"),
 ]
 MIXER = [
-    *attention_rows(f"{LAYER}.self_attn", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *norm(f"{LAYER}.self_attn.q_norm", "stack.*.mixer.query_norm"),
-    *norm(f"{LAYER}.self_attn.k_norm", "stack.*.mixer.key_norm"),
+    replace(row, requires="stack.*.mixer.query")
+    for row in (
+        *attention_rows(f"{LAYER}.self_attn", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *norm(f"{LAYER}.self_attn.q_norm", "stack.*.mixer.query_norm"),
+        *norm(f"{LAYER}.self_attn.k_norm", "stack.*.mixer.key_norm"),
+    )
 ]
 """Attention, with its norms of queries and keys."""
 ATTENTION = [*MIXER, *NORMS]

@@ -114,6 +114,18 @@ class Settings:
         self.remaining, self.where, self._path = dict(values), where, path
         self.findings = Findings([], {}, [])
         self._assumed: dict[str, Any] = {}
+        self._spelled: dict[str, str] = {}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Settings by other names. names: in config.json and in messages -> here."""
+        for spelled, name in names.items():
+            if spelled in self.remaining:
+                self.remaining[name] = self.remaining.pop(spelled)
+            self._spelled[name] = spelled
+
+    def _named(self, name: str) -> str:
+        """The name of a setting in messages."""
+        return self._path + self._spelled.get(name, name)
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
         """Defaults of absent settings. A setting that is null stays null."""
@@ -191,7 +203,7 @@ class Settings:
         fallback = self._assumed.get(name, _PLACEHOLDERS.get(kind or object))
         if fallback is None:
             raise UserError(f"{self.where} has no {name}")
-        self.findings.problems.append(f"{self._path}{name}: must be given")
+        self.findings.problems.append(f"{self._named(name)}: must be given")
         return fallback
 
     def peek(self, name: str) -> Any:
@@ -201,14 +213,14 @@ class Settings:
 
     def refuse(self, name: str, value: Any, reason: str) -> None:
         """Reports a wrong or unsupported value."""
-        self.findings.problems.append(f"{self._path}{name}={value}: {reason}")
+        self.findings.problems.append(f"{self._named(name)}={value}: {reason}")
 
     def close(self, unused: Collection[str] = ()) -> None:
         """Finds the remaining settings that are unknown: not off, and without a match in the patterns `unused`."""
-        self.findings.untaken.extend(self._path + name for name in self.remaining)
+        self.findings.untaken.extend(map(self._named, self.remaining))
         for name, value in self.remaining.items():
-            if value not in (None, False, [], {}) and not is_unused(name, unused):
-                self.findings.unknown[self._path + name] = value
+            if value not in (None, False, [], {}) and not is_unused(self._spelled.get(name, name), unused):
+                self.findings.unknown[self._named(name)] = value
 
     def architecture(self) -> str:
         """The first of `architectures`, or ""."""

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.layers.position.config import Llama3ScalingConfig, LongRopeScalingConfig, RopeConfig, YarnScalingConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers in `layer_types` and `rope_parameters`."""
 LLAMA3 = {
     "factor": "factor",

@@ -14,62 +14,27 @@ from megajax.interop.huggingface import balanced_experts, decoders
 from megajax.interop.huggingface.decoders import LAYER, NORMS, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of, linear
 from megajax.interop.huggingface.rotary import rope, rope_settings
+from megajax.interop.huggingface.tables import sizes
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.position.config import RopeConfig
 from megajax.models.decoder.config import DecoderConfig
 
-V2: Mapping[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 102400,
-    "intermediate_size": 11008,
-    "moe_intermediate_size": 1407,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "routed_scaling_factor": 1.0,
-}
-V3: Mapping[str, Any] = V2 | {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "vocab_size": 129280,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 4096,
-    "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 1,
-}
-GLM: Mapping[str, Any] = V3 | {
-    **{"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536},
-    **{"num_hidden_layers": 47, "num_attention_heads": 20, "n_routed_experts": 64, "num_experts_per_tok": 4},
-    **{"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "routed_scaling_factor": 1.8, "n_group": 1},
-    **{"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1},
-}
-"""Defaults of settings that are missing in config.json."""
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+V2 = sizes(102400, 4096, 11008, 32, 32, None, None, 2048, routed_scaling_factor=1.0) | LATENT
+V2 |= {"moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2}
+V3 = sizes(129280, 7168, 18432, 61, 128, None, None, 4096, routed_scaling_factor=2.5) | LATENT
+V3 |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+V3 |= {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}
+GLM = V3 | sizes(154880, 2048, 10240, 47, 20, None, None, 202752, rms_norm_eps=1e-5, routed_scaling_factor=1.8)
+GLM |= {"moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+GLM |= {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1}
 METHODS = {"greedy": False, "group_limited_greedy": True}
 """topk_method -> whether the experts of a token come from a limited number of groups."""
-LATENTS = {
-    "key_value_rank": "kv_lora_rank",
-    "content_dim": "qk_nope_head_dim",
-    "position_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-}
+LATENTS = {"key_value_rank": "kv_lora_rank", "content_dim": "qk_nope_head_dim", "position_dim": "qk_rope_head_dim"}
+LATENTS |= {"value_dim": "v_head_dim"}
 """Field of LatentAttentionConfig -> setting in config.json."""
 UNUSED = frozenset({
     # Settings that follow from others, and losses and layouts of training.
@@ -97,18 +62,35 @@ def _read_v3(defaults: Mapping[str, Any], settings: Settings) -> DecoderConfig:
 
 
 def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes: Any) -> DecoderConfig:
-    bias, dense = settings.take("attention_bias", False), balanced_experts.dense_layers(settings)
-    rotation = rope(settings, settings.peek("max_position_embeddings"))
-    mixer = LatentAttentionConfig(
+    dense, rotation = balanced_experts.dense_layers(settings), rope(settings, settings.peek("max_position_embeddings"))
+    rotation = replace(rotation, interleaved=settings.take("rope_interleave", True))
+    mixer = latent_attention(settings, rotation, settings.take("attention_bias", False))
+    return decoders.decoder(settings, mixer, lambda layer: mlp if layer < dense else moe, **changes)
+
+
+def latent_attention(settings: Settings, rotation: RopeConfig | None, bias: bool = False) -> LatentAttentionConfig:
+    """The attention of all these families, and of Kimi Linear."""
+    return LatentAttentionConfig(
         heads=settings.count("num_attention_heads"),
         query_rank=settings.take("q_lora_rank"),
         **{field: settings.need(name) for field, name in LATENTS.items()},
         bias=bias,
         latent_bias=bias,
         norm=RMSNormConfig(epsilon=1e-6),  # of the latents, which ignore rms_norm_eps
-        rope=replace(rotation, interleaved=settings.take("rope_interleave", True)),
+        rope=rotation,
     )
-    return decoders.decoder(settings, mixer, lambda layer: mlp if layer < dense else moe, **changes)
+
+
+def write_latent(mixer: LatentAttentionConfig) -> dict[str, Any]:
+    """The settings of `latent_attention`."""
+    return {
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.heads,
+        "q_lora_rank": mixer.query_rank,
+        **{name: getattr(mixer, field) for field, name in LATENTS.items()},
+        "attention_bias": mixer.bias,
+        **rope_settings(mixer.rope),
+    }
 
 
 def _write(cfg: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +98,7 @@ def _write(cfg: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
     mixer, moe = layers_of(cfg)[0].mixer, decoders.feed_forwards(cfg).moe
     return {
         **decoders.model_settings(cfg, moe.expert),
-        "num_attention_heads": mixer.heads,
-        "num_key_value_heads": mixer.heads,
-        "q_lora_rank": mixer.query_rank,
-        **{name: getattr(mixer, field) for field, name in LATENTS.items()},
-        "attention_bias": mixer.bias,
-        **rope_settings(mixer.rope),
+        **write_latent(mixer),
         **experts,
         "aux_loss_alpha": moe.router.row_loss,
     }
@@ -154,13 +131,12 @@ def _write_glm(cfg: Any) -> dict[str, Any]:
     return {**settings, "mlp_layer_types": kinds}
 
 
-def _rows_v2(cfg: DecoderConfig) -> list[Row]:
-    mixer = layers_of(cfg)[0].mixer
+def latent_rows(mixer: LatentAttentionConfig) -> list[Row]:
+    """The tensors of `latent_attention`."""
     tensor, path, heads = f"{LAYER}.self_attn", "stack.*.mixer", {"n": mixer.heads}
     query = "q_proj" if mixer.query_rank is None else "q_b_proj"
     keys = (f"{path}.down", f"{path}.position_key"), (f"{path}.key", f"{path}.value")
     return [
-        *outer_rows(cfg),
         Row(f"{tensor}.{query}.weight", f"{path}.query", "(n h) r -> r n h"),
         *linear(f"{tensor}.q_a_proj", f"{path}.query_down"),
         Row(f"{tensor}.q_a_layernorm.weight", f"{path}.query_norm.gain"),
@@ -170,13 +146,15 @@ def _rows_v2(cfg: DecoderConfig) -> list[Row]:
         Row(f"{tensor}.kv_b_proj.weight", keys[1], "n h r -> r n h", split="(n h) r -> n h r", axis=1, sizes=heads),
         Row(f"{tensor}.o_proj.weight", f"{path}.output", "d (n h) -> n h d"),
         Row(f"{tensor}.o_proj.bias", f"{path}.output_bias"),
-        *NORMS,
-        *balanced_experts.rows(),
     ]
 
 
+def _rows_v2(cfg: DecoderConfig) -> list[Row]:
+    return [*outer_rows(cfg), *latent_rows(layers_of(cfg)[0].mixer), *NORMS, *balanced_experts.rows()]
+
+
 def _rows_v3(cfg: DecoderConfig) -> list[Row]:
-    return balanced_experts.balanced_rows(_rows_v2(cfg), cfg)
+    return balanced_experts.with_prediction([*_rows_v2(cfg), balanced_experts.BIAS], cfg)
 
 
 FAMILIES = [

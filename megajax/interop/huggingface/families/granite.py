@@ -3,32 +3,29 @@
 All experts of a layer are in one tensor, with gate and up fused.
 """
 
-from functools import partial
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import ATTENTION, LAYER, outer_rows
-from megajax.interop.huggingface.families import llama
+from megajax.interop.huggingface.decoders import LAYER
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.attention.config import AttentionConfig
+from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, sizes
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.norm.config import FixedScaleConfig
-from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
+from megajax.models.decoder.config import WidthScalingConfig
 
-DEFAULTS = {**llama.COMMON, "intermediate_size": 11008, "max_position_embeddings": 2048}
+DEFAULTS = sizes(32000, 4096, 11008, 32, 32, None, None, 2048)
 MOE = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def attention(settings: Settings) -> AttentionConfig:
-    """Attention with a factor on scores."""
-    bias, scale = settings.take("attention_bias", False), settings.take("attention_multiplier", 1.0)
-    return decoders.attention(settings, bias=bias, scale=scale)
+def scores(settings: Settings) -> dict[str, Any]:
+    """The factor on scores."""
+    return {"scale": settings.take("attention_multiplier", 1.0)}
 
 
 def factors(settings: Settings) -> dict[str, Any]:
-    """Fields of a decoder and its blocks: the factors on embeddings, sub-layers and logits."""
+    """The factors on embeddings, sub-layers and logits."""
     divisor = settings.take("logits_scaling", 1.0)
     if divisor <= 0:
         settings.refuse("logits_scaling", divisor, "must be above 0")
@@ -43,79 +40,68 @@ def factors(settings: Settings) -> dict[str, Any]:
     return {"layer_scale": scale, "width_scaling": scaling}
 
 
-def experts(settings: Settings, shared: int) -> MoEConfig:
-    """shared: width of the shared expert; 0: there is none."""
-    expert = decoders.gated_mlp(settings)
-    return MoEConfig(
-        experts=settings.count("num_local_experts"),
-        top_k=settings.count("num_experts_per_tok"),
-        expert=expert,
-        router=decoders.router(settings),
-        shared=SharedExpertConfig(mlp=GatedMLPConfig(ffn=shared, activation=expert.activation)) if shared else None,
-    )
-
-
-def _read(settings: Settings) -> DecoderConfig:
-    settings.assume(DEFAULTS)
-    mixer, mlp = attention(settings), decoders.gated_mlp(settings, bias=settings.take("mlp_bias", False))
-    return decoders.decoder(settings, mixer, lambda _: mlp, **factors(settings))
-
-
-def _read_moe(name: str, settings: Settings) -> DecoderConfig:
-    settings.assume(MOE)
-    shared = settings.take("shared_intermediate_size", 0) if name == "granitemoeshared" else 0
-    mixer, moe = attention(settings), experts(settings, shared)
-    return decoders.decoder(settings, mixer, lambda _: moe, **factors(settings))
-
-
-def write(cfg: Any, moe: MoEConfig | None = None) -> dict[str, Any]:
-    """The settings of all of them. moe: of a model with experts."""
-    mixer, scaling = decoders.attention_mixers(cfg)[0], cfg.width_scaling
-    settings = decoders.write(cfg, moe=moe)
-    settings |= {} if moe is None else {"num_local_experts": moe.experts}
-    settings |= {} if moe is None or moe.shared is None else {"shared_intermediate_size": moe.shared.mlp.ffn}
+def written(cfg: Any) -> dict[str, Any]:
+    """The settings of the factors."""
     return {
-        **settings,
-        "attention_multiplier": mixer.scale,
+        "attention_multiplier": decoders.attention_mixers(cfg)[0].scale,
         "residual_multiplier": layers_of(cfg)[0].layer_scale.factor,
-        "embedding_multiplier": scaling.embedding,
+        "embedding_multiplier": cfg.width_scaling.embedding,
         "logits_scaling": round(1 / cfg.logit_factor(), 12),
     }
 
 
-def _write(cfg: Any) -> dict[str, Any]:
-    return {**write(cfg), "mlp_bias": layers_of(cfg)[0].mlp.bias}
-
-
-def _write_moe(cfg: Any) -> dict[str, Any]:
-    return write(cfg, decoders.feed_forwards(cfg).moe)
-
-
-def fused(tensor: str, path: str) -> list[Row]:
-    """A gated feed-forward layer in two tensors."""
-    up = Row(f"{tensor}.input_linear.weight", (f"{path}.gate", f"{path}.up"), "o i -> i o")
-    return [up, Row(f"{tensor}.output_linear.weight", f"{path}.down", "o i -> i o")]
-
-
-def expert_rows() -> list[Row]:
-    """The router, the experts and the shared one."""
-    tensor, path = f"{LAYER}.block_sparse_moe", "stack.*.mlp.experts"
-    return [
-        Row(f"{tensor}.router.layer.weight", "stack.*.mlp.router", "e d -> d e"),
-        Row(f"{tensor}.input_linear.weight", (f"{path}.gate", f"{path}.up"), "e f d -> e d f", axis=1),
-        Row(f"{tensor}.output_linear.weight", f"{path}.down", "e d f -> e f d"),
-        *fused(f"{LAYER}.shared_mlp", "stack.*.mlp.shared"),
-    ]
-
-
-def _rows(cfg: DecoderConfig) -> list[Row]:
-    return [*outer_rows(cfg), *ATTENTION, *expert_rows()]
-
-
-FAMILIES = [decoders.family("granite", "GraniteForCausalLM", read=_read, write=_write, rows=llama.rows)] + [
-    decoders.family(name, architecture, read=partial(_read_moe, name), write=_write_moe, rows=_rows)
-    for name, architecture in (
-        ("granitemoe", "GraniteMoeForCausalLM"),
-        ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+def experts(settings: Settings, mlp: GatedMLPConfig, shared: int = 0) -> MoEConfig:
+    """shared: width of the shared expert; 0: there is none."""
+    return MoEConfig(
+        experts=settings.count("num_local_experts"),
+        top_k=settings.count("num_experts_per_tok"),
+        expert=mlp,
+        router=decoders.router(settings),
+        shared=SharedExpertConfig(mlp=GatedMLPConfig(ffn=shared, activation=mlp.activation)) if shared else None,
     )
+
+
+def _read(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
+    moe = experts(settings, mlp)
+    return lambda _: moe
+
+
+def _read_shared(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
+    moe = experts(settings, mlp, settings.take("shared_intermediate_size", 0))
+    return lambda _: moe
+
+
+def write_experts(cfg: Any) -> dict[str, Any]:
+    """The settings of `experts`."""
+    moe = decoders.feed_forwards(cfg).moe
+    shared = {} if moe.shared is None else {"shared_intermediate_size": moe.shared.mlp.ffn}
+    return {"num_local_experts": moe.experts, **shared}
+
+
+FUSED = [
+    Row(f"{LAYER}.shared_mlp.input_linear.weight", ("stack.*.mlp.gate", "stack.*.mlp.up"), "o i -> i o"),
+    Row(f"{LAYER}.shared_mlp.output_linear.weight", "stack.*.mlp.down", "o i -> i o"),
 ]
+"""A layer without experts."""
+FUSED_EXPERTS = [
+    Row(f"{LAYER}.block_sparse_moe.router.layer.weight", "stack.*.mlp.router", "e d -> d e"),
+    Row(f"{LAYER}.block_sparse_moe.input_linear.weight", ("stack.*.mlp.experts.gate", "stack.*.mlp.experts.up"),
+        "e f d -> e d f", axis=1),
+    Row(f"{LAYER}.block_sparse_moe.output_linear.weight", "stack.*.mlp.experts.down", "e d f -> e f d"),
+    Row(f"{LAYER}.shared_mlp.input_linear.weight", ("stack.*.mlp.shared.gate", "stack.*.mlp.shared.up"), "o i -> i o"),
+    Row(f"{LAYER}.shared_mlp.output_linear.weight", "stack.*.mlp.shared.down", "o i -> i o"),
+]  # fmt: skip
+"""The router, the experts and the shared one."""
+FACTORS: dict[str, Any] = {"bias": "attention_bias", "mixer": scores, "model": factors, "written": written}
+TABLES = [
+    Decoder("granite", "GraniteForCausalLM", DEFAULTS, **FACTORS, mlp_bias="mlp_bias"),
+    Decoder(
+        "granitemoe", "GraniteMoeForCausalLM", MOE, **FACTORS, mlp_rows=FUSED_EXPERTS,
+        experts=Experts(_read, write_experts),
+    ),
+    Decoder(
+        "granitemoeshared", "GraniteMoeSharedForCausalLM", MOE, **FACTORS, mlp_rows=FUSED_EXPERTS,
+        experts=Experts(_read_shared, write_experts),
+    ),
+]  # fmt: skip
+FAMILIES = [table.family() for table in TABLES]

@@ -1,162 +1,73 @@
-"""Llama 2 and 3 and their relatives: pre-norm blocks with rotary positions and gated layers.
+"""Llama 2 and 3, Mistral, Qwen 2 and 3, Phi-3 and Mixtral: pre-norm blocks with rotary positions and gated layers.
 
-Mistral, Qwen 2, Qwen 3 and Gemma 1 have the same table. Mixtral is Mistral with experts. Phi-3 has queries, keys and
-values in one tensor, and gate and up in another.
+Mixtral is Mistral with experts. Phi-3 has queries, keys and values in one tensor, and gate and up in another.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
-from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import ATTENTION, LAYER, NORMS, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.layers.moe.config import MoEConfig
-from megajax.layers.norm.config import RMSNormConfig
+from megajax.interop.huggingface.tables import (
+    EVERYWHERE,
+    FROM_LAYER,
+    FUSED_FEED_FORWARD,
+    FUSED_MIXER,
+    PLAIN,
+    Decoder,
+    Positions,
+    sizes,
+)
 from megajax.layers.position.config import LongRopeScalingConfig
-from megajax.models.decoder.config import DecoderConfig
 
-COMMON: Mapping[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 32000,
-}
-QWEN: Mapping[str, Any] = COMMON | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-MISTRAL: Mapping[str, Any] = COMMON | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-MIXTRAL: Mapping[str, Any] = MISTRAL | {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
-PHI3: Mapping[str, Any] = COMMON | {
-    "hidden_size": 3072,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 32064,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-}
+QWEN = sizes(151936, 4096, 22016, 32, 32, 32, None, 32768, use_sliding_window=False, sliding_window=4096)
+QWEN |= {"max_window_layers": 28}
+MISTRAL = sizes(32000, 4096, 14336, 32, 32, 8, None, 131072)
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+EXPERTS = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Names of tensors of experts."""
 
 
-class Kind(NamedTuple):
-    """A class of transformers."""
-
-    architecture: str
-    defaults: Mapping[str, Any]
-    """Values of settings that are missing from config.json."""
-    windows: tuple[str, ...] = WINDOWS
-    """Names of its settings for attention windows."""
-
-
-KINDS = {
-    "llama": Kind("LlamaForCausalLM", COMMON | {"intermediate_size": 11008, "max_position_embeddings": 2048}, ()),
-    "mistral": Kind("MistralForCausalLM", MISTRAL | {"sliding_window": 4096}, ("sliding_window",)),
-    "ministral": Kind("MinistralForCausalLM", MISTRAL | {"sliding_window": 4096}, ("sliding_window", "layer_types")),
-    "qwen2": Kind("Qwen2ForCausalLM", QWEN),
-    "qwen3": Kind("Qwen3ForCausalLM", QWEN | {"head_dim": 128}),
-}
-
-
-def _read(name: str, settings: Settings) -> DecoderConfig:
-    settings.assume(KINDS[name].defaults)
-    mixer = decoders.attention(
-        settings,
-        bias=name in ("llama", "qwen3") and settings.take("attention_bias", False),
-        qkv_bias=True if name == "qwen2" else None,
-        qk_norm=RMSNormConfig(epsilon=settings.peek("rms_norm_eps")) if name == "qwen3" else None,
-    )
-    mlp = decoders.gated_mlp(settings, bias=name == "llama" and settings.take("mlp_bias", False))
-    # transformers' class of Llama has no windows, whatever config.json says of them.
-    first = 0 if name == "llama" else settings.take("max_window_layers", 0)
-    slides = None if name == "llama" else lambda layer: layer >= first
-    return decoders.decoder(settings, mixer, lambda _: mlp, slides=slides)
-
-
-def _write(name: str, cfg: Any) -> dict[str, Any]:
-    mlp = layers_of(cfg)[0].mlp
-    return {**decoders.write(cfg, *KINDS[name].windows), "mlp_bias": mlp.bias}
-
-
-def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table, which LLaVA and Gemma 1 have too."""
-    return [*outer_rows(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
-
-
-def _read_mixtral(settings: Settings) -> DecoderConfig:
-    settings.assume(MIXTRAL)
-    moe = MoEConfig(
-        experts=settings.need("num_local_experts"),
-        top_k=settings.need("num_experts_per_tok"),
-        expert=decoders.gated_mlp(settings),
-        router=decoders.router(settings),
-    )
-    return decoders.decoder(settings, decoders.attention(settings, base=1e6), lambda _: moe, slides=lambda _: True)
-
-
-def _write_mixtral(cfg: Any) -> dict[str, Any]:
-    moe = decoders.feed_forwards(cfg).moe
-    return {**decoders.write(cfg, "sliding_window", moe=moe), "num_local_experts": moe.experts}
-
-
-def _rows_mixtral(cfg: DecoderConfig) -> list[Row]:
-    return [*outer_rows(cfg), *ATTENTION, *experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))]
-
-
-def _read_phi3(settings: Settings) -> DecoderConfig:
-    settings.assume(PHI3)
+def _longrope(settings: Settings) -> None:
+    """The original length stands beside the factors."""
     original = settings.take("original_max_position_embeddings", kind=int)
     for name in ("rope_scaling", "rope_parameters"):
         positions = settings.remaining.get(name)
         if original is not None and isinstance(positions, dict) and "long_factor" in positions:
             settings.remaining[name] = {"original_max_position_embeddings": original, **positions}
-    mlp = decoders.gated_mlp(settings)
-    return decoders.decoder(settings, decoders.attention(settings, partial=True), lambda _: mlp, slides=lambda _: True)
 
 
-def _write_phi3(cfg: Any) -> dict[str, Any]:
-    settings, scaling = decoders.write(cfg, "sliding_window"), layers_of(cfg)[0].mixer.rope.scaling
-    if isinstance(scaling, LongRopeScalingConfig):
-        settings["original_max_position_embeddings"] = scaling.original
-    return settings
+def _original_length(cfg: Any) -> dict[str, Any]:
+    scaling = layers_of(cfg)[0].mixer.rope.scaling
+    return {"original_max_position_embeddings": scaling.original} if isinstance(scaling, LongRopeScalingConfig) else {}
 
 
-def _rows_phi3(cfg: DecoderConfig) -> list[Row]:
-    inner = tuple(f"stack.*.mixer.{name}" for name in ("query", "key", "value"))
-    return [
-        *outer_rows(cfg),
-        Row(f"{LAYER}.self_attn.qkv_proj.weight", inner, "(n h) d -> d n h"),
-        Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
-        *NORMS,
-        Row(f"{LAYER}.mlp.gate_up_proj.weight", ("stack.*.mlp.gate", "stack.*.mlp.up"), "o i -> i o"),
-        Row(f"{LAYER}.mlp.down_proj.weight", "stack.*.mlp.down", "o i -> i o"),
-    ]
-
-
-FAMILIES = [
-    decoders.family(
-        name,
-        kind.architecture,
-        read=partial(_read, name),
-        write=partial(_write, name),
-        rows=rows,
-        unused=frozenset(() if kind.windows else WINDOWS),
-    )
-    for name, kind in KINDS.items()
-] + [
-    decoders.family(name, architecture, read=read, write=write, rows=rows, unused=frozenset({unused} - {""}))
-    for name, architecture, read, write, rows, unused in (
-        ("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _rows_mixtral, "router_jitter_noise"),
-        ("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, _rows_phi3, ""),
-    )
-]
+TABLES = {
+    # transformers' class of Llama has no windows, whatever config.json says of them.
+    "llama": Decoder(
+        "llama", "LlamaForCausalLM", sizes(32000, 4096, 11008, 32, 32, None, None, 2048), bias="attention_bias",
+        mlp_bias="mlp_bias", unused=WINDOWS,
+    ),
+    "mistral": Decoder("mistral", "MistralForCausalLM", MISTRAL | {"sliding_window": 4096}, windows=EVERYWHERE),
+    "ministral": Decoder(
+        "ministral", "MinistralForCausalLM", MISTRAL | {"sliding_window": 4096},
+        windows=EVERYWHERE._replace(names=("sliding_window", "layer_types")),
+    ),
+    "qwen2": Decoder("qwen2", "Qwen2ForCausalLM", QWEN, qkv_bias=True, windows=FROM_LAYER._replace(names=WINDOWS)),
+    "qwen3": Decoder(
+        "qwen3", "Qwen3ForCausalLM", QWEN | {"head_dim": 128}, bias="attention_bias", qk_norm="head",
+        windows=FROM_LAYER._replace(names=WINDOWS),
+    ),
+}  # fmt: skip
+"""Those that LLaVA may have."""
+MORE = [
+    Decoder(
+        "mixtral", "MixtralForCausalLM", MISTRAL | {"rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per_tok": 2},
+        {"num_local_experts": "num_experts"}, EXPERTS, positions=Positions(base=1e6), windows=EVERYWHERE,
+        experts=PLAIN, unused=("router_jitter_noise",),
+    ),
+    Decoder(
+        "phi3", "Phi3ForCausalLM", sizes(32064, 3072, 8192, 32, 32, None, None, 4096, rms_norm_eps=1e-5),
+        positions=Positions(fraction=1.0), windows=EVERYWHERE, prepare=_longrope, written=_original_length,
+        mixer_rows=FUSED_MIXER, mlp_rows=FUSED_FEED_FORWARD,
+    ),
+]  # fmt: skip
+FAMILIES = [table.family() for table in (*TABLES.values(), *MORE)]

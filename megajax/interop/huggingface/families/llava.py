@@ -11,7 +11,7 @@ from megajax.interop.stored.model_differences import differences
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 
-LANGUAGES = {family.name: family for family in llama.FAMILIES if family.name in llama.KINDS}
+LANGUAGES = {family.name: family for family in llama.FAMILIES if family.name in llama.TABLES}
 
 
 def _read(settings: Settings) -> LlavaConfig:
@@ -67,7 +67,7 @@ TOWER, PROJECTOR = "vision_tower.vision_model", "multi_modal_projector"
 
 def _rows(cfg: Any) -> list[Row]:
     return [
-        *[replace(row, tensor=f"language_model.{row.tensor}") for row in llama.rows(cfg)],
+        *[replace(row, tensor=f"language_model.{row.tensor}") for row in llama.TABLES["llama"].rows(cfg)],
         *tower_rows(cfg.vision.patch, TOWER, "vision."),
         *linear(f"{PROJECTOR}.linear_1", "projector.up"),
         *linear(f"{PROJECTOR}.linear_2", "projector.down"),

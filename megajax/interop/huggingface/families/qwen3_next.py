@@ -11,16 +11,16 @@ from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import LAYER, outer_rows
+from megajax.interop.huggingface.decoders import LAYER
 from megajax.interop.huggingface.families import qwen_moe
 from megajax.interop.huggingface.family import Names, Settings, layers_of, to_settings
-from megajax.interop.huggingface.rotary import FULL
+from megajax.interop.huggingface.rotary import FULL, LINEAR
+from megajax.interop.huggingface.tables import Decoder, Positions, sizes
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.models.decoder.config import DecoderConfig
 
-LINEAR = "linear_attention"
 DELTA: Names = {
     "heads": ("linear_num_value_heads", 32),
     "key_heads": ("linear_num_key_heads", 16),
@@ -28,67 +28,34 @@ DELTA: Names = {
     "key_dim": ("linear_key_head_dim", 128),
     "conv_kernel": ("linear_conv_kernel_dim", 4),
 }
-DEFAULTS = {
-    "num_attention_heads": 16,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-}
-EXPERTS = {"hidden_size": 2048, "num_key_value_heads": 2, "moe_intermediate_size": 512}
-EXPERTS |= {"shared_expert_intermediate_size": 512, "intermediate_size": 5632, "decoder_sparse_step": 1}
-SIZES = {
-    "qwen3_next": EXPERTS
-    | {"num_hidden_layers": 48, "vocab_size": 151936, "num_experts": 512, "num_experts_per_tok": 10},
-    "qwen3_5_moe_text": EXPERTS
-    | {"num_hidden_layers": 40, "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8},
-    "qwen3_5_text": {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 248320}
-    | {"num_key_value_heads": 4, "intermediate_size": 12288},
-}
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1}
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 """Settings of rotary positions of images: those of text are the same in all three dimensions."""
 
 
-def _read(name: str, settings: Settings) -> DecoderConfig:
-    settings.assume({**DEFAULTS, **SIZES[name]})
+def _prepare(settings: Settings) -> None:
+    settings.assume({"full_attention_interval": 4})
     settings.only("attn_output_gate", True)
-    for name_of_rope in ("rope_parameters", "rope_scaling"):
-        values = settings.take(name_of_rope, {})
-        settings.remaining[name_of_rope] = {k: v for k, v in values.items() if k not in IMAGE_POSITIONS}
-    epsilon, bias = settings.peek("rms_norm_eps"), settings.take("attention_bias", False)
-    centred = RMSNormConfig(epsilon=epsilon, zero_centred=True)
-    attention = decoders.attention(settings, partial=True, bias=bias, qk_norm=centred, gate=True)
-    delta = GatedDeltaNetConfig(**settings.fields(DELTA), norm_epsilon=epsilon)
-    mlp, every, layers = decoders.gated_mlp(settings), settings.count("full_attention_interval"), settings.layers()
-    settings.remaining["num_hidden_layers"] = layers
-    if mlp.activation != "silu":
-        settings.refuse("hidden_act", mlp.activation, "only silu is supported, which convolutions have too")
-    kinds = decoders.layer_types(settings, layers, LINEAR, lambda layer: (layer + 1) % every > 0)
-    has_experts = "num_experts" in SIZES[name]
-    return decoders.decoder(
-        settings,
-        [delta if kind == LINEAR else attention for kind in kinds],
-        qwen_moe.feed_forward(settings, mlp, shared=True, normalised=True) if has_experts else lambda _: mlp,
-        zero_centred=True,
-    )
+    settings.only("hidden_act", "silu", "swish")  # which convolutions have too
+    for name in ("rope_parameters", "rope_scaling"):
+        values = settings.take(name, {})
+        settings.remaining[name] = {k: v for k, v in values.items() if k not in IMAGE_POSITIONS}
 
 
-def _write(name: str, cfg: Any) -> dict[str, Any]:
+def _mixers(settings: Settings, attention: Sequence[AttentionConfig]) -> list[Any]:
+    delta = GatedDeltaNetConfig(**settings.fields(DELTA), norm_epsilon=settings.peek("rms_norm_eps"))
+    every = settings.count("full_attention_interval")
+    kinds = decoders.layer_types(settings, len(attention), LINEAR, lambda layer: (layer + 1) % every > 0)
+    return [delta if kind == LINEAR else mixer for kind, mixer in zip(kinds, attention, strict=True)]
+
+
+def _written(cfg: Any) -> dict[str, Any]:
     mixers = [block.mixer for block in layers_of(cfg)]
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig)), None)
     if delta is None:
         raise ValueError("no layer is a gated delta net")
-    experts: dict[str, Any] = {}
-    if "num_experts" in SIZES[name]:
-        moe = decoders.feed_forwards(cfg).moe
-        experts = {**decoders.write(cfg, moe=moe), **qwen_moe.write_experts(cfg)}
-        experts["shared_expert_intermediate_size"] = moe.shared.mlp.ffn
-    return {
-        **(experts or decoders.write(cfg)),
-        **to_settings(replace(delta, key_heads=delta.groups), DELTA),
-        "layer_types": [LINEAR if isinstance(mixer, GatedDeltaNetConfig) else FULL for mixer in mixers],
-    }
+    kinds = [LINEAR if isinstance(mixer, GatedDeltaNetConfig) else FULL for mixer in mixers]
+    return {**to_settings(replace(delta, key_heads=delta.groups), DELTA), "layer_types": kinds}
 
 
 def _of_delta(tensor: str, names: Sequence[str], *patterns: str, **more: Any) -> Row:
@@ -130,39 +97,44 @@ def _attention_rows(heads: int) -> list[Row]:
     query, biases = (f"{path}.query", f"{path}.gate"), (f"{path}.query_bias", f"{path}.gate_bias")
     rows.append(Row(f"{LAYER}.self_attn.q_proj.weight", query, "n h d -> d n h", split="(n x) d -> n x d", **parts))
     rows.append(Row(f"{LAYER}.self_attn.q_proj.bias", biases, split="(n x) -> n x", **parts))
-    return [replace(row, requires=f"{path}.query") for row in rows]
+    return rows
 
 
-def _rows(name: str, cfg: DecoderConfig) -> list[Row]:
+def _with_mixers(by_key_head: bool, rows: list[Row], cfg: DecoderConfig) -> list[Row]:
+    """by_key_head: whether the matrices of inputs are sorted by key head."""
     mixers = [block.mixer for block in layers_of(cfg)]
     groups = [mixer.groups for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig)]
     heads = [mixer.heads for mixer in mixers if isinstance(mixer, AttentionConfig)]
-    by_key_head = name == "qwen3_next"
     return [
-        *outer_rows(cfg),
-        *decoders.NORMS,
+        *rows,
         *(row for count in heads[:1] for row in _attention_rows(count)),
         *(row for count in groups[:1] for row in (_inputs_by_key_head(count) if by_key_head else SEPARATE_INPUTS)),
         *DELTA_ROWS,
-        *qwen_moe.FEED_FORWARD,
     ]
 
 
-FAMILIES = [
-    decoders.family(
-        name,
-        architecture,
-        read=partial(_read, name),
-        write=partial(_write, name),
-        rows=partial(_rows, name),
-        unused=frozenset({"mamba_ssm_dtype", "mtp_*"}),
-        # The multi-token prediction block, which transformers does not read either.
-        ignored=("mtp.*",),
-        extra=("mtp.*",),
-    )
-    for name, architecture in (
-        ("qwen3_next", "Qwen3NextForCausalLM"),
-        ("qwen3_5_text", "Qwen3_5ForCausalLM"),
-        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
-    )
-]
+COMMON: dict[str, Any] = {
+    **{"norm": RMSNormConfig(zero_centred=True), "bias": "attention_bias", "qk_norm": "head", "mixer_rows": ()},
+    **{"positions": Positions(fraction=0.25), "mixer": lambda _: {"gate": True}, "prepare": _prepare},
+    **{"mixers": _mixers, "written": _written, "unused": ("mamba_ssm_dtype", "mtp_*")},
+    # The multi-token prediction block, which transformers does not read either.
+    "parts": {"ignored": ("mtp.*",), "extra": ("mtp.*",)},
+}
+WITH_EXPERTS: dict[str, Any] = {"tensors": qwen_moe.TENSORS, "experts": qwen_moe.shared_experts(normalised=True)}
+NEXT, LATER = partial(_with_mixers, True), partial(_with_mixers, False)
+TABLES = [
+    Decoder(
+        "qwen3_next", "Qwen3NextForCausalLM", EXPERTS | sizes(151936, 2048, 5632, 48, 16, 2, 256, 32768)
+        | {"num_experts": 512, "num_experts_per_tok": 10},
+        **COMMON, **WITH_EXPERTS, finish=NEXT,
+    ),
+    Decoder(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", sizes(248320, 4096, 12288, 32, 16, 4, 256, 32768), **COMMON, finish=LATER
+    ),
+    Decoder(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", EXPERTS | sizes(248320, 2048, 5632, 40, 16, 2, 256, 32768)
+        | {"num_experts": 256, "num_experts_per_tok": 8},
+        **COMMON, **WITH_EXPERTS, finish=LATER,
+    ),
+]  # fmt: skip
+FAMILIES = [table.family() for table in TABLES]

@@ -1,26 +1,21 @@
 """Kimi Linear: gated delta nets that decay by channel, latent attention without rotation, DeepSeek's experts."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts, decoders
-from megajax.interop.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows
-from megajax.interop.huggingface.families.deepseek import LATENTS
+from megajax.interop.huggingface.decoders import LAYER, NORMS, outer_rows
+from megajax.interop.huggingface.families.deepseek import LATENT, latent_attention, latent_rows, write_latent
 from megajax.interop.huggingface.family import Names, Settings, layers_of, to_settings
-from megajax.interop.huggingface.rotary import FULL
+from megajax.interop.huggingface.rotary import FULL, LINEAR
+from megajax.interop.huggingface.tables import renamed, sizes
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.delta.config import KimiDeltaConfig
-from megajax.layers.norm.config import RMSNormConfig
 from megajax.models.decoder.config import DecoderConfig
 
-DEFAULTS = {
-    **{"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27},
-    **{"num_attention_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 1048576},
-    **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    **{"moe_intermediate_size": 1024, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1},
-    **{"routed_scaling_factor": 2.446, "num_nextn_predict_layers": 0},
-}
+DEFAULTS = sizes(163840, 2304, 9216, 27, 32, None, None, 1048576, rms_norm_eps=1e-5, routed_scaling_factor=2.446)
+DEFAULTS |= {"moe_intermediate_size": 1024, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1}
+DEFAULTS |= LATENT | {"q_lora_rank": None, "num_nextn_predict_layers": 0}
 PUBLISHED = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -38,7 +33,6 @@ DELTA: Names = {
 IN_A_FOLDER = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
 IN_A_FOLDER |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
 """Settings of the published linear_attn_config -> those of transformers."""
-LINEAR = "linear_attention"
 
 
 def _kinds(settings: Settings) -> list[str]:
@@ -57,27 +51,19 @@ def _kinds(settings: Settings) -> list[str]:
 
 
 def _read(settings: Settings) -> DecoderConfig:
-    for published, name in PUBLISHED.items():
-        if published in settings.remaining:
-            settings.remaining[name] = settings.remaining.pop(published)
+    settings.rename(PUBLISHED)
     settings.assume(DEFAULTS)
+    settings.remaining["tie_word_embeddings"] = False  # transformers never ties the head of this class
     settings.only("mla_use_nope", True)
     settings.only("moe_router_activation_func", "sigmoid")
     settings.only("attention_bias", False)
+    settings.only("hidden_act", "silu", "swish")  # which convolutions have too
     kinds, dense = _kinds(settings), balanced_experts.dense_layers(settings, 1)
     mlp, epsilon = decoders.gated_mlp(settings), settings.peek("rms_norm_eps")
-    if mlp.activation != "silu":
-        settings.refuse("hidden_act", mlp.activation, "only silu is supported, which convolutions have too")
     moe = balanced_experts.balanced(settings, balanced_experts.experts(settings, mlp))
     sizes = settings.fields(DELTA)
     delta = KimiDeltaConfig(**sizes, key_dim=sizes["head_dim"], norm_epsilon=epsilon)
-    attention = LatentAttentionConfig(
-        heads=settings.count("num_attention_heads"),
-        query_rank=settings.take("q_lora_rank"),
-        **{field: settings.need(name) for field, name in LATENTS.items()},
-        norm=RMSNormConfig(epsilon=1e-6),  # of the latents, which ignore rms_norm_eps
-        rope=None,
-    )
+    attention = latent_attention(settings, None)
     return decoders.decoder(
         settings,
         [delta if kind == LINEAR else attention for kind in kinds],
@@ -97,56 +83,40 @@ def _write(cfg: Any) -> dict[str, Any]:
     theirs = {name: published for published, name in PUBLISHED.items()}
     return {
         **{theirs.get(name, name): value for name, value in settings.items()},
-        "num_attention_heads": latent.heads,
-        "num_key_value_heads": latent.heads,
-        "q_lora_rank": latent.query_rank,
-        **{name: getattr(latent, field) for field, name in LATENTS.items()},
+        **write_latent(latent),
         **to_settings(delta, DELTA),
         "layer_types": [LINEAR if isinstance(mixer, KimiDeltaConfig) else FULL for mixer in mixers],
     }
 
 
-def _mixer_rows(names: Sequence[str], tensors: Sequence[str], pattern: str, requires: str, end: str) -> list[Row]:
-    rows = zip(names, tensors, strict=True)
-    return [Row(f"{LAYER}.self_attn.{t}{end}", f"stack.*.mixer.{n}", pattern, requires=requires) for n, t in rows]
+OF_DELTA = {
+    **{f"{name}_proj.weight": (f"in_{name}", "(n h) d -> d n h") for name in "qkv"},
+    **{f"{name}_conv1d.weight": (f"conv_{name}.kernel", "(n h) 1 k -> k n h") for name in "qkv"},
+    **{f"{tensor}_a_proj.weight": (f"{name}_down", "r d -> d r") for tensor, name in (("f", "a"), ("g", "z"))},
+    **{f"{tensor}_b_proj.weight": (f"{name}_up", "(n h) r -> r n h") for tensor, name in (("f", "a"), ("g", "z"))},
+    "b_proj.weight": ("in_b", "n d -> d n"),
+    "dt_bias": ("dt_bias", "(n h) -> n h"),
+    "A_log": ("a_log", "1 1 n 1 -> n"),
+    "o_norm.weight": ("norm_gain", ""),
+}
+"""Tensor of a gated delta net -> weight, and the pattern from the one to the other."""
+EXPERTS = {"mlp.experts": "block_sparse_moe.experts", "mlp.shared": "block_sparse_moe.shared"}
+EXPERTS |= {"mlp.gate.": "block_sparse_moe.gate."}
+MATRICES = {f"mlp.experts.{{expert}}.{name}_proj": f"block_sparse_moe.experts.{{expert}}.{ours}"
+            for name, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}  # fmt: skip
 
 
 def _rows(cfg: DecoderConfig) -> list[Row]:
-    latent = next((block.mixer for block in layers_of(cfg) if isinstance(block.mixer, LatentAttentionConfig)), None)
-    tensor, path, moe = f"{LAYER}.self_attn", "stack.*.mixer", f"{LAYER}.block_sparse_moe"
-    rate, parts = f"{path}.a_log", {"n": 1 if latent is None else latent.heads}
-    keys, values = (f"{path}.down", f"{path}.position_key"), (f"{path}.key", f"{path}.value")
-    query = "q_b_proj" if latent is not None and latent.query_rank is not None else "q_proj"
-    projected = [f"{name}_proj" for name in "qkv"]
+    latent = (block.mixer for block in layers_of(cfg) if isinstance(block.mixer, LatentAttentionConfig))
+    tensor, path = f"{LAYER}.self_attn", "stack.*.mixer"
     return [
         *outer_rows(cfg),
-        *_mixer_rows(("in_q", "in_k", "in_v"), projected, "(n h) d -> d n h", rate, ".weight"),
-        *_mixer_rows(
-            [f"conv_{name}.kernel" for name in "qkv"],
-            [f"{name}_conv1d" for name in "qkv"],
-            "(n h) 1 k -> k n h",
-            rate,
-            ".weight",
-        ),
-        *_mixer_rows(("a_down", "z_down"), ("f_a_proj", "g_a_proj"), "r d -> d r", rate, ".weight"),
-        *_mixer_rows(("a_up", "z_up"), ("f_b_proj", "g_b_proj"), "(n h) r -> r n h", rate, ".weight"),
-        *_mixer_rows(("in_b",), ("b_proj",), "n d -> d n", rate, ".weight"),
-        *_mixer_rows(("dt_bias",), ("dt_bias",), "(n h) -> n h", rate, ""),
-        *_mixer_rows(("a_log",), ("A_log",), "1 1 n 1 -> n", rate, ""),
-        *_mixer_rows(("norm_gain",), ("o_norm",), "", rate, ".weight"),
-        Row(f"{tensor}.{query}.weight", f"{path}.query", "(n h) r -> r n h"),
-        Row(f"{tensor}.q_a_proj.weight", f"{path}.query_down", "r d -> d r"),
-        Row(f"{tensor}.q_a_layernorm.weight", f"{path}.query_norm.gain"),
-        Row(f"{tensor}.kv_a_proj_with_mqa.weight", keys, "r d -> d r"),
-        Row(f"{tensor}.kv_a_layernorm.weight", f"{path}.norm.gain"),
-        Row(f"{tensor}.kv_b_proj.weight", values, "n h r -> r n h", split="(n h) r -> n h r", axis=1, sizes=parts),
-        Row(f"{tensor}.o_proj.weight", f"{path}.output", "d (n h) -> n h d"),
+        *(Row(f"{tensor}.{name}", f"{path}.{ours}", pattern, requires=f"{path}.a_log")
+          for name, (ours, pattern) in OF_DELTA.items()),
+        *latent_rows(next(latent, LatentAttentionConfig(heads=1))),
         *NORMS,
-        *gated(f"{LAYER}.mlp", "stack.*.mlp"),
-        *experts(moe, ("w1", "w3", "w2")),
-        *gated(f"{moe}.shared_experts", "stack.*.mlp.shared"),
-        Row(f"{moe}.gate.e_score_correction_bias", "stack.*.mlp.load.sum", index=(0,)),
-    ]
+        *renamed([*balanced_experts.rows(), balanced_experts.BIAS], EXPERTS | MATRICES),
+    ]  # fmt: skip
 
 
 FAMILIES = [

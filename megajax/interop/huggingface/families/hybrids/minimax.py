@@ -3,7 +3,6 @@
 A sub-layer's output is added to its normalised input, each with a fixed factor.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,8 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, experts, outer_rows
 from megajax.interop.huggingface.family import Settings, activation_name, layers_of
-from megajax.interop.huggingface.rotary import FULL
+from megajax.interop.huggingface.rotary import FULL, LINEAR
+from megajax.interop.huggingface.tables import sizes
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.linear.config import PROJECTIONS, LightningAttentionConfig
@@ -20,20 +20,8 @@ from megajax.layers.norm.config import RMSNormConfig, SumWeightsConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.decoder.config import DecoderConfig
 
-DEFAULTS: Mapping[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "block_size": 256,
-}
-LINEAR = "linear_attention"
+DEFAULTS = sizes(32000, 4096, 14336, 32, 32, 8, None, 131072, rms_norm_eps=1e-5, num_local_experts=8)
+DEFAULTS |= {"num_experts_per_tok": 2, "block_size": 256}
 FACTORS = {
     FULL: {"full_attn_alpha_factor": "mixer_stream", "full_attn_beta_factor": "mixer_output"},
     LINEAR: {"linear_attn_alpha_factor": "mixer_stream", "linear_attn_beta_factor": "mixer_output"},
@@ -44,6 +32,7 @@ MLP_FACTORS = {"mlp_alpha_factor": "mlp_stream", "mlp_beta_factor": "mlp_output"
 
 def _read(settings: Settings) -> DecoderConfig:
     settings.assume(DEFAULTS)
+    decoders.rotary_dim(settings)
     moe = MoEConfig(
         experts=settings.count("num_local_experts"),
         top_k=settings.count("num_experts_per_tok"),
@@ -52,7 +41,7 @@ def _read(settings: Settings) -> DecoderConfig:
     )
     layers, length = settings.layers(), settings.peek("max_position_embeddings")
     kinds = decoders.layer_types(settings, layers, LINEAR, lambda layer: layer % 2 > 0)
-    window, softmax = settings.take("sliding_window", kind=int), decoders.attention(settings, base=1e6)
+    window, softmax = settings.take("sliding_window", kind=int), decoders.attention(settings, base=1e6, partial=True)
     softmax = replace(softmax, window=window - 1 if window and window <= length else None)
     lightning = LightningAttentionConfig(
         heads=softmax.heads,
