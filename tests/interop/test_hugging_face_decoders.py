@@ -16,10 +16,11 @@ from hugging_face_folders import Arrays
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
-from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.interop.huggingface.folder import rename_tensors
 from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets import (
@@ -396,3 +397,25 @@ def test_models_that_a_family_lacks_are_refused_as_such() -> None:
     assert "no layer has experts" in lost_settings(llama.llama3("debug"), families()["mixtral"])[0]
     losses = lost_settings(qwen.qwen2("debug"), families()["llama"])
     assert losses == ["layers 0 to 1: mixer.qkv_bias: True here, None there"]
+
+
+def test_a_part_of_each_head_is_rotated_in_minimax() -> None:
+    """By rotary_dim, as in the released file."""
+    model = read("minimax", **TINY, rotary_dim=2)
+    ropes = [block.mixer.rope for block in layers_of(model) if isinstance(block.mixer, AttentionConfig)]
+    assert ropes == [RopeConfig(base=1e6, fraction=0.5)]
+    assert lost_settings(model, families()["minimax"]) == []
+
+
+def test_a_head_that_transformers_does_not_tie_is_not_exported_as_tied() -> None:
+    """transformers would draw a head of Kimi Linear at random."""
+    tied = replace(kimi_linear.kimi_linear("debug"), tied=True)
+    assert lost_settings(tied, families()["kimi_linear"]) == ["tied: True here, False there"]
+
+
+def test_values_that_a_table_refuses_have_the_names_of_config_json() -> None:
+    with pytest.raises(UserError) as error:
+        read("hunyuan_v1_moe", **TINY, num_experts=3, moe_topk=[1, 2])
+    assert "moe_topk=[1, 2]: only one number for all layers is supported" in str(error.value)
+    with pytest.raises(UserError, match=r"n_head=0: must be between 1"):
+        read("gptj", n_head=0)

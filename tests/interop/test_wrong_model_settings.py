@@ -52,7 +52,7 @@ def message(folder: Path, settings: dict[str, Any]) -> str:
         ({"vocab_size": "96"}, 'vocab_size="96": must be a whole number'),
         ({"vocab_size": 96.0}, "vocab_size=96.0: must be a whole number"),
         ({"intermediate_size": 48.0}, "intermediate_size=48.0: must be a whole number"),
-        ({"intermediate_size": 0}, "ffn"),
+        ({"intermediate_size": 0}, "intermediate_size"),
         ({"num_key_value_heads": "2"}, 'num_key_value_heads="2": must be a whole number'),
         ({"num_key_value_heads": 0}, "kv_heads"),
         ({"rope_theta": float("nan")}, "rope_theta=NaN: must be a finite number"),

@@ -12,6 +12,7 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import StepRows
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
+from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -22,7 +23,7 @@ from megajax.optim.muon import matrices
 HIDDEN, LENGTH = 16, 12
 LAYERS = {
     "mamba 2": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
-    "mamba 1": Mamba1Config(inner=24, rank=3, state=4, chunk=5, bias=True),
+    "mamba 1": Mamba1Config(inner=24, rank=3, state=4, chunk=5, bias=True, inner_norm=RMSNormConfig()),
     "delta net": GatedDeltaNetConfig(heads=4, key_heads=2, head_dim=6, key_dim=5, chunk=16),
     "kimi delta": KimiDeltaConfig(heads=4, head_dim=6, key_dim=5, gate_rank=3, chunk=16),
 }

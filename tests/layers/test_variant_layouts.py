@@ -80,6 +80,12 @@ FAMILIES = (
         norm_placement="input",
         sum_weights=WEIGHTS,
     ),
+    replace(
+        BLOCK,
+        mixer=replace(PLAIN, qk_norm=CENTRED, qk_norm_after_rope=True, qkv_clip=0.5),
+        norm=LayerNormConfig(gain=False, bias=False),
+        norm_placement="parallel_norms",
+    ),
 )
 """What the families of 2025 add."""
 MODELS = {
@@ -112,11 +118,12 @@ MODELS = {
         LatentAttentionConfig(heads=2, key_value_rank=8, content_dim=4, position_dim=2, value_dim=4, norm=None),
         Mamba2Config(**SPACE, groups=2),  # Groups are cut.
         Mamba2Config(**SPACE, groups=1, bias=True, conv_bias=False, norm_before_gate=True),  # The group is copied.
-        Mamba1Config(inner=24, rank=3, state=4, bias=True, chunk=5),
+        Mamba1Config(inner=24, rank=3, state=4, bias=True, chunk=5, inner_norm=CENTRED),
         replace(PLAIN, qk_norm=CENTRED),
         prediction=PredictionConfig(depth=2, weight=0.5),
         learned_positions=True,
         tied=True,
+        head_bias=True,
         width_scaling=WidthScalingConfig(base_hidden=8, embedding=2.0),
         recompute="none",
     ),

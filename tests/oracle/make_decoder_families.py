@@ -196,15 +196,116 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"layer_types": ["mamba", "mamba", "attention"]},
     ),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", TWO | ROUTED | LATENT | {"n_group": 1, "rope_interleave": False}, {}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1ForCausalLM",
+        TWO
+        | {
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+        {},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1ForCausalLM",
+        TWO | {"head_dim": 12, "num_experts": 4, "moe_topk": 2, "intermediate_size": 24},
+        {"moe_topk": [2, 2]},
+    ),
+    "olmo": ("OlmoForCausalLM", TWO | {"clip_qkv": 0.8}, {}),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        TWO | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+        {"rope_theta": None, "partial_rotary_factor": None, "rotary_emb_base": 5e4, "rotary_pct": 0.5},
+    ),
+    "persimmon": ("PersimmonForCausalLM", TWO | HALF, {}),
+    "phi": ("PhiForCausalLM", TWO | HALF | {"qk_layernorm": True}, {}),
+    "gptj": ("GPTJForCausalLM", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, {}),
+    "jamba": (
+        "JambaForCausalLM",
+        {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_d_state": 4}
+        | {"intermediate_size": 24, "mamba_dt_rank": 3},
+        {},
+    ),
+    "falcon_mamba": (
+        "FalconMambaForCausalLM",
+        TWO
+        | {"state_size": 4, "time_step_rank": 3, "mixer_rms_eps": 1e-5, "intermediate_size": None}
+        | {"num_attention_heads": None, "num_key_value_heads": None},
+        {},
+    ),
+    "jais2": ("Jais2ForCausalLM", TWO, {}),
+    "internlm3": (
+        "LlamaForCausalLM",
+        TWO | {"head_dim": 12},
+        {"qkv_bias": False, "bias": False, "attention_bias": None, "mlp_bias": None},
+    ),
+    "iquestcoder": ("LlamaForCausalLM", TWO | {"head_dim": 12}, {}),
+    "exaone": ("LlamaForCausalLM", TWO | {"rope_parameters": LLAMA3}, {}),
+    "vaultgemma": (
+        "VaultGemmaForCausalLM",
+        WINDOWS
+        | {"head_dim": 12, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {"layer_types": None},
+    ),
+    "granite_swa": (
+        "GraniteSWAForCausalLM",
+        WINDOWS
+        | {name: FACTORS[name] for name in FACTORS if name != "num_local_experts"}
+        | {"layer_rope_theta": [0, 1e4, 5e4, 1e4]},
+        {"layer_types": None},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAForCausalLM",
+        TWO
+        | WINDOWS
+        | FACTORS
+        | {"shared_intermediate_size": 20, "layer_types": ["sliding_attention", "full_attention"]},
+        {},
+    ),
+    "hyperclovax": (
+        "HyperCLOVAXForCausalLM",
+        TWO | {name: FACTORS[name] for name in FACTORS if name != "num_local_experts"} | {"logits_scaling": 0.7},
+        {},
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+        {"partial_rotary_factor": None},
+    ),
+    "sarvam_moe": ("Glm4MoeForCausalLM", TWO | ROUTED | {"head_dim": 8, "first_k_dense_replace": 1}, {}),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        WINDOWS
+        | {"head_dim": 12, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 3, "route_scale": 1.5}
+        | {"mup_enabled": True, "num_shared_experts": 2},
+        {"layer_types": None, "score_func": "sigmoid", "route_norm": True},
+    ),
+    "mellum": (
+        "MellumForCausalLM",
+        WINDOWS
+        | {
+            "head_dim": 8,
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+        }
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        {"keep": True},
+    ),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", TWO | ROUTED | LATENT | {"n_group": 1, "first_k_dense_replace": 1}, {}),
+    "youtu": ("YoutuForCausalLM", TWO | LATENT | {"pad_token_id": None}, {}),
 }
-"""Name -> class, settings, and further settings of older config.json, None for those that it lacks."""
+"""Name -> class, settings, None for those that the class lacks, and further settings of older config.json, None for
+those that it lacks."""
 
 
 def older(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """config.json as versions before 5 wrote it."""
-    config = dict(config)
+    config, changes = dict(config), dict(changes)
     config["torch_dtype"] = config.pop("dtype")
-    if (parameters := config.pop("rope_parameters", None)) is not None:
+    # One style has the rotary positions of each kind of layers alone.
+    if not changes.pop("keep", False) and (parameters := config.pop("rope_parameters", None)) is not None:
         full = dict(parameters.get("full_attention", parameters))
         config["rope_theta"] = full.pop("rope_theta")
         if "partial_rotary_factor" in full:
@@ -246,7 +347,8 @@ def make(root: Path, name: str) -> None:
     architecture, settings, changes = CASES[name]
     kind, folder, other = getattr(transformers, architecture), root / name, root / f"{name}_published"
     shutil.rmtree(folder, ignore_errors=True)
-    model = kind(kind.config_class(**{**SIZES, **settings}))
+    given = {setting: value for setting, value in (SIZES | settings).items() if value is not None}
+    model = kind(transformers.AutoConfig.for_model(name, **given))
     randomise(model)
     # MiniMax' decays follow from the number of a layer; float16 would round them.
     kept = {name: x for name, x in model.half().state_dict().items() if not name.endswith(("slope_rate", "_decay"))}

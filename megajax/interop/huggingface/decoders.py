@@ -37,11 +37,17 @@ def heads(settings: Settings) -> dict[str, Any]:
 
 def rotary_dim(settings: Settings) -> None:
     """The rotated dimensions of a head, in some published files, as partial_rotary_factor."""
-    rotated, size = settings.take("rotary_dim", kind=int), settings.remaining.get("head_dim")
-    if size is None:
-        size = settings.peek("hidden_size") // settings.peek("num_attention_heads")
+    rotated = settings.take("rotary_dim", kind=int)
     if rotated is not None:
-        settings.assume({"partial_rotary_factor": rotated / size})
+        settings.assume({"partial_rotary_factor": rotated / head_size(settings)})
+
+
+def head_size(settings: Settings) -> int:
+    """The size of a head, before its settings are taken."""
+    names = ("num_attention_heads", "hidden_size")
+    heads, hidden = (settings.remaining.setdefault(name, settings.count(name)) for name in names)
+    size = settings.remaining.get("head_dim")
+    return max(1, size if isinstance(size, int) else hidden // heads)
 
 
 def gated_mlp(settings: Settings, *, bias: bool = False, activation: str = "hidden_act") -> GatedMLPConfig:
@@ -156,7 +162,8 @@ def _router_settings(moe: MoEConfig) -> dict[str, Any]:
 
 def outer_rows(cfg: DecoderConfig) -> list[Row]:
     """The embedding table, the head and the last norm."""
-    return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), *norm("model.norm", "norm")]
+    bias = Row("lm_head.bias", "head_bias", index=(slice(0, cfg.vocabulary_size),))
+    return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), bias, *norm("model.norm", "norm")]
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")

@@ -56,30 +56,22 @@ class Kin(NamedTuple):
 KINDS = (
     Kin("mpt bloom", "a decoder with ALiBi positions", ("gpt2",)),
     Kin("opt gpt_neo gpt_bigcode openai-gpt xglm biogpt", "a decoder with other positions or attention", ("gpt2",)),
-    Kin(
-        "gptj gpt_neox codegen phi falcon persimmon",
-        "a decoder with rotary positions and LayerNorm or parallel sub-layers",
-        ("llama",),
-    ),
-    Kin("gemma3n_text gemma4_text vaultgemma", "a decoder with norms after sub-layers", ("gemma2", "gemma3_text")),
-    Kin("olmo", "a decoder with other norms", ("llama", "olmo2")),
+    Kin("codegen falcon", "a decoder with rotary positions and parallel sub-layers", ("gptj", "gpt_neox", "phi")),
+    Kin("gemma3n_text gemma4_text", "a decoder with norms after sub-layers", ("gemma2", "gemma3_text")),
     Kin("qwen chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2", "glm")),
     Kin(
-        "minicpm internlm internlm2 internlm3 baichuan apertus hunyuan_v1_dense ministral3 nanochat exaone aquila "
-        "stablelm_epoch jais2 bitnet",
+        "minicpm internlm internlm2 baichuan apertus ministral3 nanochat aquila stablelm_epoch bitnet",
         "a decoder with rotary positions and RMSNorm, but settings of its own",
         ("llama",),
     ),
-    Kin("granite_swa", "a decoder with fixed factors and windows", ("granite",)),
-    Kin("phimoe dbrx jetmoe hunyuan_v1_moe grok-1", "a decoder with experts", ("mixtral",)),
-    Kin("mellum mimo_v2_flash", "a decoder with experts and windows", ("qwen3_moe", "gpt_oss")),
-    Kin("deepseek afmoe", "a decoder with shared experts", ("qwen2_moe", "glm4_moe")),
-    Kin("deepseek_v32 longcat_flash glm_moe_dsa youtu", "a decoder with latent attention", ("deepseek_v3",)),
+    Kin("phimoe dbrx jetmoe grok-1", "a decoder with experts", ("mixtral",)),
+    Kin("mimo_v2_flash", "a decoder with experts and windows", ("qwen3_moe", "gpt_oss", "mellum")),
+    Kin("deepseek", "a decoder with shared experts", ("qwen2_moe", "glm4_moe")),
+    Kin("deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
     Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
     Kin("olmo_hybrid", "a decoder with gated delta nets", ("qwen3_next", "qwen3_5_text")),
     Kin("qwen3_5 qwen3_5_moe", "a model of images and text", ("qwen3_5_text", "qwen3_5_moe_text")),
-    Kin("falcon_mamba", "a Mamba with norms inside", ("mamba",)),
-    Kin("bamba jamba zamba zamba2 falcon_h1", "a hybrid of Mamba and attention", ("granitemoehybrid", "nemotron_h")),
+    Kin("zamba zamba2 falcon_h1", "a hybrid of Mamba and attention", ("bamba", "jamba", "nemotron_h")),
     Kin(
         "roberta xlm-roberta camembert distilbert electra albert deberta deberta-v2 modernbert mobilebert mpnet ernie "
         "nomic_bert roformer big_bird longformer rembert",

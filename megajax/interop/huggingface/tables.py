@@ -128,6 +128,16 @@ class LayerPositions(Positions):
         return {**Positions.write(self, cfg), "no_rope_layers": rotated}
 
 
+class NoPositions(Positions):
+    """No rotary positions."""
+
+    def read(self, settings: Settings) -> RopeOf:
+        return lambda layer, slides: None
+
+    def write(self, cfg: Any) -> dict[str, Any]:
+        return {}
+
+
 class Windows(NamedTuple):
     """Sliding windows."""
 
@@ -214,9 +224,10 @@ BALANCED = Experts(_read_balanced, balanced_experts.write_balanced, [balanced_ex
 BALANCED_BY_KINDS = Experts(_read_balanced, _write_by_kinds, [balanced_experts.BIAS])
 """The same, with mlp_layer_types."""
 
-PLACES: Mapping[NormPlacement, Mapping[str, str]] = {
+PLACES: Mapping[str, Mapping[str, str]] = {
     "pre": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
     "parallel": {"input_layernorm": "norm"},
+    "parallel_norms": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
     "output": {"post_attention_layernorm": "mixer_norm", "post_feedforward_layernorm": "mlp_norm"},
     "sandwich": {
         "input_layernorm": "mixer_norm",
@@ -226,12 +237,14 @@ PLACES: Mapping[NormPlacement, Mapping[str, str]] = {
     },
 }
 """Placement of norms -> name of a norm in most families -> name of the module."""
+QKV = tuple(f"stack.*.mixer.{name}" for name in ("query", "key", "value"))
 FUSED_MIXER = [
-    Row(f"{LAYER}.self_attn.qkv_proj.weight", tuple(f"stack.*.mixer.{name}" for name in ("query", "key", "value")),
-        "(n h) d -> d n h"),
-    *(row for row in MIXER if ".o_proj." in row.tensor),
-]  # fmt: skip
+    Row(f"{LAYER}.self_attn.qkv_proj.weight", QKV, "(n h) d -> d n h"),
+    Row(f"{LAYER}.self_attn.qkv_proj.bias", tuple(f"{path}_bias" for path in QKV), "(n h) -> n h"),
+    *(row for row in MIXER if not re.search(r"\.[qkv]_proj\.", row.tensor)),
+]
 """Attention with queries, keys and values in one tensor."""
+SINKS = Row(f"{LAYER}.self_attn.sinks", "stack.*.mixer.core.sink")
 FEED_FORWARD = [
     *gated(f"{LAYER}.mlp", "stack.*.mlp"),
     *experts(f"{LAYER}.mlp"),
@@ -263,6 +276,8 @@ class Decoder(NamedTuple):
     mlp_bias: str | bool = False
     norm: RMSNormConfig | LayerNormConfig = RMSNormConfig()
     placement: NormPlacement = "pre"
+    norms: Mapping[str, Mapping[str, str]] = PLACES
+    """Placement of norms -> name of a norm -> name of the module."""
     qk_norm: Literal["", "head", "heads"] = ""
     """Norms of queries and keys; "": none."""
     positions: Positions = Positions()
@@ -352,7 +367,7 @@ class Decoder(NamedTuple):
 
     def rows(self, cfg: DecoderConfig) -> list[Row]:
         """The table of names."""
-        norms = PLACES[layers_of(cfg)[0].norm_placement]
+        norms = self.norms[layers_of(cfg)[0].norm_placement]
         rows = [
             *outer_rows(cfg),
             *self.mixer_rows,
@@ -365,7 +380,9 @@ class Decoder(NamedTuple):
     def family(self) -> Family:
         """The functions of the table."""
         functions: Any = {"read": self.read, "write": self.write, "rows": self.rows, "unused": frozenset(self.unused)}
-        return decoders.family(self.name, self.architecture, **functions, **self.parts)
+        family = decoders.family(self.name, self.architecture, **functions, **self.parts)
+        heads = [[renamed([Row(name, "")], self.tensors)[0].tensor for name in pair] for pair in family.heads.items()]
+        return replace(family, heads=dict(heads))
 
 
 def renamed(rows: Sequence[Row], tensors: Mapping[str, str]) -> list[Row]:

@@ -178,6 +178,11 @@ class AttentionConfig(MultiHeadConfig):
     """Normalisation of query and key heads, before rotary positions (Henry et al. 2020); none: no normalisation."""
     qk_norm_over: Literal["head", "heads"] = "head"
     """Dimensions of the mean in qk_norm: one head, or all heads of a position, as in InternViT and OLMo 2."""
+    qk_norm_after_rope: bool = False
+    """Normalise queries and keys after their rotation, as in HunYuan."""
+    qkv_clip: float | None = None
+    """Queries, keys and values are clipped to [-qkv_clip, qkv_clip] before their rotation, as in OLMo; none: no
+    clipping."""
     rope: RopeConfig | None = None
     """Rotary positions; none: no rotation."""
     relative: RelativeBiasConfig | None = None
@@ -206,7 +211,10 @@ class AttentionConfig(MultiHeadConfig):
 
     def problems(self) -> list[Problem]:
         problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        problems += above_zero(scale=self.scale, score_cap=self.score_cap, chunk=self.chunk)
+        problems += above_zero(scale=self.scale, score_cap=self.score_cap, chunk=self.chunk, qkv_clip=self.qkv_clip)
+        if self.qk_norm_after_rope and self.qk_norm is None:
+            hint = "set qk_norm, or this to false"
+            problems.append(Problem("qk_norm_after_rope", "needs qk_norm, which is none", hint))
         groups = self.groups()
         if not problems and self.heads % groups:
             legal = divisors_of(self.heads)

@@ -4,6 +4,7 @@ B rows, S positions, T keys, D hidden, N query heads, K key-value heads, H head 
 """
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -62,9 +63,12 @@ class Attention(nnx.Module):
     def project_rotated(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
         """`project`, followed by normalisation and rotation of queries and keys, and the temperature of queries."""
         q, k, v = self.project(x)
-        q, k = self.normalised(q, k)
+        q, k = (q, k) if self.cfg.qk_norm_after_rope else self.normalised(q, k)
+        if (clip := self.cfg.qkv_clip) is not None:
+            q, k, v = (jnp.clip(array, -clip, clip) for array in (q, k, v))
         if self.rope is not None:
             q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
+        q, k = self.normalised(q, k) if self.cfg.qk_norm_after_rope else (q, k)
         q = q if self.cfg.temperature is None else tempered(q, ctx.positions, self.cfg.temperature)
         return q, k, v
 

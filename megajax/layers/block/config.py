@@ -49,7 +49,7 @@ type MixerConfig = (
     | LightningAttentionConfig
 )
 """Layers that mix tokens of a row."""
-type NormPlacement = Literal["pre", "post", "output", "sandwich", "parallel", "input"]
+type NormPlacement = Literal["pre", "post", "output", "sandwich", "parallel", "parallel_norms", "input"]
 
 KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
 """Inputs and outputs of a kernel between matmuls."""
@@ -74,7 +74,8 @@ class BlockConfig(Builds):
     norm_placement: NormPlacement = "pre"
     """pre: x + f(norm(x)); post: norm(x + f(x)), as Vaswani et al. 2017; output: x + norm(f(x)), as OLMo 2;
     sandwich: x + output_norm(f(norm(x))), as Gemma 2; parallel: x + mixer(norm(x)) + mlp(norm(x)) with one norm, as
-    Cohere's models; input: norm(x) + f(norm(x)), as MiniMax."""
+    Cohere's models; parallel_norms: the same with a norm for each, as GPT-NeoX; input: norm(x) + f(norm(x)), as
+    MiniMax."""
     dropout: float = 0.0
     """Dropout rate of the output of each sub-layer."""
     layer_scale: LayerScaleConfig | FixedScaleConfig | None = None
@@ -161,12 +162,13 @@ class BlockConfig(Builds):
 
     def saved_sums(self) -> tuple[str, ...]:
         """The sub-layers after which the residual stream may be saved: all but the last, none if they are parallel."""
-        return () if self.norm_placement == "parallel" else tuple(self.layers())[:-1]
+        return () if self.norm_placement.startswith("parallel") else tuple(self.layers())[:-1]
 
     def saved_norms(self) -> int:
         """Norms whose outputs are read by sub-layers."""
         every = len(self.layers())
-        return {"pre": every, "sandwich": every, "input": every, "parallel": 1}.get(self.norm_placement, 0)
+        counts = {"pre": every, "sandwich": every, "input": every, "parallel": 1, "parallel_norms": every}
+        return counts.get(self.norm_placement, 0)
 
     def normalises_outputs(self) -> bool:
         """Whether outputs of sub-layers are normalised before they are added to the residual stream."""

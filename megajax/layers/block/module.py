@@ -74,6 +74,8 @@ class Block(nnx.Module):
         if self.placement == "parallel":
             normalised = checkpoint_name(self.norm(x), "norm")
             return x + sum(self.leave(name, apply(name, self.enter(name, normalised)), x, ctx) for name in self.names)
+        if self.placement == "parallel_norms":
+            return x + sum(self.leave(name, apply(name, self.enter(name, x)), x, ctx) for name in self.names)
         if "mixer" in self.names:
             x = self.summed("mixer", added("mixer", x))
         if "cross" in self.names:
@@ -90,7 +92,7 @@ class Block(nnx.Module):
 
     def enter(self, name: str, x: Array) -> Array:
         """Input of a sub-layer: gathered along the sequence, or sharded for layers that take their own positions."""
-        if self.placement in ("pre", "sandwich"):
+        if self.placement in ("pre", "sandwich", "parallel_norms"):
             x = checkpoint_name(getattr(self, f"{name}_norm")(x), "norm")
         return (
             x if getattr(getattr(self, name), "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")

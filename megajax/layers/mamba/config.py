@@ -10,7 +10,8 @@ from megajax.config.hints import divisors_of
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.norm.config import NormConfig
 from megajax.layers.recompute import Part
 
 
@@ -239,6 +240,8 @@ class Mamba1Config(StateSpaceConfig):
     """Bias of the convolution."""
     bias: bool = False
     """Biases of the first and the last projection."""
+    inner_norm: NormConfig | None = None
+    """Normalisation of b, c and the input of the projection to steps, as in Jamba; none: no normalisation."""
     dt_min: float = 0.001
     """Lower bound of initial steps, which are log-uniform."""
     dt_max: float = 0.1
@@ -267,6 +270,7 @@ class Mamba1Config(StateSpaceConfig):
         weights += [Weight("conv_x.bias", *channels)] * self.conv_bias
         return (
             *weights,
+            *(weight for name, norm in self.inner_norms().items() for weight in prefixed(name, norm)),
             Weight("down_dt", (self.inner, self.rank), ("heads", None)),
             Weight("down_b", (self.inner, self.state), ("heads", "state")),
             Weight("down_c", (self.inner, self.state), ("heads", "state")),
@@ -276,6 +280,11 @@ class Mamba1Config(StateSpaceConfig):
             Weight("skip", *channels),
             Weight("output", (self.inner, hidden), ("heads", "embed")),
         )
+
+    def inner_norms(self) -> dict[str, tuple[Weight, ...]]:
+        """Name of each inner norm -> its weights."""
+        sizes = {"dt_norm": self.rank, "b_norm": self.state, "c_norm": self.state}
+        return {} if self.inner_norm is None else {name: self.inner_norm.weights(n, None) for name, n in sizes.items()}
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """The last inputs of the convolution, and the state."""

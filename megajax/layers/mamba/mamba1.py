@@ -53,6 +53,10 @@ class Mamba1(nnx.Module):
         init = Uniform(-(cfg.rank**-0.5), cfg.rank**-0.5)
         self.up_dt = matrix(settings, (cfg.rank, inner), (None, "heads"), init=init)
         self.output = matrix(settings, (inner, hidden), ("heads", "embed"), init=Normal(settings.output_std))
+        if cfg.inner_norm is not None:
+            self.dt_norm = cfg.inner_norm.build(settings, size=cfg.rank, axis=None)
+            self.b_norm = cfg.inner_norm.build(settings, size=cfg.state, axis=None)
+            self.c_norm = cfg.inner_norm.build(settings, size=cfg.state, axis=None)
         if cfg.bias:
             self.in_z_bias = param((inner,), ("heads",), init=ZEROS, role="bias")
             self.in_x_bias = param((inner,), ("heads",), init=ZEROS, role="bias")
@@ -122,6 +126,8 @@ class Mamba1(nnx.Module):
         b = checkpoint_name(dot("bsi,iz->bsz", x, self.down_b, *STATES), "latent")
         c = checkpoint_name(dot("bsi,iz->bsz", x, self.down_c, *STATES), "latent")
         dt = checkpoint_name(dot("bsi,ir->bsr", x, self.down_dt, "batch", "seq", None), "latent")
+        if self.cfg.inner_norm is not None:
+            dt, b, c = self.dt_norm(dt), self.b_norm(b), self.c_norm(c)
         return x, checkpoint_name(dot("bsr,ri->bsi", dt, self.up_dt, *CHANNELS), "value"), b, c
 
     def rates(self) -> dict[str, Array]:

@@ -22,15 +22,20 @@ class LayerNormConfig(Builds):
     zero_centred: bool = False
     """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
 
+    gain: bool = True
+    """Multiply by a gain; false, without a bias, in OLMo."""
     bias: bool = True
     """Add a bias; false in Cohere's models."""
 
     def problems(self) -> list[Problem]:
-        return above_zero(epsilon=self.epsilon)
+        problems = above_zero(epsilon=self.epsilon)
+        if self.bias and not self.gain:
+            problems.append(Problem("bias", "needs a gain, and gain=false", "set it to false"))
+        return problems
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a norm over a dimension of this size and logical axis."""
-        names = ("gain", "bias") if self.bias else ("gain",)
+        names = [name for name in ("gain", "bias") if getattr(self, name)]
         return tuple(Weight(name, (size,), (axis,)) for name in names)
 
 

@@ -24,18 +24,19 @@ from megajax.layers.remat import save_only_inputs
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + epsilon) * gain + bias, [..., D] -> [..., D]."""
+    """(x - mean) / sqrt(variance + epsilon) * gain + bias, [..., D] -> [..., D]; without gain in x's dtype."""
 
     def __init__(
         self, cfg: LayerNormConfig, settings: LayerSettings, *, size: int | None = None, axis: str | None = "embed"
     ):
         self.cfg, self.layout = cfg, settings.layout
-        self.gain = _gain(cfg, size or settings.hidden, axis)
+        if cfg.gain:
+            self.gain = _gain(cfg, size or settings.hidden, axis)
         if cfg.bias:
             self.bias = param((size or settings.hidden,), (axis,), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
-        gain = self.gain[...]
+        gain = self.gain[...] if self.cfg.gain else jnp.ones(x.shape[-1:], x.dtype)
         return self.layout.per_token(self.normalise, x, gain, self.bias[...] if self.cfg.bias else jnp.zeros_like(gain))
 
     def normalise(self, x: Array, gain: Array, bias: Array) -> Array:

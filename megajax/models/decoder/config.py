@@ -122,6 +122,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """Normalisation before the head."""
     tied: bool = False
     """The head uses the token embedding's table."""
+    head_bias: bool = False
+    """Add a bias to logits, as Phi and GPT-J."""
     dropout: float = 0.0
     """Dropout rate of the embedding's output."""
     residual: Literal["compute", "float32"] = "compute"
@@ -252,11 +254,12 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     def head_facts(self) -> HeadFacts:
         """The vocabulary head; without weights of its own if tied."""
         table = Weight("head", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))
+        bias = (Weight("head_bias", (self.padded_vocabulary(),), ("vocab",)),) * self.head_bias
         return HeadFacts(
             columns=self.padded_vocabulary(),
             positions=self.sequence_length,
             chunk=self.loss_chunk,
-            weights=() if self.tied else (table,),
+            weights=bias if self.tied else (table, *bias),
             ahead=self.predicting_blocks(),
         )
 

@@ -21,7 +21,7 @@ from megajax.layers.embedding import (
     vocabulary_token_scores,
     vocabulary_top_scores,
 )
-from megajax.layers.param import LayerSettings, Normal, param
+from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.layers.remat import checkpointed
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.config import DecoderConfig
@@ -54,6 +54,8 @@ class DecoderLM(nnx.Module):
     def add_head(self, settings: LayerSettings) -> None:
         """Declare the weights that only the loss and the logits read."""
         del settings
+        if self.cfg.head_bias:
+            self.head_bias = param((self.cfg.padded_vocabulary(),), ("vocab",), init=ZEROS, role="bias")
         if not self.cfg.tied:
             shape, init = (self.cfg.padded_vocabulary(), self.cfg.hidden), Normal(self.cfg.init_std)
             self.head = param(shape, ("vocab", "embed"), init=init)
@@ -151,8 +153,8 @@ class DecoderLM(nnx.Module):
         return self.tokens[...] if self.cfg.tied else self.head[...]
 
     def logit_bias(self) -> Array | None:
-        """A bias of the head [V]; None in a decoder."""
-        return None
+        """A bias of the head [V]; None without."""
+        return self.head_bias[...] if self.cfg.head_bias else None
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
         """Next-token loss of the tokens in `loss_mask`, from the output of the stack [B, S, D].

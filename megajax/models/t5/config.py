@@ -8,11 +8,11 @@ from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Request
 from megajax.layers.block.config import BlockConfig
-from megajax.layers.facts import LayerBuilder, Weight
+from megajax.layers.facts import LayerBuilder
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.models.facts import HeadFacts, SectionFacts
+from megajax.models.facts import SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class T5Config(DecoderConfig):
     tied: bool = True
     """The head uses the token embedding's table."""
     head_bias: bool = True
-    """The head has a bias for each token."""
+    """Add a bias to logits."""
 
     def problems(self) -> list[Problem]:
         problems = DecoderConfig.problems(self)
@@ -113,11 +113,6 @@ class T5Config(DecoderConfig):
         if sequence and self.encoder_length % sizes["tensor"]:
             message = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
             yield Problem("encoder_length", message, "needed with parallel.sequence=true")
-
-    def head_facts(self) -> HeadFacts:
-        """The head of a decoder, with a bias for each token."""
-        head, bias = DecoderConfig.head_facts(self), Weight("head_bias", (self.padded_vocabulary(),), ("vocab",))
-        return replace(head, weights=(*head.weights, *[bias] * self.head_bias))
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The encoder, and the decoder that reads its output. They share tables, which are counted for the encoder."""

@@ -15,7 +15,7 @@ from jax import Array
 from megajax.batch import SAMPLE, Rows
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, rows_of
-from megajax.layers.param import ZEROS, LayerSettings, param
+from megajax.layers.param import LayerSettings
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.module import DecoderLM, in_order, layer_settings
 from megajax.models.protocol import Section, last_output
@@ -32,8 +32,6 @@ class T5(DecoderLM):
         super().__init__(cfg, layout)
         self.cfg: T5Config = cfg
         self.encoder = Encoder(cfg, layer_settings(cfg, layout))
-        if cfg.head_bias:
-            self.head_bias = param((cfg.padded_vocabulary(),), ("vocab",), init=ZEROS, role="bias")
 
     @property
     def sections(self) -> Mapping[str, Section]:
@@ -72,10 +70,6 @@ class T5(DecoderLM):
         inner = encoder.context(batch, None)
         memory = encoder.leave(encoder.stack(encoder.enter(encoder.embed(batch), inner), inner), inner)
         return self.stack.remember(cache, ctx._replace(memory=memory))
-
-    def logit_bias(self) -> Array | None:
-        """The bias of the head [V]."""
-        return self.head_bias[...] if self.cfg.head_bias else None
 
 
 class Encoder(nnx.Module):

@@ -31,6 +31,9 @@ V3 |= {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "num_nextn_pre
 GLM = V3 | sizes(154880, 2048, 10240, 47, 20, None, None, 202752, rms_norm_eps=1e-5, routed_scaling_factor=1.8)
 GLM |= {"moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
 GLM |= {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1}
+SARVAM = V3 | sizes(262144, 4096, 16384, 32, 64, None, None, 4096, n_routed_experts=128, first_k_dense_replace=1)
+SARVAM |= {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+YOUTU = sizes(128256, 2048, 6144, 32, 16, None, None, 131072, tie_word_embeddings=True) | LATENT
 METHODS = {"greedy": False, "group_limited_greedy": True}
 """topk_method -> whether the experts of a token come from a limited number of groups."""
 LATENTS = {"key_value_rank": "kv_lora_rank", "content_dim": "qk_nope_head_dim", "position_dim": "qk_rope_head_dim"}
@@ -62,10 +65,14 @@ def _read_v3(defaults: Mapping[str, Any], settings: Settings) -> DecoderConfig:
 
 
 def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes: Any) -> DecoderConfig:
-    dense, rotation = balanced_experts.dense_layers(settings), rope(settings, settings.peek("max_position_embeddings"))
+    dense = balanced_experts.dense_layers(settings)
+    return decoders.decoder(settings, _mixer(settings), lambda layer: mlp if layer < dense else moe, **changes)
+
+
+def _mixer(settings: Settings) -> LatentAttentionConfig:
+    rotation = rope(settings, settings.peek("max_position_embeddings"))
     rotation = replace(rotation, interleaved=settings.take("rope_interleave", True))
-    mixer = latent_attention(settings, rotation, settings.take("attention_bias", False))
-    return decoders.decoder(settings, mixer, lambda layer: mlp if layer < dense else moe, **changes)
+    return latent_attention(settings, rotation, settings.take("attention_bias", False))
 
 
 def latent_attention(settings: Settings, rotation: RopeConfig | None, bias: bool = False) -> LatentAttentionConfig:
@@ -125,6 +132,19 @@ def _write_v3(cfg: Any) -> dict[str, Any]:
     }
 
 
+def _read_dense(settings: Settings) -> DecoderConfig:
+    """Youtu: no experts."""
+    settings.assume(YOUTU)
+    mlp, mixer = decoders.gated_mlp(settings), _mixer(settings)
+    return decoders.decoder(settings, mixer, lambda _: mlp)
+
+
+def _write_dense(cfg: Any) -> dict[str, Any]:
+    block = layers_of(cfg)[0]
+    rotated = {"rope_interleave": block.mixer.rope.interleaved}
+    return {**decoders.model_settings(cfg, block.mlp), **write_latent(block.mixer), **rotated}
+
+
 def _write_glm(cfg: Any) -> dict[str, Any]:
     settings = _write_v3(cfg)
     kinds = balanced_experts.layer_types(settings.pop("first_k_dense_replace"), cfg.stack.layers())
@@ -181,5 +201,11 @@ FAMILIES = [
     for name, architecture, other_types, defaults, write in (
         ("deepseek_v3", "DeepseekV3ForCausalLM", ("kimi_k2",), V3, _write_v3),
         ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", (), GLM, _write_glm),
+        ("sarvam_mla", "DeepseekV3ForCausalLM", (), SARVAM, _write_v3),
     )
-]
+] + [
+    decoders.family(
+        "youtu", "YoutuForCausalLM", read=_read_dense, write=_write_dense, rows=_rows_v2,
+        unused=UNUSED | {"embedding_initializer_range", "mlp_bias"},
+    )
+]  # fmt: skip

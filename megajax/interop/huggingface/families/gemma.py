@@ -56,17 +56,26 @@ def _written(cfg: Any) -> dict[str, Any]:
 
 
 COMMON: dict[str, Any] = {"norm": RMSNormConfig(zero_centred=True), "bias": "attention_bias"}
-SANDWICH: dict[str, Any] = {"placement": "sandwich", "model": _capped, "written": _written, "unused": ("hidden_act",)}
-SANDWICH |= {"activation": "hidden_activation"}
+CAPPED: dict[str, Any] = {"model": _capped, "written": _written, "activation": "hidden_activation"}
+CAPPED |= {"unused": ("hidden_act",)}
 TABLES = [
     Decoder(
         "gemma", "GemmaForCausalLM", GEMMA, **COMMON, prepare=_legacy, model=_scaled, unused=("hidden_activation",)
     ),
-    Decoder("gemma2", "Gemma2ForCausalLM", GEMMA2, **COMMON, **SANDWICH, windows=all_but_every(2), mixer=_scores),
     Decoder(
-        "gemma3_text", "Gemma3ForCausalLM", GEMMA3, **COMMON, **SANDWICH, qk_norm="head", mixer=_uncapped,
+        "gemma2", "Gemma2ForCausalLM", GEMMA2, **COMMON, **CAPPED, placement="sandwich", windows=all_but_every(2),
+        mixer=_scores,
+    ),
+    Decoder(
+        "gemma3_text", "Gemma3ForCausalLM", GEMMA3, **COMMON, **CAPPED, placement="sandwich", qk_norm="head",
+        mixer=_uncapped,
         windows=all_but_every("sliding_window_pattern"),
         positions=LayeredPositions(base=1e6, local=1e4, named=True),
+    ),
+    Decoder(
+        "vaultgemma", "VaultGemmaForCausalLM", GEMMA2, **COMMON, **CAPPED, mixer=_scores,
+        norms={"pre": {"input_layernorm": "mixer_norm", "pre_feedforward_layernorm": "mlp_norm"}},
+        windows=all_but_every(2),
     ),
 ]  # fmt: skip
 FAMILIES = [table.family() for table in TABLES]

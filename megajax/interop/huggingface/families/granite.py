@@ -3,13 +3,24 @@
 All experts of a layer are in one tensor, with gate and up fused.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import LAYER
+from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.family import Settings, layers_of
-from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, sizes
+from megajax.interop.huggingface.tables import (
+    PLACES,
+    SINKS,
+    Decoder,
+    Experts,
+    FeedForwardOf,
+    Positions,
+    RopeOf,
+    Windows,
+    sizes,
+)
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.norm.config import FixedScaleConfig
@@ -22,6 +33,10 @@ MOE = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
 def scores(settings: Settings) -> dict[str, Any]:
     """The factor on scores."""
     return {"scale": settings.take("attention_multiplier", 1.0)}
+
+
+def _sinks(settings: Settings) -> dict[str, Any]:
+    return {**scores(settings), "sink": "learned"}
 
 
 def factors(settings: Settings) -> dict[str, Any]:
@@ -92,6 +107,55 @@ FUSED_EXPERTS = [
     Row(f"{LAYER}.shared_mlp.output_linear.weight", "stack.*.mlp.shared.down", "o i -> i o"),
 ]  # fmt: skip
 """The router, the experts and the shared one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThetaPositions(Positions):
+    """layer_rope_theta: the base of each layer, 0 for no rotary positions."""
+
+    def read(self, settings: Settings) -> RopeOf:
+        rotation = self.rotation(settings)
+        bases = settings.take("layer_rope_theta", kind=list) or [rotation.base] * settings.peek("num_hidden_layers")
+        if len(bases) != settings.peek("num_hidden_layers"):
+            settings.refuse("layer_rope_theta", f"({len(bases)} layers)", "must have one number for each layer")
+            bases = [rotation.base] * settings.peek("num_hidden_layers")
+        return lambda layer, slides: replace(rotation, base=bases[layer]) if bases[layer] else None
+
+    def write(self, cfg: Any) -> dict[str, Any]:
+        bases = [0 if mixer.rope is None else mixer.rope.base for mixer in decoders.attention_mixers(cfg)]
+        return {**Positions.write(self, cfg), "layer_rope_theta": bases}
+
+
+def _logits_times(settings: Settings) -> dict[str, Any]:
+    """HyperCLOVA X multiplies logits by logits_scaling."""
+    factor = settings.take("logits_scaling", 1.0)
+    placement = "sandwich" if settings.take("use_post_norm", True) else "pre"
+    fields = factors(settings)
+    scaling = replace(fields["width_scaling"], output=factor)
+    return {**fields, "width_scaling": scaling, "norm_placement": placement}
+
+
+def _written_times(cfg: Any) -> dict[str, Any]:
+    post = layers_of(cfg)[0].norm_placement == "sandwich"
+    return {**written(cfg), "logits_scaling": cfg.logit_factor(), "use_post_norm": post}
+
+
+CLOVA_NORMS = {
+    "input_layernorm": "mixer_norm",
+    "post_norm1": "mixer_output_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_norm2": "mlp_output_norm",
+}
+UNFUSED = {
+    "router.layer.weight": "router.weight",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+}
+UNFUSED |= {"block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"}
+SWA: dict[str, Any] = {
+    "positions": ThetaPositions(),
+    "windows": Windows(lambda _: lambda layer: layer % 4 > 0),
+    "mixer_rows": [*MIXER, SINKS],
+}
 FACTORS: dict[str, Any] = {"bias": "attention_bias", "mixer": scores, "model": factors, "written": written}
 TABLES = [
     Decoder("granite", "GraniteForCausalLM", DEFAULTS, **FACTORS, mlp_bias="mlp_bias"),
@@ -102,6 +166,21 @@ TABLES = [
     Decoder(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", MOE, **FACTORS, mlp_rows=FUSED_EXPERTS,
         experts=Experts(_read_shared, write_experts),
+    ),
+    Decoder(
+        "granite_swa", "GraniteSWAForCausalLM",
+        sizes(100352, 2560, 8192, 24, 20, 4, None, 8192, rms_norm_eps=1e-5, sliding_window=128)
+        | {"tie_word_embeddings": True},
+        **SWA, **FACTORS | {"mixer": _sinks}, mlp_bias="mlp_bias",
+    ),
+    Decoder(
+        "granitemoe_swa", "GraniteMoeSWAForCausalLM", MOE | {"sliding_window": 128}, **SWA, tensors=UNFUSED,
+        **FACTORS | {"mixer": _sinks}, mlp_rows=FUSED_EXPERTS, experts=Experts(_read_shared, write_experts),
+    ),
+    Decoder(
+        "hyperclovax", "HyperCLOVAXForCausalLM", DEFAULTS, bias="attention_bias", mlp_bias="mlp_bias",
+        norms={"pre": PLACES["pre"], "sandwich": CLOVA_NORMS}, model=_logits_times, written=_written_times,
+        mixer=lambda settings: {"scale": settings.take("attention_multiplier", kind=float)},
     ),
 ]  # fmt: skip
 FAMILIES = [table.family() for table in TABLES]

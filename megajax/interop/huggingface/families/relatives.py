@@ -2,10 +2,14 @@
 
 from typing import Any
 
+from megajax.checkpoint.weights.name_mapping import Row
+from megajax.interop.huggingface import decoders
+from megajax.interop.huggingface.decoders import MIXER
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.interop.huggingface.tables import (
     EVERYWHERE,
     FUSED_FEED_FORWARD,
+    QKV,
     Decoder,
     LayeredPositions,
     LayerPositions,
@@ -16,7 +20,7 @@ from megajax.interop.huggingface.tables import (
     sizes,
 )
 from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
@@ -30,11 +34,86 @@ COHERE_NOTES = (
 )  # fmt: skip
 """Notes on the architecture that transformers does not read."""
 TWO_MATRICES = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+OUTPUT = [row for row in MIXER if ".o_proj." in row.tensor or "_norm." in row.tensor]
 GLM4_NORMS = {
-    "post_attention_layernorm": "post_self_attn_layernorm",
-    "pre_feedforward_layernorm": "post_attention_layernorm",
-    "post_feedforward_layernorm": "post_mlp_layernorm",
+    "input_layernorm": "mixer_norm",
+    "post_self_attn_layernorm": "mixer_output_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_output_norm",
 }
+
+
+HUNYUAN = sizes(290943, 4096, 11008, 32, 32, None, None, 2048, rms_norm_eps=1e-5)
+HUNYUAN_NORMS = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+HUNYUAN_UNUSED = (
+    "attention_head_dim", "cla_share_factor", "use_cla", "norm_type", "use_rotary_pos_emb", "add_classification_head",
+    "class_num", "pool_type", "dense_list", "use_qk_norm",
+)  # fmt: skip
+"""Settings of published files that transformers does not read."""
+BY_HEAD = {
+    "self_attn.o_proj": "attention.dense",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
+
+
+def fixed_alpha(settings: Settings) -> None:
+    """HunYuan's alpha: a larger base of the rotary positions, alpha ** (size / (size - 2)) times."""
+    size = decoders.head_size(settings)
+    for name in ("rope_scaling", "rope_parameters"):
+        values = settings.remaining.get(name)
+        if isinstance(values, dict) and isinstance(values.get("alpha"), int | float) and size > 2:
+            base = values.get("rope_theta") or settings.remaining.get("rope_theta") or 10000.0
+            settings.remaining[name] = {"rope_theta": base * values["alpha"] ** (size / (size - 2))}
+
+
+def _one_group(settings: Settings) -> None:
+    """Classes without grouped queries and without a head size, whatever config.json says of them."""
+    for name in ("num_key_value_heads", "head_dim"):
+        settings.remaining.pop(name, None)
+
+
+def _gptj(settings: Settings) -> None:
+    _one_group(settings)
+    settings.only("rope_theta", 10000.0)
+    settings.only("rope_scaling", None)
+    if settings.remaining.get("intermediate_size") is None:
+        settings.remaining["intermediate_size"] = 4 * settings.peek("hidden_size")
+    decoders.rotary_dim(settings)
+
+
+def _gptj_written(cfg: Any) -> dict[str, Any]:
+    mixer = layers_of(cfg)[0].mixer
+    return {"rotary_dim": mixer.rope.rotated(mixer.size(cfg.hidden))}
+
+
+def _olmo(settings: Settings) -> None:
+    """The epsilon is none of the settings."""
+    settings.remaining["rms_norm_eps"] = 1e-5
+
+
+def _head_norms(settings: Settings) -> dict[str, Any]:
+    normalised, epsilon = settings.take("qk_layernorm", False), settings.peek("rms_norm_eps")
+    return {"qk_norm": LayerNormConfig(epsilon=epsilon)} if normalised else {}
+
+
+def _neox(settings: Settings) -> dict[str, Any]:
+    return {"norm_placement": "parallel_norms" if settings.take("use_parallel_residual", True) else "pre"}
+
+
+def _fused_by_head(rows: list[Row], cfg: DecoderConfig) -> list[Row]:
+    """Queries, keys and values of a head follow one another in one tensor, named after the layer's output matrix."""
+    tensor = next(row.tensor for row in rows if row.tensor.endswith(".dense.weight")).replace(
+        "dense", "query_key_value"
+    )
+    parts: dict[str, Any] = {"axis": 1, "sizes": {"n": layers_of(cfg)[0].mixer.heads}}
+    biases = tuple(f"{path}_bias" for path in QKV)
+    return [
+        *rows,
+        Row(tensor, QKV, "n h d -> d n h", split="(n x) d -> n x d", **parts),
+        Row(tensor.replace("weight", "bias"), biases, split="(n x) -> n x", **parts),
+    ]
 
 
 def _stablelm(settings: Settings) -> dict[str, Any]:
@@ -89,8 +168,8 @@ TABLES = [
         positions=Positions(interleaved=True, fraction=0.5),
     ),
     Decoder(
-        "glm4", "Glm4ForCausalLM", GLM, tensors=GLM4_NORMS, qkv_bias="attention_bias", mlp_rows=FUSED_FEED_FORWARD,
-        positions=Positions(interleaved=True, fraction=0.5), placement="sandwich",
+        "glm4", "Glm4ForCausalLM", GLM, norms={"sandwich": GLM4_NORMS}, qkv_bias="attention_bias",
+        mlp_rows=FUSED_FEED_FORWARD, positions=Positions(interleaved=True, fraction=0.5), placement="sandwich",
     ),
     Decoder(
         "seed_oss", "SeedOssForCausalLM", sizes(155136, 4096, 27648, 64, 80, 8, 128, 524288, attention_bias=True),
@@ -134,6 +213,83 @@ TABLES = [
         "cwm", "CwmForCausalLM",
         sizes(128256, 6144, 21504, 64, 48, 8, 128, 131072, rms_norm_eps=1e-5, sliding_window=8192),
         positions=Positions(base=1e6, assumed=LLAMA3), windows=Windows(lambda _: lambda layer: layer % 4 > 0),
+    ),
+    Decoder(
+        "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", HUNYUAN, tensors=HUNYUAN_NORMS, bias="attention_bias",
+        qk_norm="head", mixer=lambda _: {"qk_norm_after_rope": True}, prepare=fixed_alpha, unused=HUNYUAN_UNUSED,
+    ),
+    Decoder(
+        "olmo", "OlmoForCausalLM", sizes(50304, 4096, 11008, 32, 32, None, None, 2048), bias="attention_bias",
+        norm=LayerNormConfig(gain=False, bias=False), prepare=_olmo,
+        mixer=lambda settings: {"qkv_clip": settings.take("clip_qkv", kind=float)},
+        written=lambda cfg: {"clip_qkv": layers_of(cfg)[0].mixer.qkv_clip},
+    ),
+    Decoder(
+        "gpt_neox", "GPTNeoXForCausalLM", sizes(50432, 6144, 24576, 44, 64, None, None, 2048, rms_norm_eps=1e-5)
+        | {"attention_bias": True, "hidden_act": "gelu"},
+        LAYER_NORM | {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+        {"model.embed_tokens": "gpt_neox.embed_in", "lm_head": "embed_out", "model.norm": "gpt_neox.final_layer_norm"}
+        | {"model.layers": "gpt_neox.layers"} | BY_HEAD,
+        bias="attention_bias", mlp_bias=True, gate=False, norm=LayerNormConfig(), positions=Positions(fraction=0.25),
+        prepare=_one_group, model=_neox, mixer_rows=OUTPUT, finish=_fused_by_head, unused=("classifier_dropout",),
+        written=lambda cfg: {"use_parallel_residual": layers_of(cfg)[0].norm_placement == "parallel_norms"},
+        parts={"ignored": ("gpt_neox.layers.*.attention.*bias", "gpt_neox.layers.*.attention.rotary_emb.inv_freq")},
+    ),
+    Decoder(
+        "persimmon", "PersimmonForCausalLM", sizes(262144, 4096, 16384, 36, 64, None, None, 16384, rms_norm_eps=1e-5)
+        | {"hidden_act": "relu2", "qk_layernorm": True},
+        LAYER_NORM, BY_HEAD | {"self_attn.o_proj": "self_attn.dense", "model.norm": "model.final_layernorm"}
+        | {"q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+        bias=True, mlp_bias=True, gate=False, norm=LayerNormConfig(), positions=Positions(base=25000.0, fraction=0.5),
+        prepare=_one_group, mixer=_head_norms, mixer_rows=OUTPUT, finish=_fused_by_head,
+        written=lambda cfg: {"qk_layernorm": layers_of(cfg)[0].mixer.qk_norm is not None},
+    ),
+    Decoder(
+        "phi", "PhiForCausalLM", sizes(51200, 2048, 8192, 24, 32, None, None, 2048, rms_norm_eps=1e-5)
+        | {"hidden_act": "gelu_new"},
+        LAYER_NORM, {"self_attn.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+        | {"model.norm": "model.final_layernorm", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+        bias=True, mlp_bias=True, gate=False, norm=LayerNormConfig(), placement="parallel", mixer=_head_norms,
+        positions=Positions(fraction=0.5), model=lambda _: {"head_bias": True},
+        written=lambda cfg: {"qk_layernorm": layers_of(cfg)[0].mixer.qk_norm is not None},
+    ),
+    Decoder(
+        "gptj", "GPTJForCausalLM", sizes(50400, 4096, None, 28, 16, None, None, 2048, rms_norm_eps=1e-5)
+        | {"hidden_act": "gelu_new", "rotary_dim": 64},
+        {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+        | {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+        | {"activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
+        {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f"}
+        | {"input_layernorm": "ln_1", "self_attn.o_proj": "attn.out_proj", "self_attn": "attn"}
+        | {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"},
+        mlp_bias=True, gate=False, norm=LayerNormConfig(), placement="parallel", prepare=_gptj,
+        positions=Positions(interleaved=True, fraction=1.0), model=lambda _: {"head_bias": True},
+        written=_gptj_written, unused=("summary_*", "scale_attn_weights", "gradient_checkpointing", "rotary",
+                                       "partial_rotary_factor"),
+        parts={"ignored": ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")},
+    ),
+    Decoder(
+        "jais2", "Jais2ForCausalLM",
+        sizes(150272, 3328, 26624, 32, 26, None, None, 8192, rms_norm_eps=1e-5, hidden_act="relu2")
+        | {"attention_bias": True, "mlp_bias": True},
+        {"layer_norm_eps": "rms_norm_eps"}, bias="attention_bias", mlp_bias="mlp_bias", gate=False,
+        norm=LayerNormConfig(),
+    ),
+    Decoder(
+        "internlm3", "LlamaForCausalLM", sizes(128512, 4096, 10240, 48, 32, 2, 128, 32768, rms_norm_eps=1e-5),
+        {"qkv_bias": "attention_bias", "bias": "mlp_bias"}, bias="attention_bias", mlp_bias="mlp_bias",
+    ),
+    Decoder(
+        "iquestcoder", "LlamaForCausalLM", sizes(76800, 5120, 27648, 80, 40, 8, 128, 131072, rms_norm_eps=1e-5),
+        bias="attention_bias", mlp_bias="mlp_bias",
+    ),
+    Decoder(
+        "exaone", "LlamaForCausalLM", sizes(102400, 4096, 14336, 32, 32, 8, None, 4096, rms_norm_eps=1e-5),
+        {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"},
+        {"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f", "model.layers": "transformer.h"}
+        | {"self_attn.o_proj": "attn.attention.out_proj", "self_attn": "attn.attention", "input_layernorm": "ln_1"}
+        | {"post_attention_layernorm": "ln_2", "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj"},
+        bias="attention_bias", mlp_bias="mlp_bias", positions=Positions(base=500000.0),
     ),
 ]  # fmt: skip
 FAMILIES = [table.family() for table in TABLES]

@@ -6,7 +6,7 @@ from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.family import Settings
-from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, Positions, Windows, sizes
+from megajax.interop.huggingface.tables import SINKS, Decoder, Experts, FeedForwardOf, Positions, Windows, sizes
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
 
@@ -51,7 +51,7 @@ TABLE = Decoder(
     "gpt_oss", "GptOssForCausalLM", DEFAULTS, bias="attention_bias", mixer=lambda _: {"sink": "learned"},
     positions=YarnPositions(base=150000.0, assumed=YARN), windows=Windows(lambda _: lambda layer: layer % 2 == 0),
     experts=Experts(_read, _write),
-    mixer_rows=[*MIXER, Row(f"{LAYER}.self_attn.sinks", "stack.*.mixer.core.sink")],
+    mixer_rows=[*MIXER, SINKS],
     mlp_rows=[
         Row(f"{TENSOR}.router.weight", f"{PATH}.router", "e d -> d e"),
         Row(f"{TENSOR}.router.bias", f"{PATH}.router_bias"),

@@ -14,7 +14,7 @@ from megajax.interop.huggingface.families import granite
 from megajax.interop.huggingface.families.hybrids import mamba
 from megajax.interop.huggingface.family import Names, Settings, layers_of, to_settings
 from megajax.interop.huggingface.rotary import FULL, LINEAR
-from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, Positions, RopeOf
+from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, Positions, RopeOf, sizes
 from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
@@ -122,4 +122,28 @@ TABLE = Decoder(
         "init_method", "normalization_function",
     ),
 )  # fmt: skip
-FAMILIES = [TABLE.family()]
+
+
+def _bamba_prepare(settings: Settings) -> None:
+    """The layers with attention are listed, and half of each head is rotated, whatever config.json says."""
+    listed = settings.take("attn_layer_indices", [])
+    kinds = [FULL if layer in listed else LINEAR for layer in range(settings.peek("num_hidden_layers"))]
+    settings.remaining["layer_types"] = kinds
+    for name in ("partial_rotary_factor", "layers_block_type"):
+        settings.take(name, kind=object)
+
+
+def _bamba_written(cfg: Any) -> dict[str, Any]:
+    listed = [layer for layer, block in enumerate(layers_of(cfg)) if not isinstance(block.mixer, Mamba2Config)]
+    return {**write_state_space(cfg), "attn_layer_indices": listed}
+
+
+BAMBA = Decoder(
+    "bamba", "BambaForCausalLM", sizes(128000, 4096, 14336, 32, 32, 8, None, 262144, rms_norm_eps=1e-5),
+    bias="attention_bias", mlp_bias="mlp_bias", positions=Positions(fraction=0.5), prepare=_bamba_prepare,
+    mixers=_mixers, written=_bamba_written, mixer_rows=[*MIXER, *MAMBA_ROWS],
+    tensors={"mlp.": "feed_forward.", "post_attention_layernorm": "pre_ff_layernorm"}
+    | {"model.norm.": "model.final_layernorm."},
+    unused=("num_logits_to_keep", "z_loss_coefficient", "num_experts*", "expert_layer_*"),
+)  # fmt: skip
+FAMILIES = [TABLE.family(), BAMBA.family()]

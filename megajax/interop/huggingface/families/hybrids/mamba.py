@@ -12,7 +12,7 @@ from megajax.interop.huggingface.family import Family, Names, Settings, norm, to
 from megajax.layers.block.config import BlockConfig, MixerConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import MoEConfig
-from megajax.layers.norm.config import RMSNormConfig
+from megajax.layers.norm.config import L2NormConfig, RMSNormConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
 
@@ -119,12 +119,24 @@ LENGTH = 2048
 """Default sequence length: transformers has no setting for it; MegaJAX writes max_position_embeddings."""
 
 
-def _read_mamba(settings: Settings) -> DecoderConfig:
+def _read_falcon(settings: Settings) -> DecoderConfig:
+    """Falcon Mamba: norms without weights inside."""
+    settings.assume({"hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 65024, "tie_word_embeddings": True})
+    norm = L2NormConfig(epsilon=settings.take("mixer_rms_eps", 1e-6))
+    return _read_mamba(settings, norm)
+
+
+def _write_falcon(cfg: Any) -> dict[str, Any]:
+    return {**_write_mamba(cfg), "mixer_rms_eps": cfg.stack.pattern[0].mixer.inner_norm.epsilon}
+
+
+def _read_mamba(settings: Settings, norm: L2NormConfig | None = None) -> DecoderConfig:
     settings.assume({"hidden_size": 768, "num_hidden_layers": 32, "vocab_size": 50280, "tie_word_embeddings": True})
     hidden, rank = settings.peek("hidden_size"), settings.take("time_step_rank", "auto", object)
     mixer = Mamba1Config(
         inner=int(settings.take("expand", 2, float) * hidden),
         rank=ceil(hidden / 16) if rank == "auto" else rank,
+        inner_norm=norm,
         **settings.fields(MAMBA),
     )
     return _decoder(settings, mixer, settings.take("layer_norm_epsilon", 1e-5))
@@ -174,22 +186,25 @@ def _write_mamba2(cfg: Any) -> dict[str, Any]:
     return {**_write(cfg), **to_settings(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
 
 
+MIXER, PATH = f"{LAYER}.mixer", "stack.*.mixer"
+MAMBA1_ROWS = [
+    Row(f"{MIXER}.in_proj.weight", (f"{PATH}.in_x", f"{PATH}.in_z"), "o i -> i o"),
+    Row(f"{MIXER}.in_proj.bias", (f"{PATH}.in_x_bias", f"{PATH}.in_z_bias")),
+    Row(f"{MIXER}.conv1d.weight", f"{PATH}.conv_x.kernel", "i 1 k -> k i"),
+    Row(f"{MIXER}.conv1d.bias", f"{PATH}.conv_x.bias"),
+    Row(f"{MIXER}.x_proj.weight", (f"{PATH}.down_dt", f"{PATH}.down_b", f"{PATH}.down_c"), "o i -> i o"),
+    Row(f"{MIXER}.dt_proj.weight", f"{PATH}.up_dt", "o i -> i o"),
+    Row(f"{MIXER}.dt_proj.bias", f"{PATH}.dt_bias"),
+    Row(f"{MIXER}.A_log", f"{PATH}.a_log"),
+    Row(f"{MIXER}.D", f"{PATH}.skip"),
+    Row(f"{MIXER}.out_proj.weight", f"{PATH}.output", "o i -> i o"),
+    Row(f"{MIXER}.out_proj.bias", f"{PATH}.output_bias"),
+]
+"""The rows of a Mamba mixer, also in hybrids."""
+
+
 def _rows_mamba(cfg: DecoderConfig) -> list[Row]:
-    tensor, path = f"{LAYER}.mixer", "stack.*.mixer"
-    return [
-        *outer_rows(cfg),
-        Row(f"{tensor}.in_proj.weight", (f"{path}.in_x", f"{path}.in_z"), "o i -> i o"),
-        Row(f"{tensor}.in_proj.bias", (f"{path}.in_x_bias", f"{path}.in_z_bias")),
-        Row(f"{tensor}.conv1d.weight", f"{path}.conv_x.kernel", "i 1 k -> k i"),
-        Row(f"{tensor}.conv1d.bias", f"{path}.conv_x.bias"),
-        Row(f"{tensor}.x_proj.weight", (f"{path}.down_dt", f"{path}.down_b", f"{path}.down_c"), "o i -> i o"),
-        Row(f"{tensor}.dt_proj.weight", f"{path}.up_dt", "o i -> i o"),
-        Row(f"{tensor}.dt_proj.bias", f"{path}.dt_bias"),
-        Row(f"{tensor}.A_log", f"{path}.a_log"),
-        Row(f"{tensor}.D", f"{path}.skip"),
-        Row(f"{tensor}.out_proj.weight", f"{path}.output", "o i -> i o"),
-        Row(f"{tensor}.out_proj.bias", f"{path}.output_bias"),
-    ]
+    return [*outer_rows(cfg), *MAMBA1_ROWS]
 
 
 def _rows_mamba2(cfg: DecoderConfig) -> list[Row]:
@@ -210,6 +225,7 @@ FAMILIES = [
     )
     for name, architecture, read, write, rows in (
         ("mamba", "MambaForCausalLM", _read_mamba, _write_mamba, _rows_mamba),
+        ("falcon_mamba", "FalconMambaForCausalLM", _read_falcon, _write_falcon, _rows_mamba),
         ("mamba2", "Mamba2ForCausalLM", _read_mamba2, _write_mamba2, _rows_mamba2),
     )
 ]
