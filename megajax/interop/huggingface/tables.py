@@ -35,8 +35,8 @@ SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 def sizes(*values: int | None, **more: Any) -> dict[str, Any]:
     """Settings that config.json may lack: those of `SIZES` in this order, None for what the family derives."""
-    given = dict(zip(SIZES, values, strict=False))
-    return {name: value for name, value in given.items() if value is not None} | {"rms_norm_eps": 1e-6} | more
+    defaults = dict(zip(SIZES, values, strict=False))
+    return {name: value for name, value in defaults.items() if value is not None} | {"rms_norm_eps": 1e-6} | more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

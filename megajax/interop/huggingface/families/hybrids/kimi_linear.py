@@ -102,8 +102,8 @@ OF_DELTA = {
 """Tensor of a gated delta net -> weight, and the pattern from the one to the other."""
 EXPERTS = {"mlp.experts": "block_sparse_moe.experts", "mlp.shared": "block_sparse_moe.shared"}
 EXPERTS |= {"mlp.gate.": "block_sparse_moe.gate."}
-MATRICES = {f"mlp.experts.{{expert}}.{name}_proj": f"block_sparse_moe.experts.{{expert}}.{ours}"
-            for name, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}  # fmt: skip
+MATRICES = {f"mlp.experts.{{expert}}.{name}_proj": f"block_sparse_moe.experts.{{expert}}.{name_here}"
+            for name, name_here in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}  # fmt: skip
 
 
 def _rows(cfg: DecoderConfig) -> list[Row]:
@@ -111,8 +111,8 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
     tensor, path = f"{LAYER}.self_attn", "stack.*.mixer"
     return [
         *outer_rows(cfg),
-        *(Row(f"{tensor}.{name}", f"{path}.{ours}", pattern, requires=f"{path}.a_log")
-          for name, (ours, pattern) in OF_DELTA.items()),
+        *(Row(f"{tensor}.{name}", f"{path}.{name_here}", pattern, requires=f"{path}.a_log")
+          for name, (name_here, pattern) in OF_DELTA.items()),
         *latent_rows(next(latent, LatentAttentionConfig(heads=1))),
         *NORMS,
         *renamed([*balanced_experts.rows(), balanced_experts.BIAS], EXPERTS | MATRICES),
