@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import Array
 from benchmarks.kernels.measure import Case
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
-from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, grouped_matmul
 from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
 from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
@@ -20,10 +21,10 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.precision.block_recipes import BlockKernel
-from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig
+from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.precision.fp8 import OLDEST, PerTensor
 from megajax.precision.matmul import RoundedMatmul
-from megajax.precision.recipes import FIRST_WITH_BLOCKS, RECIPES
+from megajax.precision.recipes import FIRST_WITH_BLOCKS, OF_CODES, RECIPES
 
 SAME_NUMBERS = 5e-3
 """Relative error of a product of the same rounded numbers: only the result is rounded to bfloat16, and one code in
@@ -92,20 +93,49 @@ def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
 
 
 def recipes(on_gpu: bool, device: Device) -> list[Case]:
-    """A matmul of a Llama-3 8B layer by each recipe, by the device's kernel, against the same numbers in bfloat16."""
+    """A matmul of a Llama-3 8B layer by each recipe, by the device's kernel, against the same numbers in bfloat16.
+
+    Then, where the device multiplies 8-bit codes of experts, those of Qwen3-30B-A3B on one of 8 devices, in the same
+    way, after the grouped matmul in bfloat16.
+    """
     capability = device.capability or ()
     kernel: BlockKernel = "cudnn" if capability >= FIRST_WITH_BLOCKS else "reference"
     cases = [_matmul((8192, 4096, 14336) if on_gpu else (64, 128, 96), fp8=False)]
+    codes = code_products(capability)
     for kind, make in RECIPES.items():
         # Scales of previous steps change no operation.
         if kind is not Fp8DelayedConfig and (not on_gpu or capability >= OLDEST):
+            recipe: Any = make(kind(), kernel, 1.0)
+            recipe = replace(recipe, codes=codes) if kind in OF_CODES else recipe
             call, plain = (
-                partial(RoundedMatmul(make(kind(), name, 1.0)), "ti,io->to") for name in (kernel, "reference")
+                partial(RoundedMatmul(each), "ti,io->to") for each in (recipe, make(kind(), "reference", 1.0))
             )
             name = f"matmul, {kind.__name__.removesuffix('Config')}"
             cases.append(
                 replace(cases[0], name=name, call=call, reference=_of_bfloat16(plain), fp8=True, tolerance=SAME_NUMBERS)
             )
+    return [*cases, *_experts(on_gpu, codes)]
+
+
+def _experts(on_gpu: bool, codes: CodeProducts | None) -> list[Case]:
+    """Experts by the recipes of codes; without a kernel of codes, as on CPUs, tiny ones by the reference twice."""
+    if on_gpu and codes is None:
+        return []
+    size = GroupedSizes(65536, 16, 2048, 768) if on_gpu else GroupedSizes(136, 3, 128, 256)
+    kernel: GroupedKernel = "mosaic" if on_gpu else "reference"
+    case, counts = _grouped(size, kernel), jnp.array(uneven(size.rows, size.groups), jnp.int32)
+
+    def multiply(recipe: Any, x: Array, w: Array) -> Array:
+        return RoundedMatmul(recipe).grouped(x, w, counts, partial(capable, kernel, size))
+
+    cases = [case]
+    for kind in (Fp8CurrentConfig, Fp8BlocksConfig):
+        recipe: Any = RECIPES[kind](kind(), "reference", 1.0)
+        call, plain = (partial(multiply, replace(recipe, codes=each)) for each in (codes, None))
+        name = f"grouped matmul, {kind.__name__.removesuffix('Config')}"
+        cases.append(
+            replace(case, name=name, call=call, reference=_of_bfloat16(plain), fp8=True, tolerance=SAME_NUMBERS)
+        )
     return cases
 
 

@@ -19,7 +19,7 @@ from megajax.kernels.attention.capability import Kernel
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
-from megajax.kernels.grouped.matmul import capable, grouped_matmul
+from megajax.kernels.grouped.matmul import capable, code_products, grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.kernels.ssm.ssd import Scan, ssd
@@ -34,7 +34,7 @@ from megajax.mesh.layout import exact
 from megajax.mesh.xla_options import FP8, GPU
 from megajax.precision.config import MatmulConfig
 from megajax.precision.fp8 import capability_of
-from megajax.precision.matmul import RoundedMatmul
+from megajax.precision.matmul import Recipe, RoundedMatmul
 from megajax.precision.recipes import FIRST_WITH_BLOCKS, RECIPES, recipe_of
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16
@@ -263,7 +263,7 @@ def recipe_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
         for inner, outer in MATMULS[: 1 if quick else 2]:
             like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, inner), (inner, outer), (tokens, outer))]
             for cfg in (None, *(recipe() for recipe in RECIPES)):
-                multiply = exact if cfg is None else RoundedMatmul(recipe_of(cfg, device, 1.0))
+                multiply = exact if cfg is None else RoundedMatmul(_recipe(cfg, device))
 
                 def step(x: Any, w: Any, dy: Any, multiply: Any = multiply) -> Any:
                     y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)
@@ -277,6 +277,10 @@ def recipe_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
             yield {"gpu": gpu, "experts": layer.model} | _rounding(gpu, cfg, _of_experts(cfg, device, layer), like)
 
 
+def _recipe(cfg: MatmulConfig, device: jax.Device) -> Recipe:
+    return recipe_of(cfg, device, 1.0, code_products(capability_of(device)))
+
+
 def _of_experts(cfg: MatmulConfig | None, device: jax.Device, layer: Experts) -> Callable:
     """The products of the experts' first matrix by a recipe, by the kernel of the device."""
     kernel: GroupedKernel = "mosaic" if capability_of(device) < FIRST_WITH_BLOCKS else "triton"
@@ -286,7 +290,7 @@ def _of_experts(cfg: MatmulConfig | None, device: jax.Device, layer: Experts) ->
         def multiply(x: Any, w: Any) -> Any:
             if cfg is None:
                 return grouped_matmul(x, w, sizes, kernel)
-            matmul = RoundedMatmul(recipe_of(cfg, device, 1.0))
+            matmul = RoundedMatmul(_recipe(cfg, device))
             expected = jnp.ones((layer.number, 3)) if matmul.recipe.beside() else None
             return matmul.grouped(x, w, sizes, kernels, expected)
 

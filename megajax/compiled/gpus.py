@@ -111,7 +111,7 @@ class Device:
         return self.memory_gib * (1 - DRIVER_SHARE) * memory_fraction
 
     def peak_of(self, compute: str) -> float:
-        """Operations per second of matmuls in bfloat16, float16, float32, fp8, mxfp8 or nvfp4, by the data sheet.
+        """Operations per second of matmuls in bfloat16, float16, float32 or a recipe's format, by the data sheet.
 
         Raises UserError where it has no fp8 matmuls. Numbers in blocks are multiplied in bfloat16 where it has none.
         """
@@ -121,7 +121,12 @@ class Device:
         return peaks.get(self.multiplied(compute)) or self.peak
 
     def multiplied(self, compute: str) -> str:
-        """What the tensor cores multiply: fp8 and fp4 for mxfp8 and nvfp4, or bfloat16 without matmuls of blocks."""
+        """What the tensor cores multiply: fp8 and fp4 for mxfp8 and nvfp4, or bfloat16 without matmuls of blocks.
+
+        fp8_blocks are fp8 wherever there is fp8: Hopper has a kernel of their codes.
+        """
+        if compute == "fp8_blocks":
+            return "bfloat16" if self.peak_fp8 is None else "fp8"
         in_blocks = {"mxfp8": "fp8", "nvfp4": "fp4"}.get(compute)
         return compute if in_blocks is None else in_blocks if self.peak_fp4 is not None else "bfloat16"
 

@@ -18,6 +18,8 @@ from megajax.job.integrity.replicas import coverage
 from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
+from megajax.kernels.grouped.capability import CODES
+from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.low_rank import LORA_A
 from megajax.layers.recompute import SavePolicy, format_recompute
@@ -35,7 +37,8 @@ from megajax.models.memory import MemoryReport, SavedBytes
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
-from megajax.precision.recipes import kernel_of
+from megajax.precision.fp8 import capability_of
+from megajax.precision.recipes import OF_CODES, kernel_of
 from megajax.training.program import Program
 from megajax.training.reference import Reference
 from megajax.training.scheduled_step import scheduling_gpu
@@ -260,6 +263,7 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, *, mixtures: bool) 
     if recipe is None:
         return []
     text = f"layers, {recipe.label}"
+    in_codes = isinstance(recipe, OF_CODES) and code_products(capability_of(device)) is not None
     if isinstance(recipe, Fp8DelayedConfig):
         last = recipe.history == 1 or recipe.algorithm == "most_recent"
         text += f" ({1 if last else recipe.history}), margin {recipe.margin} bits"
@@ -268,13 +272,17 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, *, mixtures: bool) 
         text += f"; forward pass accumulates {adding}"
     elif kernel_of(recipe, device) == "cudnn":
         text += "; by cuDNN"
+    elif in_codes:
+        text += f"; by {CODES.label}, where tokens and sides are multiples of {CODES.sides}"
     else:
         float32 = getattr(recipe, "scales", "") == "float32"
         reason = "scales are float32" if float32 else f"{device.device_kind} has no products of blocks"
         text += f"; rounded, then multiplied in {'float32' if float32 else 'bfloat16'}, because {reason}"
     ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
-    experts = "; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits" * mixtures
-    return [("matmuls", text + (ends or "") + experts)]
+    experts = "multiplied in bfloat16: no kernel multiplies groups in fewer bits"
+    if in_codes:
+        experts = f"by {CODES.label}, where sides are multiples of {CODES.sides}"
+    return [("matmuls", text + (ends or "") + f"; experts too, {experts}" * mixtures)]
 
 
 def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> list[tuple[str, str]]:

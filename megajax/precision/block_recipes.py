@@ -16,7 +16,7 @@ from megajax.mesh.sharded_product import LetterSharding, sharded_product
 from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, visible, whole_scale
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.groups import Groups
-from megajax.precision.matmul import Letters, Tensor, in_order
+from megajax.precision.matmul import CODE_BLOCK, CodeProducts, Letters, Tensor, in_order
 
 type BlockKernel = Literal["cudnn", "reference"]
 HARDWARE_BLOCK = 32
@@ -69,6 +69,10 @@ class GroupedBlocks:
         x = self.rows.wide(exact_dtype(self.rows.form))
         return x.mT if self.turned else x
 
+    def coded(self, *, of_weight: bool) -> tuple[Array, Array]:
+        del of_weight
+        return self.rows.blocks.codes, self.rows.blocks.scales.astype(jnp.float32)
+
 
 def exact_dtype(form: Format) -> jnp.dtype:
     """The dtype that holds codes times scales exactly, with float32 scales nearly so."""
@@ -90,6 +94,8 @@ class InBlocks:
     """Gradients are rounded stochastically."""
     multiple: int
     kernel: BlockKernel = "reference"
+    codes: CodeProducts | None = None
+    """The device's kernel of 8-bit codes, where `kernel` has none, and for groups."""
     sharding: LetterSharding | None = ()
     """Of the letters over free mesh axes; None: unknown."""
 
@@ -115,6 +121,8 @@ class InBlocks:
         result = dtype if whole is None else jnp.dtype(jnp.float32)
         if self.kernel == "cudnn":
             y = _by_hardware(letters, a, b, result, self.sharding or ())
+        elif self.codes is not None and _in_whole_blocks(letters, a, b, self.sharding or ()):
+            y = _by_codes(self.codes, letters, a, b, result, self.sharding or ())
         else:
             y = _by_reference(letters, a, b, result)
         return in_order(y if whole is None else (y * whole).astype(dtype), letters)
@@ -145,7 +153,9 @@ class InBlocks:
     def on(self, sharding: LetterSharding | None) -> "InBlocks":
         """With an unknown sharding over several devices, the reference: it is left to the compiler."""
         unknown = sharding is None and max(free_axes().values(), default=1) > 1
-        return replace(self, sharding=sharding, kernel="reference" if unknown else self.kernel)
+        if unknown:
+            return replace(self, sharding=None, kernel="reference", codes=None)
+        return replace(self, sharding=sharding)
 
     def observed(self, x: Rows, w: Rows, dy: Rows) -> Array:
         raise AssertionError("scales of blocks have no history")
@@ -160,6 +170,38 @@ def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array
     shared = tuple(range(len(letters.shared())))
     dimensions = ((x.ndim - 1,), (y.ndim - 1,)), (shared, shared)
     return lax.dot_general(x, y, dimensions, preferred_element_type=dtype, precision=precision)
+
+
+def _in_whole_blocks(letters: Letters, a: Rows, b: Rows, sharding: LetterSharding) -> bool:
+    """Whether the parts of a device consist of whole tiles."""
+    over, devices = dict(sharding), free_axes()
+    sizes = {letters.summed(): a.blocks.codes.shape[-1]}
+    for term, rows in ((letters.first, a), (letters.second, b)):
+        sizes["".join(n for n in term if n not in letters.summed())] = prod(rows.blocks.codes.shape[:-1])
+    parts = {names: prod(devices[axis] for name in names for axis in over.get(name, ())) for names in sizes}
+    return not letters.shared() and not any(size % (CODE_BLOCK * parts[names]) for names, size in sizes.items())
+
+
+def _by_codes(
+    kernel: CodeProducts, letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: LetterSharding
+) -> Array:
+    """The product as one of a single group: of rows with tiles of weights, or of two operands without tiles."""
+
+    def local(x: Array, x_scales: Array, y: Array, y_scales: Array) -> Array:
+        flat = [part.reshape(-1, part.shape[-1]) for part in (x, x_scales, y, y_scales)]
+        if b.tiles:
+            one = jnp.full(1, flat[0].shape[0], jnp.int32)
+            product = kernel.rows(*flat[:2], *(part[None] for part in flat[2:]), one, dtype=dtype)
+        else:
+            product = kernel.matrices(*flat, jnp.full(1, x.shape[-1], jnp.int32), dtype=dtype)
+        return product.reshape(*x.shape[:-1], *y.shape[:-1])
+
+    summed = letters.summed()
+    x, y = ([n for n in term if n not in summed] for term in (letters.first, letters.second))
+    y_scales = ["".join(y)] if b.tiles else y
+    terms = ([*names, summed] for names in (x, x, y, y_scales))
+    arrays = (part for rows in (a, b) for part in (rows.blocks.codes, rows.blocks.scales.astype(jnp.float32)))
+    return sharded_product(local, tuple(terms), letters.result(), sharding)(*arrays)
 
 
 def _by_hardware(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: LetterSharding) -> Array:

@@ -74,7 +74,7 @@ MULTIPLE = 16
 """The sides of matrices in 8-bit matmuls must be multiples of this (cuBLAS, "8-bit floating point")."""
 
 
-type Rate = Literal["fp8", "mxfp8", "nvfp4"]
+type Rate = Literal["fp8", "fp8_blocks", "mxfp8", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,12 +160,13 @@ class Fp8BlocksConfig(RecipeConfig):
 
     multiple: ClassVar[int] = 32
     saved_bytes: ClassVar[float] = 1 + 1 / 128
-    rate: ClassVar[Rate] = "mxfp8"
+    rate: ClassVar[Rate] = "fp8_blocks"
     label: ClassVar[str] = "fp8 in blocks of 1 x 128, weights 128 x 128"
     format: Literal["hybrid", "e4m3"] = "e4m3"
     """e4m3: all tensors. hybrid: gradients in e5m2."""
     scales: Literal["power_of_two", "float32"] = "power_of_two"
-    """power_of_two: rounded up; Blackwell multiplies them. float32: amax / 448; products are in float32, slowly."""
+    """power_of_two: rounded up; Hopper and Blackwell multiply them. float32: amax / 448; Hopper multiplies them, and
+    elsewhere products are in float32, slowly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from megajax.mesh.layer_observations import Observed
 from megajax.mesh.sharded_product import LetterSharding
 from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.precision.groups import Groups
-from megajax.precision.matmul import Letters, Tensor, in_order
+from megajax.precision.matmul import CODE_BLOCK, CodeProducts, Letters, Tensor, in_order
 
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
@@ -82,6 +82,8 @@ class PerTensor:
     cfg: Fp8CurrentConfig | Fp8DelayedConfig
     history: AmaxHistory | None = None
     """With delayed scaling: the source of the amax for the scales."""
+    codes: CodeProducts | None = None
+    """The device's kernel of 8-bit codes, for groups."""
     multiple: ClassVar[int] = MULTIPLE
 
     def operand(
@@ -170,6 +172,15 @@ class QuantizedGroups(NamedTuple):
     amax: Array
     """Largest magnitudes of groups, float32 [E]."""
     factor: None = None
+
+    def coded(self, *, of_weight: bool) -> tuple[Array, Array]:
+        """One scale for all blocks of a group."""
+        codes, scale = (array.mT if of_weight else array for array in (self.values, 1 / self.scale))
+        blocks = [codes.shape[-1] // CODE_BLOCK]
+        if codes.ndim == 3:
+            blocks = [codes.shape[1] // CODE_BLOCK, *blocks]
+        scale = scale[:, ::CODE_BLOCK] if of_weight else scale
+        return codes, jnp.broadcast_to(scale, (codes.shape[0], *blocks))
 
     def wide(self) -> Array:
         return self.values.astype(jnp.bfloat16) * (1 / self.scale).astype(jnp.bfloat16)

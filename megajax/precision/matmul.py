@@ -62,6 +62,10 @@ class GroupedOperand(Protocol):
         """The numbers without the factor, in a dtype that holds them exactly: rows [T, K], or matrices [E, N, K]."""
         ...
 
+    def coded(self, *, of_weight: bool) -> tuple[Array, Array]:
+        """Codes and scales as `CodeProducts` takes them; of_weight: rows [K, T] of a product over rows."""
+        ...
+
 
 class GroupProducts(Protocol):
     """A kernel of products of groups: `megajax.kernels.grouped.matmul.Products`. Hashable."""
@@ -70,6 +74,20 @@ class GroupProducts(Protocol):
     def rows(self) -> Callable[..., Array]: ...
     @property
     def matrices(self) -> Callable[..., Array]: ...
+
+
+class CodeProducts(Protocol):
+    """A kernel of products of 8-bit codes: `megajax.kernels.grouped.matmul.CodeProducts`. Hashable."""
+
+    @property
+    def rows(self) -> Callable[..., Array]: ...
+    @property
+    def matrices(self) -> Callable[..., Array]: ...
+    def fits(self, rows: int, inner: int, outer: int) -> bool: ...
+
+
+CODE_BLOCK = 128
+"""Numbers of a block with one scale, of `CodeProducts`."""
 
 
 class Recipe(Protocol):
@@ -98,6 +116,11 @@ class Recipe(Protocol):
     @property
     def exact(self) -> jnp.dtype:
         """The dtype that holds rounded numbers of groups exactly."""
+        ...
+
+    @property
+    def codes(self) -> CodeProducts | None:
+        """The device's kernel for this recipe's codes; None: numbers of groups are multiplied as `exact`."""
         ...
 
     def grouped_operand(
@@ -155,13 +178,16 @@ class RoundedMatmul:
     ) -> Array:
         """Each row times the matrix of its group, as `megajax.kernels.grouped.matmul.grouped_matmul`, in this recipe.
 
-        Equal to a product of each group alone. Rounded numbers are multiplied in a dtype that holds them exactly.
+        Equal to a product of each group alone. Codes are multiplied by the recipe's kernel of codes if it supports the
+        sizes; otherwise rounded numbers in a dtype that holds them exactly.
         kernel: dtype -> the kernel for rows of this dtype; amax: as above, float32 [E, 3]; axes: mesh axes that shard
         columns of rows or matrices, in an island.
         """
         letters = Letters("tk", "ekn", "etn")
         self._refuse_odd_sides("tk,ekn->tn", letters, x, w, groups="e")
-        way = _Grouped(kernel(self.recipe.exact.name))
+        codes = self.recipe.codes
+        fits = codes is not None and codes.fits(x.shape[0], *w.shape[1:])
+        way = _InCodes(codes) if fits else _Grouped(kernel(self.recipe.exact.name))
         return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes))
 
     def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
@@ -221,6 +247,16 @@ class _Einsum:
         return recipe.product(self.letters.of(result), a, b, dtype, forward=result == "y")
 
 
+def _grouped_operand(
+    recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups, block: int
+) -> GroupedOperand:
+    """block: in gradients of matrices, groups begin at multiples of this number of rows."""
+    if tensor == "w":
+        return recipe.grouped_operand(tensor, x.mT if result == "y" else x, groups, amax)
+    rows, aligned = groups.aligned(x, block) if result == "dw" else (x, groups)
+    return recipe.grouped_operand(tensor, rows, aligned, amax, of_weight=result == "dw")
+
+
 @dataclass(frozen=True, slots=True)
 class _Grouped:
     """Products of rows with the matrices [E, K, N] of their groups."""
@@ -230,10 +266,7 @@ class _Grouped:
     def operand(
         self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
     ) -> GroupedOperand:
-        if tensor == "w":
-            return recipe.grouped_operand(tensor, x.mT if result == "y" else x, groups, amax)
-        rows, aligned = groups.aligned(x, recipe.row_block) if result == "dw" else (x, groups)
-        return recipe.grouped_operand(tensor, rows, aligned, amax, of_weight=result == "dw")
+        return _grouped_operand(recipe, tensor, x, result, amax, groups, recipe.row_block)
 
     def product(
         self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
@@ -247,6 +280,27 @@ class _Grouped:
             else:
                 y = self.kernel.rows(a.wide(), b.wide(), groups.sizes, transposed=True, dtype=inner)
         return y if factor is None else (y * groups.spread(factor, 3 if result == "dw" else 2)).astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _InCodes:
+    """The same products, of codes."""
+
+    kernel: CodeProducts
+
+    def operand(
+        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
+    ) -> GroupedOperand:
+        return _grouped_operand(recipe, tensor, x, result, amax, groups, CODE_BLOCK)
+
+    def product(
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
+    ) -> Array:
+        del recipe
+        operands = (*a.coded(of_weight=result == "dw"), *b.coded(of_weight=result == "dw"))
+        if result == "dw":
+            return self.kernel.matrices(*operands, -(-groups.sizes // CODE_BLOCK) * CODE_BLOCK, dtype=dtype)
+        return self.kernel.rows(*operands, groups.sizes, dtype=dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

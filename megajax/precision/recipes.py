@@ -1,7 +1,9 @@
 """The table of recipes for the layers' matmuls, and which of their kernels a device runs."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -16,10 +18,13 @@ from megajax.precision.config import (
     RecipeConfig,
 )
 from megajax.precision.fp8 import AmaxHistory, PerTensor, capability_of, refuse_old
-from megajax.precision.matmul import Recipe
+from megajax.precision.matmul import CodeProducts, Recipe
 
 FIRST_WITH_BLOCKS = (10, 0)
 """Compute capability of the first GPUs that multiply numbers in blocks (Blackwell)."""
+
+OF_CODES = Fp8CurrentConfig, Fp8DelayedConfig, Fp8BlocksConfig
+"""Recipes whose codes a kernel of blocks of 128 numbers multiplies."""
 
 RECIPES: Mapping[type[RecipeConfig], Callable[..., Recipe]] = MappingProxyType(
     {
@@ -41,11 +46,12 @@ def kernel_of(cfg: MatmulConfig, device: jax.Device) -> BlockKernel:
     return "cudnn" if hardware else "reference"
 
 
-def recipe_of(cfg: MatmulConfig, device: jax.Device, token_share: float) -> Recipe:
-    """The recipe on this device, real or virtual. token_share: as in `AmaxHistory`.
+def recipe_of(cfg: MatmulConfig, device: jax.Device, token_share: float, codes: CodeProducts | None = None) -> Recipe:
+    """The recipe on this device, real or virtual. token_share: as in `AmaxHistory`; codes: its kernel of 8-bit codes.
 
     Raises UserError for a GPU without the format of a recipe with one scale per tensor.
     """
     if isinstance(cfg, Fp8CurrentConfig | Fp8DelayedConfig):
         refuse_old(device)
-    return RECIPES[type(cfg)](cfg, kernel_of(cfg, device), token_share)
+    recipe: Any = RECIPES[type(cfg)](cfg, kernel_of(cfg, device), token_share)
+    return replace(recipe, codes=codes) if isinstance(cfg, OF_CODES) else recipe

@@ -17,6 +17,7 @@ from megajax.compiled.schedule import Scheduled
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import BATCH_AXES, TOKEN_AXES, ParallelConfig, devices_over
@@ -37,6 +38,7 @@ from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule, build
 from megajax.precision.config import PrecisionConfig
+from megajax.precision.fp8 import capability_of
 from megajax.precision.loss_scale import LossScaler
 from megajax.precision.matmul import RoundedMatmul
 from megajax.precision.recipes import recipe_of
@@ -347,7 +349,10 @@ def _layout(
     )
     if precision.matmul is None:
         return layout
-    matmul = RoundedMatmul(recipe_of(precision.matmul, mesh.devices.flat[0], layout.token_weight))
+    device = mesh.devices.flat[0]
+    matmul = RoundedMatmul(
+        recipe_of(precision.matmul, device, layout.token_weight, code_products(capability_of(device)))
+    )
     layers = precision.matmul.layers(model.stack.layers())
     return replace(layout, matmul=matmul, grouped=matmul.grouped, beside=matmul.beside, recipe_layers=layers)
 

@@ -185,4 +185,9 @@ def test_the_banner_says_what_multiplies():
     assert "multiplied in bfloat16, because cpu has no products of blocks" in lines["Mxfp8Config", "cpu"]
     assert lines["Nvfp4Config", "NVIDIA B200"].endswith("; first 1 and last 1 layers in bfloat16")
     assert "multiplied in float32, because scales are float32" in lines["Fp8BlocksConfig", "NVIDIA B200"]
+    hopper: Any = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    kernel = "by the Mosaic kernel of 8-bit codes, where"
+    for cfg, experts in ((Fp8BlocksConfig(scales="float32"), False), (Fp8CurrentConfig(), True)):
+        line = _matmuls(PrecisionConfig(matmul=cfg), hopper, mixtures=experts)[0][1]
+        assert line.endswith(f"{kernel} {'' if experts else 'tokens and '}sides are multiples of 128")
     assert "scales from previous steps (1), margin 0 bits" in lines["Fp8DelayedConfig", "cpu"]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.compiled.gpus import GPUS, Cluster, virtual_devices
 from megajax.kernels.attention.attention import OUTPUT, STATISTICS, Mask, attend, reference_attention
-from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.kernels.grouped.matmul import code_products, grouped_matmul
 from megajax.kernels.paged.pools import PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
 from megajax.mesh.xla_options import DEVICELESS, GPU, compiler_options
@@ -162,6 +162,32 @@ def test_a_grouped_matmul_has_three_kernels_and_no_temporary_arrays(gpu: str, ke
     targets, memory = compiled(gpu, gradients, *arrays, like((groups,), jnp.int32))
     assert targets == [{"mosaic": MOSAIC, "triton": TRITON}[kernel]] * 3
     assert memory.temp_size_in_bytes < 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(4096, 8, 1024, 768), (262144, 32, 7168, 2048)])
+def test_hopper_multiplies_codes_of_both_formats(shape: tuple) -> None:
+    """Result and both gradients, e5m2 gradients with e4m3 codes; temporary arrays are transposed scales."""
+    rows, groups, inner, outer = shape
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+    def coded(dtype, *shape, tiles=False):
+        outer = *shape[:-2], shape[-2] // 128 if tiles else shape[-2]
+        return like(shape, dtype), like((*outer, shape[-1] // 128), jnp.float32)
+
+    x, dy = coded(e4m3, rows, inner), coded(e5m2, rows, outer)
+    w, turned = coded(e4m3, groups, outer, inner, tiles=True), coded(e4m3, groups, inner, outer, tiles=True)
+    along = coded(e4m3, inner, rows), coded(e5m2, outer, rows)
+    kernel = code_products((9, 0))
+    assert kernel is not None and code_products((10, 0)) is code_products(()) is None
+
+    def products(x, w, dy, turned, along, sizes):
+        y, dx = (kernel.rows(*a, *b, sizes, dtype=jnp.bfloat16) for a, b in ((x, w), (dy, turned)))
+        return y, dx, kernel.matrices(*along[0], *along[1], sizes, dtype=jnp.float32)
+
+    targets, memory = compiled("h100", products, x, w, dy, turned, along, like((groups,), jnp.int32))
+    assert targets == [MOSAIC] * 3
+    assert memory.temp_size_in_bytes < 2 * 4 * rows * (inner + outer) // 128 + 2**20
 
 
 BLOCK, BLOCKS = 16, 2048

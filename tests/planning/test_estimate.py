@@ -250,9 +250,10 @@ def test_blocks_are_multiplied_by_blackwell_and_widened_elsewhere() -> None:
     times = {
         (gpu, compute): estimate(run(compute=compute, device=GPUS[gpu])).matmul_seconds
         for gpu in ("h100", "b200")
-        for compute in ("bfloat16", "fp8", "mxfp8", "nvfp4")
+        for compute in ("bfloat16", "fp8", "fp8_blocks", "mxfp8", "nvfp4")
     }
     assert times["h100", "mxfp8"] == times["h100", "nvfp4"] == times["h100", "bfloat16"]
+    assert times["h100", "fp8_blocks"] == times["h100", "fp8"] and times["b200", "fp8_blocks"] == times["b200", "mxfp8"]
     assert times["b200", "nvfp4"] < times["b200", "mxfp8"] == times["b200", "fp8"] < times["b200", "bfloat16"]
     assert GPUS["b200"].peak_of("nvfp4") == 9e15 and GPUS["b200"].peak_of("mxfp8") == 4.5e15
     casts = [estimate(run(compute=compute, device=GPUS["h100"])).stream_seconds for compute in ("bfloat16", "mxfp8")]
@@ -260,9 +261,10 @@ def test_blocks_are_multiplied_by_blackwell_and_widened_elsewhere() -> None:
 
 
 def test_experts_are_planned_in_the_dtype_that_they_multiply_in() -> None:
-    """Rounded numbers are widened again."""
+    """Rounded numbers are widened again, but on Hopper."""
     cfg: Any = load("mixtral.py:mixtral_8x7b", "precision.matmul=Fp8Current")
-    described = describe(cfg, H100, 32)
+    assert (describe(cfg, H100, 32).of_experts, describe(cfg, GPUS["b200"], 32).of_experts) == ("fp8", "bfloat16")
+    described = describe(cfg, GPUS["b200"], 32)
     narrow = replace(described, system=replace(described.system, narrow_experts=True))
     assert estimate(described).matmul_seconds > 1.3 * estimate(narrow).matmul_seconds
     assert estimate(described).stream_seconds > 1.1 * estimate(narrow).stream_seconds

@@ -29,7 +29,7 @@ from megajax.precision.config import (
 )
 from megajax.precision.fp8 import PerTensor
 from megajax.precision.groups import Groups
-from megajax.precision.matmul import RoundedMatmul, terms
+from megajax.precision.matmul import Recipe, RoundedMatmul, terms
 from megajax.precision.recipes import RECIPES, kernel_of, recipe_of
 
 UP = "embed", "mlp"
@@ -200,13 +200,9 @@ def test_each_product_rounds_along_what_it_sums_over(name: str) -> None:
         np.testing.assert_allclose(actual.reshape(exact.shape), exact, rtol=0, atol=2e-6 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("fp8_blocks", marks=pytest.mark.slow), pytest.param("mxfp8", marks=pytest.mark.slow), "nvfp4"]
-)
-def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
-    """Columns of one matrix and inputs of the next over two devices of tensor, by the kernel of GPUs."""
-    recipe, results = RECIPES_IN_BLOCKS[name], []
-    arrays = [draw(shape, seed, 2) for seed, shape in enumerate(((64, 128), (128, 64), (2, 32, 64)))]
+def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple[int, int]) -> list[np.ndarray]:
+    """Loss and gradients of columns of one matrix and inputs of the next, over devices of tensor."""
+    arrays = [draw(shape, seed, 2) for seed, shape in enumerate((sizes, sizes[::-1], (*rows, sizes[0])))]
 
     def loss(layout: Layout, up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
         first, second = (
@@ -216,15 +212,23 @@ def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
         y = layout.dot("bsd,df->bsf", x, first, "batch", "seq", "mlp")
         return jnp.sum(layout.dot("bsf,fd->bsd", y, second, "batch", "seq_residual", "embed") ** 2)
 
-    for kernel, devices in (("reference", 1), ("reference", 2), ("cudnn", 1), ("cudnn", 2)):
-        parallel = ParallelConfig(data=1, tensor=devices)
-        layout = Layout(Plan.of(parallel), RoundedMatmul(replace(recipe, kernel=kernel)))
-        mesh = build_mesh(parallel, jax.devices()[:devices])
-        specs = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
-        with jax.set_mesh(mesh):
-            placed = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in zip(arrays, specs, strict=True)]
-            step = jax.jit(jax.value_and_grad(partial(loss, layout), argnums=(0, 1, 2))).lower(*placed).compile()
-            results.append(jax.tree.leaves(jax.tree.map(np.asarray, step(*placed))))
+    parallel = ParallelConfig(data=1, tensor=devices)
+    layout = Layout(Plan.of(parallel), RoundedMatmul(recipe))
+    mesh = build_mesh(parallel, jax.devices()[:devices])
+    specs = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in zip(arrays, specs, strict=True)]
+        step = jax.jit(jax.value_and_grad(partial(loss, layout), argnums=(0, 1, 2))).lower(*placed).compile()
+        return jax.tree.leaves(jax.tree.map(np.asarray, step(*placed)))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("fp8_blocks", marks=pytest.mark.slow), pytest.param("mxfp8", marks=pytest.mark.slow), "nvfp4"]
+)
+def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
+    """By the kernel of GPUs, and by the reference."""
+    cases = ("reference", 1), ("reference", 2), ("cudnn", 1), ("cudnn", 2)
+    results = [two_layers(replace(RECIPES_IN_BLOCKS[name], kernel=k), n, (64, 128), (2, 32)) for k, n in cases]
     for actual in results[1:]:
         for array, expected in zip(actual, results[0], strict=True):
             np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

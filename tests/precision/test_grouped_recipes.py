@@ -99,17 +99,19 @@ def test_each_expert_is_multiplied_as_if_it_were_alone(name: str) -> None:
         np.testing.assert_allclose(array[: len(reference)], reference, rtol=0, atol=1e-6 * np.abs(reference).max())
 
 
-def trained(recipe: Recipe, parallel: ParallelConfig) -> dict[str, np.ndarray]:
+def trained(recipe: Recipe, parallel: ParallelConfig, hidden: int = 64) -> dict[str, np.ndarray]:
     """Gradients of a mixture of experts on the devices of a layout, and what its experts observe, by path."""
     matmul, devices = RoundedMatmul(recipe), parallel.expert * parallel.tensor
     layout = Layout(Plan.of(parallel), matmul, grouped=matmul.grouped, beside=matmul.beside)
     cfg = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=256))
-    module: Any = nnx.eval_shape(lambda: cfg.build(LayerSettings(layout=layout, hidden=64, std=0.3, output_std=0.3)))
+    module: Any = nnx.eval_shape(
+        lambda: cfg.build(LayerSettings(layout=layout, hidden=hidden, std=0.3, output_std=0.3))
+    )
     declared = {**specs(module), **specs(module, Observation)}
     rng = np.random.default_rng(0)
     values = {path: rng.normal(size=spec.shape).astype(np.float32) / 4 for path, spec in declared.items()}
     values |= {path: np.full(spec.shape, 8, np.float32) for path, spec in declared.items() if path.endswith("amax.max")}
-    x, index = rng.normal(size=(4, 16, 64)).astype(np.float32), jnp.arange(16)
+    x, index = rng.normal(size=(4, 16, hidden)).astype(np.float32), jnp.arange(16)
 
     def loss(values: Any, x: Any) -> jax.Array:
         return jnp.sum(bind(module, values)(x, Context(jnp.broadcast_to(index, (4, 16)), index)) ** 2)

@@ -69,6 +69,16 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
 )
 """Fastest first."""
 
+CODES = GroupedBackend(
+    label="the Mosaic kernel of 8-bit codes",
+    # Triton multiplies 8-bit codes as float16 on Hopper. Blackwell has no wgmma.
+    devices=DeviceRange(HOPPER, (), below=BLACKWELL),
+    rows=8,
+    least=128,
+    sides=128,
+)
+"""The kernel of `megajax.kernels.grouped.codes`."""
+
 
 def capable_grouped(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> GroupedKernel:
     """The kernel, or the next fastest one that supports the dtype and the sizes."""

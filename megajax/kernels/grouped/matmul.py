@@ -17,7 +17,8 @@ from jax import Array, lax
 
 from megajax.config.class_references import resolve
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped, choose_grouped
+from megajax.kernels.attention.capability import Device
+from megajax.kernels.grouped.capability import CODES, GroupedKernel, GroupedSizes, capable_grouped, choose_grouped
 from megajax.kernels.grouped.tiles import tiles
 
 REFERENCE_BLOCKS = (64, 128)
@@ -33,6 +34,30 @@ class Products(NamedTuple):
     transposed: w [E, N, K]."""
     matrices: Callable[..., Array]
     """(x [T, K], dy [T, N], sizes, dtype=) -> [E, K, N]: sum over each group's rows of x^T dy; 0 for an empty group."""
+
+
+class CodeProducts(NamedTuple):
+    """The two functions of a kernel of 8-bit codes, float8_e4m3fn or float8_e5m2, in blocks with a float32 scale each.
+
+    Neither is differentiable. Blocks are 128 numbers along the dimension that is summed over, or tiles of 128 x 128.
+    """
+
+    rows: Callable[..., Array]
+    """(x [T, K], its scales [T, K / 128], w [E, N, K], its scales [E, N / 128, K / 128], sizes, dtype=) -> [T, N]."""
+    matrices: Callable[..., Array]
+    """(x [K, T], its scales [K, T / 128], dy [N, T], its scales [N, T / 128], sizes, dtype=) -> [E, K, N]: sum over
+    each group's rows of x dy^T; sizes are multiples of 128; 0 for an empty group."""
+
+    def fits(self, rows: int, inner: int, outer: int) -> bool:
+        """Whether the kernel supports T = rows, K = inner, N = outer."""
+        return CODES.refusal(sizes=GroupedSizes(rows, 1, inner, outer)) is None
+
+
+def code_products(capability: tuple[int, ...]) -> CodeProducts | None:
+    """The kernel of 8-bit codes for GPUs of this compute capability, () for other devices; None: there is none."""
+    if CODES.refusal(device=Device(name="the device", capability=capability or None)):
+        return None
+    return CodeProducts(*(resolve(f"megajax.kernels.grouped.codes:{name}") for name in CodeProducts._fields))
 
 
 def reference_rows(

@@ -52,7 +52,7 @@ def tile_rows(count: int, groups: int) -> int:
     return 128 if count >= FEW_ROWS * groups else 64
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """A matrix in global memory; each step copies one block of it."""
 
     block: tuple[int, int]
@@ -62,45 +62,45 @@ class _Operand(NamedTuple):
     def spec(self, dtype: Any) -> mosaic.BlockSpec:
         """The block specification for a pipeline."""
         index = (lambda i: (i, 0)) if self.along == 0 else (lambda i: (0, i))
-        return mosaic.BlockSpec(self.block, index, transforms=_swizzled(dtype))
+        return mosaic.BlockSpec(self.block, index, transforms=swizzled(dtype))
 
 
-def _swizzled(dtype: Any) -> tuple:
+def swizzled(dtype: Any) -> tuple:
     """The layout of a block in shared memory, for copies and tensor cores, without bank conflicts."""
-    tiling = mosaic.TilingTransform((ALIGN, _line(dtype)))  # ty: ignore[abstract-class-instantiation] nothing calls it
+    tiling = mosaic.TilingTransform((ALIGN, line(dtype)))  # ty: ignore[abstract-class-instantiation] nothing calls it
     return tiling, mosaic.SwizzleTransform(LINE)  # ty: ignore[abstract-class-instantiation]
 
 
-def _line(dtype: Any) -> int:
+def line(dtype: Any) -> int:
     return LINE // jnp.dtype(dtype).itemsize
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """The common parts of both kernels."""
 
-    operands: tuple[_Operand, _Operand]
-    dtype: Any
-    """Dtype of both operands."""
-    blocks: Blocks
+    inputs: tuple[mosaic.BlockSpec, ...]
+    """Blocks that a step reads."""
+    steps: int
+    """Number of steps whose inputs are in shared memory at once."""
 
     def pipeline(self, steps: Any, multiply: Callable, around: Callable) -> Callable:
-        """Calls multiply(index, a, b, sum) -> sum in each step; around(run) calls run(sum) and stores the sum."""
+        """Calls multiply(index, *inputs, sum) -> sum in each step; around(run) calls run(sum) and stores the sum."""
         # No delayed release: the copies of the next cell would not wait for the last blocks of this one.
         return mosaic.emit_pipeline_warp_specialized(
             multiply,
             grid=(steps,),
-            in_specs=[operand.spec(self.dtype) for operand in self.operands],
+            in_specs=self.inputs,
             memory_registers=40,
             wg_axis="part",
             num_compute_wgs=2,
-            max_concurrent_steps=self.blocks.steps,
+            max_concurrent_steps=self.steps,
             compute_context=around,
         )
 
-    def run(self, cells: int, refs: tuple[Any, Any], steps: int, compute: Callable, **scratch: Any) -> None:
+    def run(self, cells: int, refs: tuple, steps: int, compute: Callable, **scratch: Any) -> None:
         """Calls compute(cell, allocations, **scratch) for the cells of this program.
 
-        refs: the operands, or refs like them; steps: steps of a cell, or the number in shared memory at once.
+        refs: the inputs, or refs like them; steps: steps of a cell, or the number in shared memory at once.
         """
 
         def every(allocations: Any, **scratch: Any) -> None:
@@ -126,7 +126,7 @@ class _Program(NamedTuple):
         )
 
 
-def _divided(index: Array, by: int) -> tuple[Array, Array]:
+def divided(index: Array, by: int) -> tuple[Array, Array]:
     return lax.div(index, jnp.int32(by)), lax.rem(index, jnp.int32(by))
 
 
@@ -145,8 +145,8 @@ def rows(
     blocks = blocks or blocks_for(outer, tile_rows(count, sizes.shape[0]))
     height, width, depth, _ = blocks
     half, tiled, across = width // 2, tiles(sizes, count, height, ALIGN), pl.cdiv(outer, width)
-    matrix = _Operand((width, depth), 1) if transposed else _Operand((depth, width), 0)
-    program = _Program((_Operand((height, depth), 1), matrix), x.dtype, blocks)
+    matrix = Operand((width, depth), 1) if transposed else Operand((depth, width), 0)
+    program = Program((Operand((height, depth), 1).spec(x.dtype), matrix.spec(x.dtype)), blocks.steps)
 
     def grouped_rows(group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         part = lax.axis_index("part")
@@ -154,7 +154,7 @@ def rows(
 
         def compute(cell: Array, allocations: Any, block: Any) -> None:
             # Columns first: the rows of a tile are read once, and the group's matrix stays in the L2 cache.
-            tile, column = _divided(cell, across)
+            tile, column = divided(cell, across)
             first, end = first_ref[tile], end_ref[tile]
             # The last tile may start earlier, so that no copy goes beyond the last row.
             start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - height), ALIGN)
@@ -168,7 +168,7 @@ def rows(
                 def product(total: Any) -> None:
                     run(total)
                     place = start, column * width + part * half
-                    _store(total[...], y_ref, place, block.at[part], (first - start, end - first))
+                    store(total[...], y_ref, place, block.at[part], (first - start, end - first))
 
                 pl.run_scoped(product, mosaic.ACC((height, half)))
 
@@ -181,14 +181,14 @@ def rows(
                     allocations=allocations,
                 )
 
-        block = mosaic.SMEM((2, height, _line(y_ref.dtype)), dtype=y_ref.dtype)
+        block = mosaic.SMEM((2, height, line(y_ref.dtype)), dtype=y_ref.dtype)
         program.run(tiled.group.size * across, (x_ref, w_ref.at[0]), inner // depth, compute, block=block)
 
     out = jax.ShapeDtypeStruct((count, outer), dtype or x.dtype)
     return program.launched(grouped_rows, out, programs)(tiled.group, tiled.first, tiled.end, x, w)
 
 
-def _store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:
+def store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:
     """Writes a cell of results to ref at `place`, through a block in shared memory with some of its columns.
 
     span: the first row to write and the number of rows; None: all rows. Copies have static sizes, so the rows are
@@ -221,7 +221,7 @@ def matrices(
     blocks = blocks or blocks_for(outer)
     height, width, depth, _ = blocks
     half, down, across = width // 2, pl.cdiv(inner, height), pl.cdiv(outer, width)
-    program = _Program((_Operand((depth, height), 0), _Operand((depth, width), 0)), x.dtype, blocks)
+    program = Program(tuple(Operand((depth, side), 0).spec(x.dtype) for side in (height, width)), blocks.steps)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     starts = ends - sizes
     origins = starts // ALIGN * ALIGN
@@ -234,7 +234,7 @@ def matrices(
         part_columns = pl.ds(part * half, half)
 
         def compute(cell: Array, allocations: Any, block: Any, cleared: Any) -> None:
-            group, (line, column) = (rest := _divided(cell, down * across))[0], _divided(rest[1], across)
+            group, (line, column) = (rest := divided(cell, down * across))[0], divided(rest[1], across)
             start, end, last = start_ref[group], end_ref[group], steps_ref[group] - 1
             origin = pl.multiple_of(origin_ref[group], ALIGN)
 
@@ -258,7 +258,7 @@ def matrices(
                 def product(total: Any) -> None:
                     run(total)
                     place = line * height, column * width + part * half
-                    _store(total[...], dw_ref.at[group], place, block.at[part], None)
+                    store(total[...], dw_ref.at[group], place, block.at[part], None)
 
                 pl.run_scoped(product, mosaic.ACC((height, half)))
 
@@ -270,7 +270,7 @@ def matrices(
                 allocations=allocations,
             )
 
-        block = mosaic.SMEM((2, height, _line(dtype)), dtype=dw_ref.dtype, transforms=_swizzled(dtype))
+        block = mosaic.SMEM((2, height, line(dtype)), dtype=dw_ref.dtype, transforms=swizzled(dtype))
         cleared = mosaic.Barrier(num_arrivals=2)
         program.run(groups * down * across, (x_ref, dy_ref), blocks.steps, compute, block=block, cleared=cleared)
 

@@ -25,12 +25,13 @@ from megajax.mesh.xla_options import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
-from megajax.precision.config import Fp8CurrentConfig, Mxfp8Config, Nvfp4Config
+from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Mxfp8Config, Nvfp4Config
 from megajax.training.run_config import RunConfig
 
-type Compute = Literal["bfloat16", "float16", "float32", "fp8", "mxfp8", "nvfp4"]
+type Compute = Literal["bfloat16", "float16", "float32", "fp8", "fp8_blocks", "mxfp8", "nvfp4"]
 
-OPERANDS = {recipe.rate: recipe.saved_bytes for recipe in (Fp8CurrentConfig, Mxfp8Config, Nvfp4Config)}
+RECIPES = Fp8CurrentConfig, Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
+OPERANDS = {recipe.rate: recipe.saved_bytes for recipe in RECIPES}
 """Bytes of a number that a matmul saves, with its share of the scales, by the format of matmuls."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(OPERANDS, 2)
@@ -63,7 +64,8 @@ class System:
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
     narrow_experts: bool = True
-    """Experts multiply in the format of the other matmuls; otherwise their rounded numbers in bfloat16."""
+    """Experts multiply in the format of the other matmuls on every device; otherwise only in fp8 on Hopper, and their
+    rounded numbers in bfloat16 elsewhere."""
     overhead: float = 1.0
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
@@ -184,6 +186,13 @@ class Description:
     def dtype(self) -> str:
         """Dtype of what no recipe rounds: attention, the loss."""
         return "bfloat16" if self.compute in OPERANDS else self.compute
+
+    @property
+    def of_experts(self) -> str:
+        """What experts multiply in: the kernel of 8-bit codes is for Hopper."""
+        hopper = self.device.peak_fp8 is not None and self.device.peak_fp4 is None
+        narrow = self.system.narrow_experts or (hopper and self.compute in ("fp8", "fp8_blocks"))
+        return self.compute if narrow else self.dtype
 
     @property
     def spread(self) -> ExpertSharding:

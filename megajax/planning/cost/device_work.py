@@ -31,9 +31,9 @@ PASSES: dict[Part, int] = {
 """Additional reads and writes of each named tensor of a layer."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
-CAST_BYTES = {"fp8": 4.0, "mxfp8": 9.0, "nvfp4": 20.0}
+CAST_BYTES = {"fp8": 4.0, "fp8_blocks": 8.0, "mxfp8": 9.0, "nvfp4": 20.0}
 """Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed.
-mxfp8 and nvfp4: as compiled for a B200, by `python -m benchmarks compiled_kernels --parts=recipes`."""
+The others: as compiled for a B200, by `python -m benchmarks compiled_kernels --parts=recipes`."""
 WIDENED_BYTES = 6.0
 """Bytes of widening an element to bfloat16 again for two products, where a device does not multiply blocks."""
 SCORE_BYTES = 24
@@ -116,7 +116,7 @@ class Product:
 
     def seconds(self, run: Description) -> float:
         shape = self.rows, self.contracted, self.columns
-        compute = run.dtype if self.grouped and not run.system.narrow_experts else run.compute
+        compute = run.of_experts if self.grouped else run.compute
         computing = run.device.matmul_seconds(compute, shape, self.experts)
         return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
@@ -191,9 +191,8 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
         backward.copies += 4 * gradient * weights + 4 * run.width * weights
     _experts(tower, block, halves)
     if cast := CAST_BYTES.get(run.compute):
-        wide = run.device.multiplied(run.compute) == "bfloat16"
         for matmul in block.matmuls:
-            widened = wide or (_grouped(matmul) and not run.system.narrow_experts)
+            widened = run.device.multiplied(run.of_experts if _grouped(matmul) else run.compute) == "bfloat16"
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token

@@ -1,0 +1,166 @@
+"""Products of 8-bit codes by Hopper's kernel, interpreted, against the same numbers multiplied in wider dtypes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu
+from test_blocks import draw, two_layers
+from test_grouped_recipes import trained
+
+from megajax.kernels.attention.capability import Device
+from megajax.kernels.grouped import codes
+from megajax.kernels.grouped.capability import CODES, GroupedSizes
+from megajax.kernels.grouped.matmul import CodeProducts, capable, reference_matrices, reference_rows
+from megajax.mesh.config import ParallelConfig
+from megajax.precision.block_recipes import fp8_blocks
+from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig
+from megajax.precision.fp8 import AmaxHistory, PerTensor
+from megajax.precision.matmul import RoundedMatmul
+
+KERNEL = CodeProducts(partial(codes.rows, programs=1), partial(codes.matrices, programs=1))
+CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
+DELAYED = Fp8DelayedConfig()
+RECIPES: dict[str, Any] = {
+    "blocks": fp8_blocks(Fp8BlocksConfig(format="hybrid")),
+    "float32 scales": fp8_blocks(Fp8BlocksConfig(scales="float32")),
+    "one scale": PerTensor(Fp8CurrentConfig()),
+    "one scale, delayed": PerTensor(DELAYED, AmaxHistory(DELAYED, 1.0)),
+}
+
+
+def scaled_back(values: Array, scales: Array) -> Array:
+    """Codes times their scales, in float32."""
+    spread = jnp.repeat(scales, codes.BLOCK, -1)
+    return values.astype(jnp.float32) * (spread if values.ndim == 2 else jnp.repeat(spread, codes.BLOCK, -2))
+
+
+def plain_rows(x: Array, x_scales: Array, w: Array, w_scales: Array, sizes: Array, *, dtype: Any) -> Array:
+    return reference_rows(scaled_back(x, x_scales), scaled_back(w, w_scales), sizes, transposed=True, dtype=dtype)
+
+
+def plain_matrices(x: Array, x_scales: Array, dy: Array, dy_scales: Array, sizes: Array, *, dtype: Any) -> Array:
+    return reference_matrices(scaled_back(x, x_scales).T, scaled_back(dy, dy_scales).T, sizes, dtype=dtype)
+
+
+PLAIN = CodeProducts(plain_rows, plain_matrices)
+"""The meaning of the kernel's two functions."""
+
+
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max(initial=1e-9))
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: Any, scales: tuple[int, ...]) -> tuple[Array, Array]:
+    """Codes and scales."""
+    return jnp.asarray(draw(shape, seed, 3)).astype(dtype), 1 + jnp.abs(jnp.asarray(draw(scales, seed, 1)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "aligned"),
+    [((60, 9), (256, 0)), pytest.param((100, 0, 33, 130), (128, 0, 384, 128), marks=pytest.mark.slow)],
+)
+def test_the_kernel_equals_codes_times_scales(sizes: tuple[int, ...], aligned: tuple[int, ...]) -> None:
+    """Groups that are empty or no multiples of 8 rows; rows past the groups are NaN; both formats."""
+    groups, large = len(sizes), len(sizes) > 2
+    count, inner, outer = 264 if large else 128, 256, 256 if large else 128
+    x, scales = drawn((count, inner), 0, jnp.float8_e5m2, (count, inner // 128))
+    operands = x.at[sum(sizes) :].set(jnp.nan), scales
+    w = drawn((groups, outer, inner), 1, jnp.float8_e4m3fn, (groups, outer // 128, inner // 128))
+    rows = 128 + sum(aligned)
+    a, b = (drawn((128, rows), seed, dtype, (128, rows // 128)) for seed, dtype in ((2, x.dtype), (3, w[0].dtype)))
+
+    def both(kernel: CodeProducts) -> tuple[Array, Array]:
+        y = kernel.rows(*operands, *w, jnp.int32(sizes), dtype=jnp.float32)
+        return y[: sum(sizes)], kernel.matrices(*a, *b, jnp.int32(aligned), dtype=jnp.float32)
+
+    # Memory that the program has not written is NaN; a read that no barrier orders is an error.
+    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL):
+        actual = jax.block_until_ready(jax.jit(lambda: both(KERNEL))())
+    for array, expected in zip(actual, jax.jit(lambda: both(PLAIN))(), strict=True):
+        close(array, expected)
+
+
+def of_experts(recipe: Any, sizes: Array, dy: Array, *inputs: Array) -> tuple[Array, ...]:
+    """The result, and the gradients of rows and matrices."""
+    x, w = inputs[:2]
+    kernels = partial(capable, "reference", GroupedSizes(x.shape[0], *w.shape))
+    y, pull = jax.vjp(lambda x, w, *amax: RoundedMatmul(recipe).grouped(x, w, sizes, kernels, *amax), *inputs)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "one scale" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
+@pytest.mark.parametrize("kernel", [PLAIN, pytest.param(KERNEL, marks=pytest.mark.slow)])
+def test_experts_by_codes_equal_the_reference(kernel: CodeProducts, name: str) -> None:
+    """Result, gradients and what is observed."""
+    sizes, rows, outer = (100, 0, 9), 136, 256
+    x, w, dy = draw((rows, 128), 0, 3), draw((len(sizes), 128, outer), 1, 3), draw((rows, outer), 2, 3)
+    x[sum(sizes) :] = dy[sum(sizes) :] = np.nan
+    amax = [jnp.float32([[2, 16, 3], [4, 32, 6], [6, 48, 9]])] * (name == "one scale, delayed")
+    arrays = jnp.int32(sizes), dy, x, w, *amax
+    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL):
+        actual = jax.block_until_ready(jax.jit(partial(of_experts, replace(RECIPES[name], codes=kernel)))(*arrays))
+    for number, expected in enumerate(jax.jit(partial(of_experts, RECIPES[name]))(*arrays)):
+        live = sum(sizes) if number < 2 else None
+        close(actual[number][:live], expected[:live])
+
+
+def of_layer(recipe: Any, x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
+    y, pull = jax.vjp(partial(RoundedMatmul(recipe), "bsd,dhk->bshk"), x, w)
+    return y, *pull(dy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["blocks", "float32 scales"])
+@pytest.mark.parametrize("size", [64, 40])
+def test_layers_by_codes_equal_the_reference(name: str, size: int) -> None:
+    """One group; sides that are no multiples of 128 are multiplied by the reference."""
+    arrays = draw((2, 128, 128), 0, 3), draw((128, 4, size), 1, 3), draw((2, 128, 4, size), 2, 3)
+    run: Callable = jax.jit(of_layer, static_argnums=0)
+    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL):
+        actual = jax.block_until_ready(run(replace(RECIPES[name], codes=KERNEL), *arrays))
+    for array, expected in zip(actual, run(RECIPES[name], *arrays), strict=True):
+        close(array, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_devices_multiply_the_codes_of_their_own_experts(name: str) -> None:
+    """Experts over two devices, and the matrices of each over two."""
+    expected = trained(RECIPES[name], ParallelConfig(data=1), hidden=128)
+    recipe = replace(RECIPES[name], codes=PLAIN)
+    for parallel in (ParallelConfig(data=1), ParallelConfig(data=1, expert=2, tensor=2)):
+        actual = trained(recipe, parallel, hidden=128)
+        for path in expected.keys() - {"load.sum", "report.sum"}:
+            close(actual[path], expected[path])
+
+
+@pytest.mark.slow
+def test_devices_multiply_the_codes_of_their_parts() -> None:
+    """Matrices over two devices of tensor; where a device's part is no whole number of tiles, by the reference."""
+    recipe = RECIPES["blocks"]
+    for sizes in ((128, 256), (128, 192)):
+        for devices in (1, 2):
+            actual, expected = (
+                two_layers(replace(recipe, codes=kernel), devices, sizes, (2, 128)) for kernel in (PLAIN, None)
+            )
+            for array, reference in zip(actual, expected, strict=True):
+                close(array, reference)
+
+
+def test_hopper_alone_has_the_kernel() -> None:
+    h100, sizes = Device(name="H100", capability=(9, 0)), GroupedSizes(4096, 8, 2048, 768)
+    assert CODES.refusal(None, h100, sizes) is None
+    assert CODES.refusal(None, h100, sizes._replace(outer=704)) == (
+        "takes matrices with sides of multiples of 128, not 2048 x 704"
+    )
+    for capability in ((8, 9), (10, 0)):
+        assert "compute capability" in str(CODES.refusal(None, Device(name="other", capability=capability)))
