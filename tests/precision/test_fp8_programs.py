@@ -99,12 +99,29 @@ def uncast_products(plan: TrainPlan) -> list[str]:
 )
 def test_blocks_are_multiplied_by_blackwell_on_layouts(recipe: MatmulConfig, parallel: ParallelConfig) -> None:
     """Products of blocks that jax would partition do not compile within the step, so each device has its own."""
-    plan = compiled("llama", "b200:2", recipe, parallel)
+    assert_products("__cudnn$blockScaledDot", compiled("llama", "b200:2", recipe, parallel))
+
+
+def assert_products(target: str, plan: TrainPlan) -> None:
+    """All products of layers and no other call. A loop may be split, and a pipeline has phases."""
     programs = Program.read(plan.text).computations.values()
     targets = Counter(op.target for computation in programs for op in computation.values())
-    products = targets["__cudnn$blockScaledDot"]
-    # A loop may be split, and a pipeline has phases.
-    assert products >= 3 * LLAMA and products % LLAMA == 0, targets
+    assert targets[target] >= 3 * LLAMA and targets[target] % LLAMA == 0, targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=2, data_sharding="fsdp"),
+        ParallelConfig(data=1, tensor=2, sequence=True),
+        ParallelConfig(data=1, pipeline=2),
+    ],
+)
+def test_blocks_are_multiplied_by_hopper_on_layouts(parallel: ParallelConfig) -> None:
+    plan = compiled("llama", "h100:2", Fp8BlocksConfig(format="hybrid"), parallel)
+    assert_products("mosaic_gpu_v2", plan)
+    assert len(uncast_products(plan)) == 3, "those of the head"
 
 
 def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
