@@ -32,7 +32,7 @@ PASSES: dict[Part, int] = {
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
 CAST_BYTES = {"fp8": 4.0, "fp8_blocks": 7.7, "mxfp8": 9.0, "nvfp4": 20.0}
-"""Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed. Others:
+"""Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed; others
 as compiled for a B200, fp8_blocks for an H100 too, by `python -m benchmarks compiled_kernels --parts=recipes`."""
 WIDENED_BYTES = 6.0
 """Bytes of widening an element to bfloat16 again for two products, where a device does not multiply blocks."""
