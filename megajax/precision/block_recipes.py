@@ -190,8 +190,8 @@ def _by_codes(
     def local(x: Array, x_scales: Array, y: Array, y_scales: Array) -> Array:
         flat = [part.reshape(-1, part.shape[-1]) for part in (x, x_scales, y, y_scales)]
         if b.tiles:
-            one = jnp.full(1, flat[0].shape[0], jnp.int32)
-            product = kernel.rows(*flat[:2], *(part[None] for part in flat[2:]), one, dtype=dtype)
+            whole = jnp.full(1, flat[0].shape[0], jnp.int32)
+            product = kernel.rows(*flat[:2], *(part[None] for part in flat[2:]), whole, dtype=dtype)
         else:
             product = kernel.matrices(*flat, jnp.full(1, x.shape[-1], jnp.int32), dtype=dtype)
         return product.reshape(*x.shape[:-1], *y.shape[:-1])

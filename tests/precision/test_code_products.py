@@ -17,7 +17,7 @@ from test_grouped_recipes import trained
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.grouped import codes
 from megajax.kernels.grouped.capability import CODES, GroupedSizes
-from megajax.kernels.grouped.matmul import CodeProducts, capable, reference_matrices, reference_rows
+from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, reference_matrices, reference_rows
 from megajax.mesh.config import ParallelConfig
 from megajax.precision.block_recipes import fp8_blocks
 from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig
@@ -162,5 +162,7 @@ def test_hopper_alone_has_the_kernel() -> None:
     assert CODES.refusal(None, h100, sizes._replace(outer=704)) == (
         "takes matrices with sides of multiples of 128, not 2048 x 704"
     )
+    assert code_products((9, 0)) == CodeProducts(codes.rows, codes.matrices)
+    assert code_products(()) is code_products((10, 0)) is None
     for capability in ((8, 9), (10, 0)):
         assert "compute capability" in str(CODES.refusal(None, Device(name="other", capability=capability)))

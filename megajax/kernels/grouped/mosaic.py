@@ -72,6 +72,7 @@ def swizzled(dtype: Any) -> tuple:
 
 
 def line(dtype: Any) -> int:
+    """Elements per row of a tile in shared memory."""
     return LINE // jnp.dtype(dtype).itemsize
 
 
@@ -127,6 +128,7 @@ class Program(NamedTuple):
 
 
 def divided(index: Array, by: int) -> tuple[Array, Array]:
+    """Quotient and remainder."""
     return lax.div(index, jnp.int32(by)), lax.rem(index, jnp.int32(by))
 
 
