@@ -105,14 +105,9 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
 
 FAMILIES = [
     decoders.family(
-        "minimax",
-        "MiniMaxForCausalLM",
-        read=_read,
-        write=_write,
-        rows=_rows,
+        "minimax", "MiniMaxForCausalLM", read=_read, write=_write, rows=_rows,
         unused=frozenset({"router_jitter_noise"}),
-        ignored=tuple(
-            f"model.layers.*.self_attn.{name}" for name in ("slope_rate", "*_decay")
-        ),  # follow from the layer
+        # They follow from the number of a layer.
+        ignored=("model.layers.*.self_attn.slope_rate", "model.layers.*.self_attn.*_decay"),
     )
-]
+]  # fmt: skip
