@@ -269,14 +269,19 @@ class RunSettings(Protocol):
     def batch(self) -> Any: ...
 
 
-def engine_refusal(model: ModelConfig, mesh: Mesh, *, each_process: bool = False) -> str | None:
-    """Why no engine can use the weights of a model on this mesh; None if one can. each_process: as in `make_engine`."""
-    if jax.process_count() > 1 and not each_process:
+def engine_refusal(model: ModelConfig, mesh: Mesh) -> str | None:
+    """Why no engine can use the weights of a model on this mesh as they are; None if one can."""
+    if jax.process_count() > 1:
         return f"the run has {jax.process_count()} processes, an engine has one"
     if axes := [f"{name}={mesh.shape[name]}" for name in ("pipeline", "context") if mesh.shape[name] > 1]:
         return f"the mesh has {' and '.join(axes)}, an engine shards over data, expert and tensor only"
+    return model_refusal(model, mesh.shape["tensor"])
+
+
+def model_refusal(model: ModelConfig, tensor: int) -> str | None:
+    """Why a model can't generate texts with an engine over `tensor` devices; None if it can."""
     try:
-        model.cache_leaves(mesh.shape["tensor"])
+        model.cache_leaves(tensor)
     except UserError as error:
         return str(error)
     return "encoder-decoder models continue no text" if model.memory_length() else None
@@ -285,7 +290,9 @@ def engine_refusal(model: ModelConfig, mesh: Mesh, *, each_process: bool = False
 def engine_layout(mesh: Mesh) -> tuple[ParallelConfig, Mesh]:
     """The layout and mesh of an engine on the devices of a run: its `tensor` and `expert`, else replicas."""
     sizes = {name: mesh.shape[name] for name in ("expert", "tensor")}
-    return ParallelConfig(data=devices_over(mesh.shape, DATA_AXES), **sizes, data_sharding="replicate"), mesh
+    data, others = devices_over(mesh.shape, DATA_AXES), devices_over(mesh.shape, ("pipeline", "context"))
+    parallel = ParallelConfig(data=data * others, **sizes, data_sharding="replicate")
+    return parallel, mesh if others == 1 else build_mesh(parallel, list(mesh.devices.flat))
 
 
 def engine_of_run(

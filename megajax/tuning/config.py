@@ -8,7 +8,7 @@ from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText
 from megajax.data.rows.config import LoaderConfig, at_least, between
 from megajax.data.text.config import text_leaves
-from megajax.inference.config import InferenceConfig
+from megajax.inference.config import InferenceConfig, InferenceParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,9 @@ class RolloutsConfig(Builds):
     number is a reward of 0, which is counted; reward_failures.jsonl in the run folder has the first ones."""
     inference: InferenceConfig = field(default_factory=lambda: InferenceConfig(rows=64))
     """The engine; its dtype is precision.compute, and its length that of a prompt and its answer."""
+    parallel: InferenceParallelConfig | None = None
+    """Layout of the engine on the devices of the run; none: the run's tensor and expert, and a replica for each other
+    device."""
     seed: int | None = None
     """Seed for the order of prompts and for sampling; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)

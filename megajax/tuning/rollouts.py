@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from megajax.batch import SAMPLE, Batch
 from megajax.config.errors import UserError
-from megajax.inference.assembly import engine_of_run, engine_refusal
+from megajax.inference.assembly import engine_layout, engine_of_run, model_refusal
 from megajax.inference.completion import complete
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.sampling_settings import Sampling
@@ -29,6 +30,7 @@ from megajax.training.check_compiler_options import inference_options
 from megajax.training.scoring import placed_rows
 from megajax.tuning.comparison import Comparison, Reference
 from megajax.tuning.judging import UNFINISHED, Background, Group, Judge
+from megajax.tuning.ordered_layers import OrderedLayers
 from megajax.tuning.reward_model import RewardModel
 from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
 
@@ -107,13 +109,30 @@ class Sizes(NamedTuple):
         return cls(slot, rows, batch, rows * data.passes // batch)
 
 
+def demand_engine(model: Any, mesh: Mesh, data: Any) -> None:
+    """Raises UserError for a model or a layout that the engine of rollouts does not have."""
+    parallel = engine_layout(mesh)[0] if data.parallel is None else data.parallel.layout()
+    if (why := model_refusal(model, parallel.tensor)) is not None:
+        raise UserError(f"data makes rollouts by an engine: {why}")
+    shards = parallel.tensor * parallel.expert
+    if shards * (parallel.data or mesh.size // shards) != mesh.size:
+        sizes = f"tensor={parallel.tensor}, expert={parallel.expert} and data={parallel.data or 'none'}"
+        raise UserError(f"data.parallel has {sizes}, which do not give the {mesh.size} devices of the run: change them")
+    axes = [f"parallel.{name}={mesh.shape[name]}" for name in ("pipeline", "context") if mesh.shape[name] > 1]
+    if data.inference.equal_to_training and axes:
+        raise UserError(
+            f"data.inference.equal_to_training=true: {axes[0]} computes in another order than an engine: leave one of "
+            "the two out"
+        )
+
+
 class Rollouts:
     """Iterator over (batch, rows consumed after it, metrics of the rollout with its first batch)."""
 
     def __init__(self, source: Any, parts: Any, consumed: int, progress: Callable[[], None]):
         """source: a `PromptSource`. Raises UserError; see `PromptSource.batches`."""
-        if (why := engine_refusal(parts.cfg.model, parts.program.mesh, each_process=True)) is not None:
-            raise UserError(f"data makes rollouts by an engine: {why}")
+        demand_engine(parts.cfg.model, parts.program.mesh, source.cfg)
+        self._ordered = OrderedLayers(parts.program)
         self.sizes, self.consumed, self.cfg = Sizes.of(parts), consumed, source.cfg
         self._source, self._parts, self._progress = source, parts, progress
         self._comparison = Comparison(parts, self.cfg)
@@ -250,7 +269,8 @@ class Rollouts:
 
     def _wake(self, weights: Any) -> None:
         """The engine, with these weights."""
-        parts, inference, length = self._parts, self.cfg.inference, self.sizes.slot
+        parts, inference, length, layout = self._parts, self.cfg.inference, self.sizes.slot, self.cfg.parallel
+        weights = self._ordered(weights)
         if self._engine is not None:
             self._engine.refit(weights, running="abort", shared=True)
             self._engine.wake()
@@ -266,6 +286,7 @@ class Rollouts:
             end_tokens=end_tokens_of(parts.tokenizer),
             length=length,
             queue=self.cfg.prompts * self.cfg.answers,
+            parallel=None if layout is None else layout.layout(),
         )
 
     def _sleep(self) -> None:

@@ -128,11 +128,22 @@ def test_temperature_and_filters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
-def test_layouts_train_alike(sharding: str) -> None:
-    """Tensor 2 x data 2; the first rollout has the same answers, and its steps the same losses."""
-    layout = ("parallel.tensor=2", "parallel.data=2", f"parallel.data_sharding={sharding}")
-    expected, actual = (steps(*words, "steps=4", devices=n) for n, words in ((1, ()), (4, layout)))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tensor=2", "parallel.data=2", "parallel.data_sharding=replicate"),
+        ("parallel.tensor=2", "parallel.data=2", "parallel.data_sharding=fsdp"),
+        ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.data=2"),
+        ("parallel.pipeline=3", "model.objective.kl_weight=0.1"),
+        ("parallel.context=2", "parallel.pipeline=2", "data.parallel.tensor=2", "model.objective.ratio=sequence"),
+    ],
+)
+def test_layouts_train_alike(layout: tuple[str, ...]) -> None:
+    """The first rollout has the same answers, and its steps the same losses; engines of pipelines have their own layout
+    and the layers in order, where stages have them in another one or are padded."""
+    same = [word for word in layout if word.startswith("model")]
+    expected = steps(*same, "steps=4")
+    actual = steps(*layout, "steps=4", devices=3 if "parallel.pipeline=3" in layout else 4)
     assert actual[0]["reward"] == expected[0]["reward"]
     for name in ("loss", "grad_norm", "clip_high"):
         columns = ([line[name] for line in lines] for lines in (actual, expected))
@@ -176,6 +187,10 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
         (("data.prompts=7",), r"data.prompts=7 x data.answers=8, 4 in a row, .*batch.global_size=8 does not divide"),
         (("data.rewards=nothing.py:f", "data.reward_weights=1"), r"nothing.py:f: cannot be loaded"),
         (("data.reward_model=runs/reward",), r"data.reward_model=runs/reward is read by megajax.train alone"),
+        (
+            ("data.parallel.tensor=3",),
+            r"data.parallel has tensor=3, expert=1 and data=none, .* the 1 devices of the run",
+        ),
         (("data.mismatch_limit=1e-12", "data.on_mismatch=stop"), r"differs by .* between engine and trainer"),
         (
             ("data.inference.equal_to_training=true", "data.top_k=5", "model.sequence_length=8"),
