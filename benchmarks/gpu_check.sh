@@ -2,7 +2,7 @@
 # All speed measurements and GPU tests on one GPU, in calls of ten minutes; the most important ones first.
 #
 #   benchmarks/gpu_check.sh                       the first list of parts, within 570 s
-#   PARTS=second benchmarks/gpu_check.sh          the second list; also third, more, layers, recipes, first,second, all
+#   PARTS=second benchmarks/gpu_check.sh          the second list; also third, more, layers, recurrences, recipes, first,second, all
 #   LIST=1 benchmarks/gpu_check.sh                print all parts with their time limits, run nothing
 #   ONLY='fp8|peers' PARTS=all benchmarks/gpu_check.sh     parts whose names match
 #   BUDGET=1500 benchmarks/gpu_check.sh           total seconds; parts that do not fit are skipped

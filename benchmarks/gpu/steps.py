@@ -160,8 +160,8 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
         SCHEDULES,
         _kernels("faults", 120),
         _kernels("grouped", 120),
-        _kernels("state_space", 60),
     ),
+    "recurrences": (_kernels("delta_rule", 240), _kernels("state_space", 60)),
     "recipes": (
         _kernels("recipes", 90),
         *(

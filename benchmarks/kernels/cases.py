@@ -1,5 +1,6 @@
 """Cases of norms, matmuls, grouped matmuls and state-space layers: real sizes for GPUs, tiny ones for CPUs."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,15 @@ from benchmarks.kernels.measure import Case
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, grouped_matmul
+from megajax.kernels.ssm.gated_delta import (
+    DeltaRule,
+    Form,
+    form_of,
+    gated_delta,
+    unit_length,
+)
 from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
@@ -209,3 +218,44 @@ def state_space(on_gpu: bool, device: Device) -> list[Case]:
         )
 
     return [case(chunk) for chunk in ((64, 128, 256) if on_gpu else (16,))]
+
+
+def delta_rule(on_gpu: bool, device: Device) -> list[Case]:
+    """Gated delta nets of Qwen3-Next and Kimi Linear, by the kernels and in plain JAX, against plain JAX in float32.
+
+    On a CPU, kernels are interpreted. A sequential scan would store a state for each position.
+    """
+    rows, length, heads, size, chunk = (1, 8192, 32, 128, 64) if on_gpu else (1, 32, 2, 16, 16)
+    cases = []
+    for by_channel in (False, True):
+        mixer: GatedDeltaNetConfig = KimiDeltaConfig(heads=heads, key_dim=size, head_dim=size, chunk=chunk)
+        if not by_channel:
+            mixer = GatedDeltaNetConfig(heads=heads, key_heads=heads // 2, key_dim=size, head_dim=size, chunk=chunk)
+        key, head = (rows, length, mixer.groups, size), (rows, length, heads)
+        shapes = (key, key, (*head, size), (*head, size) if by_channel else head, head)
+        forward, moved = (
+            2.0 * rows * length * mixer.kernel_work(0, chunk).multiply_adds,
+            2 * sum(map(math.prod, shapes)),
+        )
+        moved += 2 * math.prod(shapes[2])
+        for kernel in ("triton", "chunks"):
+            form = form_of(kernel)
+            if kernel == "triton" and not on_gpu:
+                form = Form(*(partial(of, interpret=True) for of in form))
+            case = Case(
+                name=f"delta rule{' by channel' * by_channel}, {kernel}",
+                sizes={"rows": rows, "length": length, "heads": heads, "head_dim": size},
+                call=lambda *arrays, form=form: gated_delta(_rule(*arrays), chunk, form)[0],
+                reference=lambda *arrays: gated_delta(_rule(*arrays), chunk, "chunks")[0],
+                shapes=shapes,
+                flops=(forward, 3 * forward),
+                moved=(moved, 3 * moved),
+            )
+            cases.append(case)
+    return cases
+
+
+def _rule(q: Array, k: Array, v: Array, a: Array, b: Array) -> DeltaRule:
+    """From normal numbers: keys of length 1, decays of exp(-0.02) on average."""
+    rates = -jax.nn.softplus(a.astype(jnp.float32) - 4)
+    return DeltaRule(unit_length(q), unit_length(k), v, rates, jax.nn.sigmoid(b.astype(jnp.float32)))

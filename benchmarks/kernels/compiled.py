@@ -14,19 +14,23 @@ from benchmarks.kernels.cases import layer_settings, uneven
 from benchmarks.virtual_gpus import compile_for, kernels, temporary_mib
 from megajax.compiled import gpus as devices
 from megajax.compiled import hlo
+from megajax.compiled.audit import audit
+from megajax.compiled.costs import Costs
 from megajax.compiled.gpus import GPUS, Cluster
+from megajax.compiled.timeline import timeline
 from megajax.kernels.attention.capability import Kernel
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable, code_products, grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
+from megajax.kernels.ssm.capability import DeltaKernel
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.kernels.ssm.ssd import Scan, ssd
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
-from megajax.layers.delta.config import GatedDeltaNetConfig
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind, specs
@@ -58,7 +62,7 @@ def compiled_kernels(
     8x7B, forward and both gradients; operations are relative to the model's, because kernels compute whole blocks. Rows
     of experts are drawn with equal probability, and with the last expert three times as likely as the first.
     state_space: a layer of Mamba-2 2.7B with several chunk sizes; operations relative to the minimum. delta_rule:
-    memory of a layer of Qwen3-Next with several chunk sizes, operations by formula. recipes: a matmul of a
+    memory of a layer of Qwen3-Next by each kernel, bytes and times, operations by formula. recipes: a matmul of a
     layer and its gradients by each recipe and in bfloat16, and one of Qwen3's experts. --quick: the first size of each
     only.
     """
@@ -235,19 +239,43 @@ def delta_gradients(method: Callable[[DeltaRule], tuple[jax.Array, jax.Array]]) 
 
 
 def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
-    """One for each chunk size. A compiler counts the loop over chunks once: operations are those of the formula."""
-    like = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name in ("g", "beta") else jnp.bfloat16)
-        for name, shape in delta_shapes(**DELTA_LAYER).items()
-    }
-    mixer = GatedDeltaNetConfig(heads=DELTA_LAYER["heads"], key_heads=DELTA_LAYER["groups"])
-    for chunk in (64,) if quick else (32, 64, 128):
-        step = delta_gradients(partial(gated_delta, chunk=chunk))
-        work = replace(mixer, chunk=chunk).kernel_work(0, chunk).multiply_adds
+    """One for each kernel, kind of decays and chunk size, with bytes moved and seconds by the cost model's constants.
+
+    A compiler counts the loop over chunks once: operations are those of the formula.
+    """
+    sizes: tuple[tuple[DeltaKernel, bool, int], ...] = (
+        ("chunks", False, 64),
+        ("triton", False, 64),
+        ("chunks", True, 64),
+        ("triton", True, 64),
+        ("chunks", False, 32),
+        ("chunks", False, 128),
+        ("triton", False, 32),
+    )
+    for kernel, by_channel, chunk in sizes[: 2 if quick else None]:
+        heads, groups, keys = (DELTA_LAYER[name] for name in ("heads", "groups", "keys"))
+        shapes = delta_shapes(**DELTA_LAYER | {"groups": heads if by_channel else groups})
+        shapes |= {"g": (*shapes["g"], keys)} if by_channel else {}
+        like = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32 if name in ("g", "beta") else jnp.bfloat16)
+            for name, shape in shapes.items()
+        }
+        mixer = KimiDeltaConfig(heads=heads) if by_channel else GatedDeltaNetConfig(heads=heads, key_heads=groups)
+        step = delta_gradients(partial(gated_delta, chunk=chunk, kernel=kernel))
+        program = compile_for("h100", step, like, options=GPU)
+        contents = hlo.Program.read(program.as_text())
+        audited, costs = audit(program.as_text()), Costs(contents, {}, GPUS["h100"], 1)
         yield {
+            "kernel": kernel,
+            "decays": "by channel" if by_channel else "by head",
             "chunk": chunk,
-            "temporary_mib": temporary_mib(compile_for("h100", step, like, options=GPU)),
-            "teraoperations_by_formula": round(3 * 2 * DELTA_LAYER["length"] * work / 1e12, 3),
+            "temporary_mib": temporary_mib(program),
+            "moved_gib": round((audited.by_class()["total"] - audited.workspace()) / 2**30, 2),
+            "milliseconds": round(1e3 * timeline(costs).seconds, 2),
+            "teraoperations_by_formula": round(
+                3 * 2 * DELTA_LAYER["length"] * replace(mixer, chunk=chunk).kernel_work(0, chunk).multiply_adds / 1e12,
+                3,
+            ),
         }
 
 

@@ -28,6 +28,7 @@ PARTS = {
     "recipes": "benchmarks.kernels.cases:recipes",
     "grouped": "benchmarks.kernels.cases:grouped",
     "state_space": "benchmarks.kernels.cases:state_space",
+    "delta_rule": "benchmarks.kernels.cases:delta_rule",
 }
 """Name in --parts -> function that makes its cases for (on_gpu, device); the loss measures its rows itself."""
 

@@ -161,9 +161,8 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_lists_are_refused() -> None:
-    with pytest.raises(
-        SystemExit, match="PARTS=fourth: unknown list; choose from first, second, third, more, layers, recipes and all"
-    ):
+    lists = "first, second, third, more, layers, recurrences, recipes and all"
+    with pytest.raises(SystemExit, match=f"PARTS=fourth: unknown list; choose from {lists}"):
         gpu_check.select_steps("first,fourth", ".")
     assert [part.name for part in gpu_check.select_steps("all", "norm|device")] == ["device", "kernels_norm"]
 

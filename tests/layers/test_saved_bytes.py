@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
 
-from megajax.kernels.attention.capability import Request
+from megajax.kernels.attention.capability import Device, Request
 from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -35,12 +35,16 @@ ROWS, FLOAT = 6, 4
 """Rows of a microbatch of 4, and bytes of a float32."""
 
 
+def on_cpus(model: DecoderConfig) -> DecoderConfig:
+    """The model with the kernels of CPUs."""
+    return model.with_kernels([choice.kernel for choice in model.kernel_choices(Request(), Device(name="cpu"))])
+
+
 def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float, float]]:
     """(layers, bytes on the device, bytes in host memory) for each way of saving."""
     residual_width = FLOAT if model.residual == "float32" else width
     share = Share(tokens=ROWS * LENGTH, width=width, residual_width=residual_width)
-    named_kernels = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None)))
-    section = named_kernels.section_facts()[-1]
+    section = on_cpus(model).section_facts()[-1]
     blocks = block_facts(section, section.stack.pattern, "float32")
     return [
         (layer_bytes.layers, layer_bytes.device, layer_bytes.host)
@@ -168,7 +172,7 @@ def test_without_recomputation_experts_save_their_rows_and_no_activation_twice()
     rows = 2 * ROWS * LENGTH
     shapes = [aval.shape[-2:] for aval in saved.out_avals if aval.ndim > 1 and aval.dtype == jnp.float32]
     assert shapes.count((rows, 56)) == 3 and shapes.count((rows, model.hidden)) == 1
-    section = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None))).section_facts()[-1]
+    section = on_cpus(model).section_facts()[-1]
     (facts,) = block_facts(section, section.stack.pattern, "float32")
     assert facts.on(ExpertSharding()).expert_inputs == 2 * model.hidden
 

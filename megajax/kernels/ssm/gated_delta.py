@@ -6,7 +6,7 @@ g_t is a number, or one for each channel of the key, which decays that row of h 
 
 B rows, S positions, N heads, V value size, G groups of N / G consecutive heads that share q and k, K key size. h is
 [K, V]. The state is zero at the start of each document. `gated_delta_reference` is the recurrence as written,
-`gated_delta` computes chunks of positions by matmuls.
+`gated_delta` computes chunks of positions by matmuls, in plain JAX here and by kernels in `delta_triton`.
 
 With u_i of position i of a chunk, D_ij the decay after j up to i, and h the state before the chunk:
 
@@ -18,13 +18,17 @@ term of the chunk alone and a product with h: U - W h (the WY representation, "G
 A document's results do not depend on other documents, to the last bit (see `chunks`): T has exact zeros between them.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.config.class_references import resolve
+from megajax.kernels.attention.attention import local_device
+from megajax.kernels.ssm.capability import DeltaKernel, DeltaSizes, choose_delta
 from megajax.kernels.ssm.chunks import BLOCK, Chunks, Sums, pad_end, pad_runs, starts_of
 
 
@@ -85,11 +89,38 @@ def gated_delta_reference(rule: DeltaRule) -> tuple[Array, Array]:
     return jnp.moveaxis(y, 0, 1), state
 
 
-def gated_delta(rule: DeltaRule, chunk: int) -> tuple[Array, Array]:
+class Form(NamedTuple):
+    """One way to compute the recurrence over whole rows, see `megajax.kernels.ssm.capability`."""
+
+    mix: Callable[[int, DeltaRule], tuple[Array, Array]]
+    """(chunk, rule) -> outputs [B, S or more, N, V] in v's dtype, those of padding last; the last state."""
+    transition: Callable[[int, DeltaRule], tuple[Array, Array]]
+    """(chunk, rule) -> `gated_delta_transition`."""
+
+
+def form_of(kernel: str) -> Form:
+    """The functions of a kernel. Those of GPUs are imported when they are used."""
+    if kernel == "chunks":
+        return Form(_by_chunks, _transition)
+    return Form(*(resolve(f"megajax.kernels.ssm.delta_triton:{name}_by_kernels") for name in Form._fields))
+
+
+def _chosen(kernel: DeltaKernel | Form, rule: DeltaRule, chunk: int) -> Form:
+    """The form, or that of the kernel; `auto`: the fastest that supports the first device and these arrays."""
+    if isinstance(kernel, Form):
+        return kernel
+    sizes = DeltaSizes(rule.k.shape[-1], rule.v.shape[-1], chunk)
+    device = local_device() if kernel == "auto" else None
+    return form_of(choose_delta(kernel, jnp.dtype(rule.v.dtype).name, device, sizes).kernel)
+
+
+def gated_delta(rule: DeltaRule, chunk: int, kernel: DeltaKernel | Form = "auto") -> tuple[Array, Array]:
     """The recurrence by matmuls over chunks of `chunk` positions: y [B, S, N, V] in v's dtype, the last state.
 
     Matmuls are in v's dtype with float32 sums; decays, T and states are float32. Only the inputs are saved for the
-    backward pass: arrays of size chunk x chunk per head exist once, while a layer is computed.
+    backward pass: arrays of size chunk x chunk per head exist once, while a layer is computed. A kernel chosen by name
+    is not checked against the device, because programs are also compiled for virtual devices. Raises UserError if it
+    does not support the dtype or the sizes.
     """
     length = rule.v.shape[1]
     if length == 1:
@@ -97,103 +128,114 @@ def gated_delta(rule: DeltaRule, chunk: int) -> tuple[Array, Array]:
         inputs = (x[:, 0] for x in (rule.q, rule.k, rule.v, rule.g, rule.beta))
         y, state = gated_delta_step(rule.first_state(), *inputs)
         return y[:, None], state
-    y, state = jax.checkpoint(partial(_by_chunks, chunk), prevent_cse=False)(rule)
+    form = _chosen(kernel, rule, chunk)
+    y, state = jax.checkpoint(partial(form.mix, chunk), prevent_cse=False)(rule)
     return y[:, :length], state
 
 
-def gated_delta_transition(rule: DeltaRule, chunk: int) -> tuple[Array, Array]:
+def gated_delta_transition(rule: DeltaRule, chunk: int, kernel: DeltaKernel | Form = "auto") -> tuple[Array, Array]:
     """The effect of a row on the state before it, h -> transition h + added; `rule.state` is not read.
 
     transition: float32 [B, N, K, K], 0 if a document starts after the first position; added: float32 [B, N, K, V].
-    Only the inputs are saved for the backward pass.
+    Only the inputs are saved for the backward pass. kernel: see `gated_delta`.
     """
-    return jax.checkpoint(partial(_transition, chunk), prevent_cse=False)(rule)
+    form = _chosen(kernel, rule, chunk)
+    return jax.checkpoint(partial(form.transition, chunk), prevent_cse=False)(rule)
 
 
-class Parts(NamedTuple):
-    """What chunks are computed from. M chunks of L positions, R heads of a group."""
+class Within(NamedTuple):
+    """What a chunk's corrections depend on besides the state. M chunks of L positions; by channel, G = N."""
 
+    below: Array
+    """float32 [B, M, N, L, L]: A, strictly lower triangular."""
     scores: Array
-    """float32 [B, M, G, R, L, L]: decayed products of the queries of i and the keys of j, up to i; 0 elsewhere."""
-    reads: Array
-    """[B, M, G, R, L, K], W: what the state before the chunk is read with."""
-    written: Array
-    """float32 [B, M, G, R, L, V], U: u for a state of zeros before the chunk."""
-    queries: Array
+    """[B, M, N, L, L]: decayed products of the queries of i and the keys of j, up to i; 0 elsewhere."""
+    q: Array
     """[B, M, L, G, K]."""
-    keys: Array
-    """[B, M, L, G, K]."""
+    keys: tuple[Array, ...]
+    """[B, M, L, G, K]: those that read the state before the chunk, and those that write to the one after it, if they
+    differ."""
+    v: Array
+    """[B, M, L, N, V]."""
+    beta: Array
+    """float32 [B, M, N, L], as are the next two."""
     opening: Array
-    """float32 [B, M, G, R, L]: decay of the state before the chunk up to the position; 0 in later documents."""
+    """Decay of the state before the chunk up to the position; 0 in later documents."""
     closing: Array
-    """float32 [B, M, G, R, L]: decay after the position to the end of the chunk; 0 in earlier documents."""
+    """Decay after the position to the end of the chunk; 0 in earlier documents."""
     through: Array
-    """float32 [B, M, G, R, K], or 1 for K: decay over the chunk; 0 if a document starts in it."""
+    """float32 [B, M, N, K], or 1 for K: decay over the chunk; 0 if a document starts in it."""
 
+
+type Among = Callable[[Array, Array, Array, Array, Array | None], tuple[Array, Array]]
+"""(q, k, g, beta, runs) -> `below` and `scores`. q, k [B, M, L, G, K], g [B, M, N, L] or by channel [B, M, L, N, K],
+beta [B, M, N, L], runs int32 [B, M, L]."""
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _parts(chunk: int, rule: DeltaRule) -> Parts:
-    (rows, length, heads, size), (groups, keys), dtype = rule.v.shape, rule.k.shape[2:], rule.v.dtype
+def within_chunks(chunk: int, rule: DeltaRule, among: Among) -> Within:
+    """All inputs of the pass over chunks. Decays by channel are put into queries and keys."""
+    (rows, length, heads), dtype, by_channel = rule.v.shape[:3], rule.v.dtype, rule.g.ndim > rule.beta.ndim
     chunk = min(chunk, -(-length // BLOCK) * BLOCK)
-    pad, runs = partial(pad_end, behind=-length % chunk), pad_runs(rule.runs, -length % chunk)
-    # The padding has g and beta of 0, which do not change the state.
-    q, k = (pad(x).reshape(rows, -1, chunk, groups, keys) for x in (rule.q, rule.k))
-    v = pad(rule.v).reshape(rows, -1, chunk, groups, heads // groups, size)
-    g, beta = (
-        pad(x).reshape(rows, -1, chunk, groups, heads // groups).transpose(0, 1, 3, 4, 2) for x in (rule.g, rule.beta)
-    )
-    sums, masks = Sums.of(g), Chunks.of(runs, rows, k.shape[1], chunk)
-    opening = jnp.where(masks.opening[:, :, None, None], jnp.exp(sums.until), 0)
-    decays = jnp.where(masks.pairs[:, :, None, None], jnp.exp(sums.between()), 0)
-    among_keys, scores = (_product("bmigk,bmjgk->bmgij", x, k)[:, :, :, None] for x in (k, q))
-    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * decays * among_keys, -1)) * beta[..., None, :]
-    return Parts(
-        scores=decays * scores,
-        reads=_product("bmgrij,bmjgk->bmgrik", (inverse * opening[..., None, :]).astype(dtype), k).astype(dtype),
-        written=_product("bmgrij,bmjgrv->bmgriv", inverse.astype(dtype), v),
-        queries=q,
-        keys=k,
-        opening=opening,
-        closing=jnp.where(masks.closing[:, :, None, None], jnp.exp(sums.after), 0),
-        through=jnp.where(masks.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0)[..., None],
-    )
+    behind = -length % chunk
 
+    def cut(x: Array) -> Array:
+        """[B, S, ...] -> [B, M, L, ...]. The padding has g and beta of 0, which do not change the state."""
+        return pad_end(x, behind).reshape(rows, -1, chunk, *x.shape[2:])
 
-def _parts_by_channel(chunk: int, rule: DeltaRule) -> Parts:
-    """`_parts` with a decay for each channel. Queries and keys contain the decays, and each head is a group."""
-    (rows, length, heads), dtype = rule.v.shape[:3], rule.v.dtype
-    chunk = min(chunk, -(-length // BLOCK) * BLOCK)
-    runs = pad_runs(rule.runs, -length % chunk)
-
-    def chunked(x: Array) -> Array:
-        """[B, S, N, ...] -> [B, M, N, L, ...]."""
-        x = pad_end(x, -length % chunk)
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 3, 2)
-
-    q, k = (chunked(jnp.repeat(x, heads // x.shape[2], axis=2)) for x in (rule.q, rule.k))
-    v, g, beta = (chunked(x) for x in (rule.v, rule.g, rule.beta))
-    sums, masks = Sums.of(jnp.swapaxes(g, -1, -2)), Chunks.of(runs, rows, k.shape[1], chunk)
+    q, k, v, g, beta = (cut(x) for x in (rule.q, rule.k, rule.v, rule.g, rule.beta))
+    runs, beta = pad_runs(rule.runs, behind), jnp.moveaxis(beta, 3, 2)
+    masks = Chunks.of(runs, rows, q.shape[1], chunk)
+    if by_channel:
+        q, k = (jnp.repeat(x, heads // x.shape[3], axis=3) for x in (q, k))
+    sums = Sums.of(jnp.moveaxis(g, 2, -1))
+    g = g if by_channel else jnp.moveaxis(g, 3, 2)
+    below, scores = among(q, k, g, beta, None if runs is None else runs.reshape(rows, -1, chunk))
+    rest: dict[str, Any] = {"below": below, "scores": scores, "v": v, "beta": beta}
+    if not by_channel:
+        return Within(
+            q=q,
+            keys=(k,),
+            opening=jnp.where(masks.opening[:, :, None], jnp.exp(sums.until), 0),
+            closing=jnp.where(masks.closing[:, :, None], jnp.exp(sums.after), 0),
+            through=jnp.where(masks.through[:, :, None], jnp.exp(sums.until[..., -1]), 0)[..., None],
+            **rest,
+        )
     opening, closing = (
-        jnp.where(mask[:, :, None, :, None], jnp.exp(jnp.swapaxes(log, -1, -2)), 0)
+        jnp.where(mask[..., None, None], jnp.exp(jnp.moveaxis(log, -1, 2)), 0)
         for mask, log in ((masks.opening, sums.until), (masks.closing, sums.after))
     )
-    among_keys, scores = (jnp.where(masks.pairs[:, :, None], decayed_products(x, k, sums), 0) for x in (k, q))
-    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * among_keys, -1)) * beta[..., None, :]
-    inverse, first_keys = inverse.astype(dtype), (opening * k).astype(dtype)
-    ones = jnp.ones((*beta.shape[:3], 1, beta.shape[-1]), jnp.float32)
-    through = jnp.where(masks.through[:, :, None, None, None], jnp.exp(sums.until[..., None, :, -1]), 0)
-    return Parts(
-        scores=scores[:, :, :, None],
-        reads=_product("bmnij,bmnjk->bmnik", inverse, first_keys)[:, :, :, None].astype(dtype),
-        written=_product("bmnij,bmnjv->bmniv", inverse, v)[:, :, :, None],
-        queries=jnp.moveaxis((opening * q).astype(dtype), 2, 3),
-        keys=jnp.moveaxis((closing * k).astype(dtype), 2, 3),
+    ones = jnp.ones_like(beta)
+    return Within(
+        q=(opening * q).astype(dtype),
+        keys=((opening * k).astype(dtype), (closing * k).astype(dtype)),
         opening=ones,
         closing=ones,
-        through=through,
+        through=jnp.where(masks.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0),
+        **rest,
     )
+
+
+def _among(q: Array, k: Array, g: Array, beta: Array, runs: Array | None) -> tuple[Array, Array]:
+    """`Among` in plain JAX; scores in float32."""
+    rows, count, chunk, groups = q.shape[:4]
+    pairs = Chunks.of(runs, rows, count, chunk).pairs[:, :, None]
+    if g.ndim > beta.ndim:
+        sums = Sums.of(jnp.moveaxis(g, 2, -1))
+        q, k = (jnp.moveaxis(x, 3, 2) for x in (q, k))
+        among_keys, scores = (jnp.where(pairs, decayed_products(x, k, sums), 0) for x in (k, q))
+    else:
+        decays = _grouped(jnp.where(pairs, jnp.exp(Sums.of(g).between()), 0), groups)
+        among_keys, scores = (
+            (decays * _product("bmigk,bmjgk->bmgij", x, k)[:, :, :, None]).reshape(*beta.shape, chunk) for x in (k, q)
+        )
+    return jnp.tril(beta[..., None] * among_keys, -1), scores
+
+
+def _grouped(x: Array, groups: int, axis: int = 2) -> Array:
+    """[B, M, N, ...] -> [B, M, G, N / G, ...], or another axis of heads."""
+    return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
 
 
 def decayed_products(x: Array, y: Array, sums: Sums) -> Array:
@@ -218,14 +260,28 @@ def decayed_products(x: Array, y: Array, sums: Sums) -> Array:
     return products.reshape(*rest[:-1], count * block, count * block)
 
 
-def _parts_of(chunk: int, rule: DeltaRule) -> Parts:
-    """The parts by the form of the decays."""
-    return (_parts if rule.g.ndim == rule.beta.ndim else _parts_by_channel)(chunk, rule)
+class Solved(NamedTuple):
+    """The corrections of chunks as a product with the state before the chunk and a term of the chunk alone."""
+
+    reads: Array
+    """[B, M, G, R, L, K], W: what the state before the chunk is read with."""
+    written: Array
+    """float32 [B, M, G, R, L, V], U: u for a state of zeros before the chunk."""
+
+    @classmethod
+    def of(cls, within: Within) -> "Solved":
+        """By the inverse in float32."""
+        dtype, groups = within.v.dtype, within.q.shape[3]
+        inverse = unit_lower_inverse(within.below) * within.beta[..., None, :]
+        opened = _grouped((inverse * within.opening[..., None, :]).astype(dtype), groups)
+        reads = _product("bmgrij,bmjgk->bmgrik", opened, within.keys[0]).astype(dtype)
+        inverse, v = _grouped(inverse.astype(dtype), groups), _grouped(within.v, groups, axis=3)
+        return cls(reads, _product("bmgrij,bmjgrv->bmgriv", inverse, v))
 
 
-def _carried(parts: Parts, state: Array) -> tuple[Array, tuple[Array, Array]]:
-    """The state [B, G, R, K, V] over all chunks: the last one, those before each chunk, and u [M, B, G, R, L, V]."""
-    dtype = parts.reads.dtype
+def _carried(within: Within, solved: Solved, state: Array) -> tuple[Array, tuple[Array, Array]]:
+    """The state [B, N, K, V] over all chunks: the last one, those before each chunk [M, B, G, R, K, V], and u."""
+    dtype, groups = solved.reads.dtype, within.q.shape[3]
 
     def carry(state: Array, at: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         reads, written, keys, closing, through = at
@@ -234,29 +290,40 @@ def _carried(parts: Parts, state: Array) -> tuple[Array, tuple[Array, Array]]:
         added = _product("bjgk,bgrjv->bgrkv", keys, (closing[..., None] * updates).astype(dtype))
         return through[..., None] * state + added, (before, updates.astype(dtype))
 
-    by_chunk = (parts.reads, parts.written, parts.keys, parts.closing, parts.through)
-    return lax.scan(carry, state, tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk))
+    decays = (_grouped(x, groups) for x in (within.closing, within.through))
+    by_chunk = (*solved, within.keys[-1], *decays)
+    last, rest = lax.scan(carry, _grouped(state, groups, axis=1), tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk))
+    return last.reshape(state.shape), rest
 
 
 def _by_chunks(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
     """`gated_delta`, with the outputs of the padding."""
-    rows, _, heads, size = rule.v.shape
-    parts, first = _parts_of(chunk, rule), rule.first_state()
-    grouped = first.reshape(rows, *parts.through.shape[2:4], *first.shape[2:])
-    last, (before, updates) = _carried(parts, grouped)
-    y = _product("bmigk,mbgrkv->bmigrv", parts.queries, before) * jnp.moveaxis(parts.opening, -1, 2)[..., None]
-    y = y + _product("bmgrij,mbgrjv->bmigrv", parts.scores.astype(rule.v.dtype), updates)
+    (rows, _, heads, size), within = rule.v.shape, within_chunks(chunk, rule, _among)
+    groups = within.q.shape[3]
+    last, (before, updates) = _carried(within, Solved.of(within), rule.first_state())
+    opening = jnp.moveaxis(_grouped(within.opening, groups), -1, 2)
+    y = _product("bmigk,mbgrkv->bmigrv", within.q, before) * opening[..., None]
+    scores = _grouped(within.scores.astype(rule.v.dtype), groups)
+    y = y + _product("bmgrij,mbgrjv->bmigrv", scores, updates)
     y = (y * rule.q.shape[-1] ** -0.5).astype(rule.v.dtype)
-    return y.reshape(rows, -1, heads, size), last.reshape(first.shape)
+    return y.reshape(rows, -1, heads, size), last
+
+
+def zeros_and_identity(rule: DeltaRule) -> Array:
+    """States float32 [B, N, K, V + K] whose columns are zeros and those of the identity.
+
+    Columns of a state do not affect one another: carried over a row, they become `gated_delta_transition`.
+    """
+    (rows, _, heads, size), keys = rule.v.shape, rule.k.shape[-1]
+    columns = jnp.concatenate([jnp.zeros((keys, size), jnp.float32), jnp.eye(keys, dtype=jnp.float32)], axis=1)
+    return jnp.broadcast_to(columns, (rows, heads, *columns.shape))
 
 
 def _transition(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
-    """The state is carried for zeros and for the identity, side by side, as its columns do not affect one another."""
-    parts, (rows, _, heads, size), keys = _parts_of(chunk, rule), rule.v.shape, rule.k.shape[-1]
-    parts = parts._replace(written=jnp.pad(parts.written, [(0, 0)] * 5 + [(0, keys)]))
-    columns = jnp.concatenate([jnp.zeros((keys, size), jnp.float32), jnp.eye(keys, dtype=jnp.float32)], axis=1)
-    last, _ = _carried(parts, jnp.broadcast_to(columns, (rows, *parts.through.shape[2:4], *columns.shape)))
-    last = last.reshape(rows, heads, *columns.shape)
+    within, size = within_chunks(chunk, rule, _among), rule.v.shape[-1]
+    solved = Solved.of(within)
+    solved = solved._replace(written=jnp.pad(solved.written, [(0, 0)] * 5 + [(0, rule.k.shape[-1])]))
+    last, _ = _carried(within, solved, zeros_and_identity(rule))
     return last[..., size:], last[..., :size]
 
 

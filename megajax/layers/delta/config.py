@@ -1,11 +1,13 @@
 """Configs of gated delta nets; imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
+from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.kernels.ssm.capability import DeltaKernel, DeltaSizes, choose_delta
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
@@ -24,6 +26,7 @@ class GatedDeltaNetConfig(StateSpaceConfig):
     """
 
     target: ClassVar[str] = "megajax.layers.delta.module:GatedDeltaNet"
+    place: ClassVar[str] = "delta net"
     heads: int
     """Value heads, each with a state of key_dim x head_dim."""
     key_heads: int | None = None
@@ -48,6 +51,8 @@ class GatedDeltaNetConfig(StateSpaceConfig):
     """Upper bound of initial decay rates."""
     chunk: int = 64
     """Positions per chunk of the matmul form; results are equal up to rounding."""
+    kernel: DeltaKernel = "auto"
+    """chunks: plain JAX; triton: kernels of NVIDIA GPUs; auto: the fastest that supports the device and the sizes."""
 
     def problems(self) -> list[Problem]:
         names = ("heads", "key_heads", "head_dim", "key_dim", "norm_epsilon", "decay_min", "decay_max")
@@ -61,6 +66,19 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         if self.decay_min > self.decay_max:
             problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
         return problems
+
+    def kernel_choice(
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
+    ) -> Choice[DeltaKernel]:
+        """The kernel, and why not a faster one. Raises UserError if one chosen by name is not available."""
+        del hidden
+        sizes = DeltaSizes(self.key_dim, self.head_dim, self.chunk)
+        choice = choose_delta(self.kernel, request.dtype, device, sizes, setting)
+        return choice._replace(place=self.place)
+
+    def with_kernel(self, name: DeltaKernel) -> Self:
+        """A copy with this kernel."""
+        return replace(self, kernel=name)
 
     @property
     def groups(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass
 from math import inf
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
@@ -16,12 +16,11 @@ from megajax.layers.recompute import Part
 
 
 class RecurrentConfig(LayerFacts):
-    """Base of the configs of mixers with one kernel in plain JAX, which takes rows of any length and parts of rows."""
+    """Base of the configs of mixers that take rows of any length and parts of rows, by one kernel in plain JAX."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     """Fields of the subclass, which is always a dataclass."""
-    kernel: ClassVar[Literal["chunks"]] = "chunks"
     dropout: ClassVar[float] = 0.0
     place: ClassVar[str] = "state space"
     """The kind of layer, in the banner."""
@@ -37,12 +36,12 @@ class RecurrentConfig(LayerFacts):
 
     def kernel_choice(
         self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
-    ) -> Choice[Literal["chunks"]]:
+    ) -> Choice[str]:
         """Matmuls or scans over chunks, on every device."""
         del hidden, request, device, setting
-        return Choice(self.kernel, place=self.place)
+        return Choice("chunks", place=self.place)
 
-    def with_kernel(self, name: str) -> Self:
+    def with_kernel(self, name: Any) -> Self:
         """The layer itself: there is one kernel."""
         del name
         return self
