@@ -15,7 +15,7 @@ from megajax.layers.quantization.config import GROUPS
 LARGEST_SHARD = 1e6
 """GB."""
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED = ("int8", "fp8", "mxfp8", "int4", "nf4", "nvfp4")
+QUANTIZED = ("int8", "fp8", "fp8_blocks", "mxfp8", "int4", "nf4", "nvfp4")
 ONLY_QUANTIZED = ("double", "group", "exclude", "activations", "calibration", "compare")
 """Flags that go with --quantize."""
 

@@ -15,7 +15,7 @@ from megajax.precision import fp8
 from megajax.precision.codebooks import DoubleScales, NormalFloat
 from megajax.precision.matmul import Letters
 from megajax.precision.quantization import Channels, FourBits, Groups, Integers, largest, rounded
-from megajax.precision.stored_blocks import FORMATS, StoredBlocks
+from megajax.precision.stored_blocks import FORMATS, StoredBlocks, StoredTiles
 
 ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
 """Path suffixes of a quantized matrix's leaves: quantized values, scales, factors on inputs, and the expected largest
@@ -29,7 +29,7 @@ BESIDE = (SCALE, DIFFERENCE, MEAN, WHOLE, FACTOR, AMAX)
 E4M3 = "float8_e4m3fn"
 
 type Leaves = Mapping[str, Array]
-type Form = Channels | Groups | StoredBlocks
+type Form = Channels | Groups | StoredBlocks | StoredTiles
 """How a matrix is stored. All have the same methods."""
 
 
@@ -164,6 +164,8 @@ def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
     """The storage format that the config calls `weights`."""
     if weights in FORMATS:
         return StoredBlocks(weights, inputs, outputs)
+    if weights == "fp8_blocks":
+        return StoredTiles(inputs, outputs)
     if weights in FOUR_BITS:
         return Groups(group, inputs, outputs, FOUR_BITS[weights])
     return Channels("int8" if weights == "int8" else E4M3, inputs, outputs)

@@ -27,6 +27,8 @@ NAN_EXPONENT = 255
 """The NaN of e8m0."""
 SMALLEST_SCALE = 2.0**-6
 """Of a block in NVFP4: the smallest normal number of e4m3."""
+SMALLEST_WHOLE = 2.0**-120
+"""Of a tensor in NVFP4. Under a smaller one, factors on numbers would be infinite, and its zeros NaN."""
 HADAMARD = 16
 """Numbers that one random Hadamard transform mixes."""
 
@@ -68,12 +70,22 @@ def quantize(
     whole: with NVFP4, the scales of the tensors that blocks are of, which broadcast to blocks; None: x is one tensor.
     """
     parts = _parts(x.astype(jnp.float32), form.size, tiles=tiles)
-    scales, whole, factor = _scales(jnp.abs(parts).max((-3, -1)), form, whole)
+    scales, whole, factor = _scales(amax_of(parts, (-3, -1)), form, whole)
     scaled = parts / _for_each(scales) if factor is None else parts * _for_each(factor)
     scaled = jnp.clip(scaled, -form.largest, form.largest)
     codes = (_stochastic(scaled) if stochastic else scaled).astype(ELEMENTS[form.element])
     # The compiler may leave out a conversion to few bits and back, and so its rounding.
     return Blocks(lax.optimization_barrier(_joined(codes, x.shape)), scales, whole)
+
+
+def amax_of(x: Array, axes: tuple[int, ...] | None = None) -> Array:
+    """Largest magnitudes over these dimensions, in x's dtype; NaN where one is NaN, which float maxima of CPUs drop.
+
+    As integers, magnitudes are in the same order, and NaN is the largest.
+    """
+    integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, integers) & jnp.asarray(jnp.iinfo(integers).max // 2, integers)
+    return lax.bitcast_convert_type(bits.max(axes, initial=0), x.dtype)
 
 
 def visible(x: Array) -> Array:
@@ -123,16 +135,16 @@ def _joined(parts: Array, shape: tuple[int, ...]) -> Array:
 
 
 def whole_scale(amax: Array, form: Format) -> Array:
-    """The scale of a whole tensor with this largest magnitude, with NVFP4; 1 for zeros."""
+    """The scale of a whole tensor with this largest magnitude, with NVFP4; 1 for what is as small as zeros."""
     whole = _quotient(amax, float(jnp.finfo(jnp.float8_e4m3fn).max) * form.largest)
-    return jnp.where(whole == 0, 1.0, whole)
+    return jnp.where(whole < SMALLEST_WHOLE, 1.0, whole)
 
 
 def _scales(amax: Array, form: Format, whole: Array | None) -> tuple[Array, Array | None, Array | None]:
     """Scales of blocks, that of the whole tensor, and factors on numbers before they are rounded; None: 1 / scales."""
     finite = jnp.isfinite(amax)
     if form.scales == "nvfp4":
-        whole = whole_scale(amax.max(initial=0.0), form) if whole is None else whole
+        whole = whole_scale(amax_of(amax), form) if whole is None else whole
         wanted = jnp.maximum(_quotient(amax, form.largest), -whole) / whole
         scales = jnp.clip(wanted, SMALLEST_SCALE, 448.0).astype(jnp.float8_e4m3fn)
         scales = jnp.where(finite, scales, jnp.asarray(jnp.nan, scales.dtype))

@@ -24,6 +24,7 @@ from megajax.config.errors import UserError
 from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.sharded_product import LetterSharding
+from megajax.precision.blocks import amax_of
 from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.precision.groups import Groups
 from megajax.precision.matmul import CODE_BLOCK, CodeProducts, Letters, Tensor, in_order
@@ -199,7 +200,7 @@ def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized
     manual ones. With an expected maximum nothing waits for it.
     """
     x = _as_stored(x)
-    amax = jnp.max(jnp.abs(x))
+    amax = amax_of(x)
     scale = scale_of(amax, form, scaling)
     return Quantized(_values(x, scale, form, scaling), scale, amax)
 

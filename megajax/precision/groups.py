@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.mesh.collectives import combined_over
+from megajax.precision.blocks import amax_of
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("sizes", "of_rows"), meta_fields=("axes",))
@@ -49,10 +50,10 @@ class Groups:
 
     def amax(self, x: Array) -> Array:
         """Largest magnitudes of the rows [T, K] of each group, or of matrices [E, N, K]; float32 [E]."""
-        sizes = jnp.abs(x).max(tuple(range(1, x.ndim))).astype(jnp.float32)
+        sizes = amax_of(x, tuple(range(1, x.ndim))).astype(jnp.float32)
         if x.ndim == 2:
             number = jnp.arange(self.sizes.size)
-            sizes = jnp.where(self.of_rows[None] == number[:, None], sizes[None], 0).max(1)
+            sizes = amax_of(jnp.where(self.of_rows[None] == number[:, None], sizes[None], 0), (1,))
         return combined_over(sizes, self.axes, "max") if self.axes else sizes
 
     def spread(self, values: Array, ndim: int) -> Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.mesh.rules import LogicalAxes
+from megajax.precision.blocks import amax_of
 
 BITS = 4
 
@@ -50,7 +51,7 @@ class Channels:
         """
         w = w.astype(jnp.float32)
         integer, top = self.dtype == "int8", largest(self.dtype)
-        scale = _scale(jnp.max(jnp.abs(w), axis=self._summed(w.ndim)), top)
+        scale = _scale(amax_of(w, self._summed(w.ndim)), top)
         values = jnp.clip(w / self._broadcast(scale), -top, top)
         return (jnp.round(values) if integer else values).astype(self.dtype), scale
 
@@ -131,7 +132,7 @@ class Groups:
         """The scale maps the largest magnitude of a group to the largest number; it is 1 for a group of zeros."""
         axis = self._axis(w.ndim)
         groups = self._grouped(w.astype(jnp.float32), w.shape[axis] // min(self.size, w.shape[axis]))
-        scale = _scale(jnp.max(jnp.abs(groups), axis=axis + 1), self.values.largest)
+        scale = _scale(amax_of(groups, (axis + 1,)), self.values.largest)
         bits = self.values.rounded(groups / jnp.expand_dims(scale, axis + 1))
         return pack(bits.reshape(w.shape), axis), scale
 
@@ -175,7 +176,7 @@ def largest(dtype: str) -> float:
 def rounded(x: Array, dtype: str, axes: int) -> tuple[Array, Array]:
     """x -> 8-bit numbers and float32 scales; elements along the last `axes` dimensions share a scale."""
     x, top = x.astype(jnp.float32), largest(dtype)
-    scale = _scale(jnp.max(jnp.abs(x), axis=tuple(range(-axes, 0))), top)
+    scale = _scale(amax_of(x, tuple(range(-axes, 0))), top)
     values = jnp.clip(x / scale.reshape(*scale.shape, *[1] * axes), -top, top)
     return (jnp.round(values) if dtype == "int8" else values).astype(dtype), scale
 

@@ -1,13 +1,14 @@
-"""Weights stored in the blocks of MXFP8 and NVFP4: see `blocks`. Blocks lie along the last dimension of the inputs."""
+"""Weights stored in the blocks of MXFP8 and NVFP4, and in tiles of fp8: see `blocks`."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.mesh.rules import LogicalAxes
-from megajax.precision.blocks import Blocks, Format, dequantize, quantize, visible, whole_scale
+from megajax.precision.blocks import Blocks, Format, amax_of, dequantize, quantize, visible, whole_scale
 from megajax.precision.quantization import pack, unpack
 
 FORMATS = {"mxfp8": Format("e4m3", 32, "power_of_two", "up"), "nvfp4": Format("e2m1", 16, "nvfp4")}
@@ -15,7 +16,10 @@ FORMATS = {"mxfp8": Format("e4m3", 32, "power_of_two", "up"), "nvfp4": Format("e
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """Codes, and bits of scales; with NVFP4 also a float32 scale for each layer's, or expert's, matrix."""
+    """Codes, and bits of scales; with NVFP4 also a float32 scale for each layer's, or expert's, matrix.
+
+    Blocks lie along the last dimension of the inputs.
+    """
 
     weights: str
     """A key of FORMATS."""
@@ -50,7 +54,7 @@ class StoredBlocks:
         matrix, first = visible(jnp.moveaxis(w.astype(jnp.float32), axis, -1)), w.ndim - self.outputs - self.inputs
         whole = None
         if self.weights == "nvfp4":
-            amax = jnp.abs(w).max(tuple(range(first, w.ndim))).astype(jnp.float32)
+            amax = amax_of(w, tuple(range(first, w.ndim))).astype(jnp.float32)
             whole = whole_scale(amax, self.form)
         spread = None if whole is None else whole.reshape(*whole.shape, *[1] * (w.ndim - first))
         codes, scales, _ = quantize(matrix, self.form, whole=spread)
@@ -72,3 +76,52 @@ class StoredBlocks:
     def _divided(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
         axis = len(shape) - self.outputs - 1
         return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
+
+
+TILES = Format("e4m3", 128, "float32", least=1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTiles:
+    """Codes in e4m3, and a float32 scale for each 128 inputs x 128 outputs, as in checkpoints of DeepSeek-V3.
+
+    All inputs of a matrix are one dimension of tiles, as are all outputs. Tiles at the ends may be parts.
+    """
+
+    inputs: int
+    outputs: int
+    scale_dtype: ClassVar[str] = "float32"
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        """Nothing: any shape can be stored."""
+        del shape
+        return ""
+
+    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
+        """There are none."""
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        return shape, "float8_e4m3fn"
+
+    def scales(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes]:
+        """Those of an expert's matrix lie with it; others are on all devices, as tiles may be parts of several."""
+        first, sides = self._sides(shape)
+        of_sides = axes[first:] if "expert" in axes else (None, None)
+        return (*shape[:first], *(-(-side // TILES.size) for side in sides)), (*axes[:first], *of_sides)
+
+    def quantized(self, w: Array) -> tuple[Array, Array]:
+        """A float matrix -> codes and scales."""
+        first, sides = self._sides(w.shape)
+        codes, scales, _ = quantize(visible(w.reshape(*w.shape[:first], *sides)), TILES, tiles=True)
+        return codes.reshape(w.shape), scales
+
+    def dequantized(self, values: Array, scale: Array) -> Array:
+        """The matrix in float32."""
+        first, sides = self._sides(values.shape)
+        codes = values.reshape(*values.shape[:first], *sides)
+        return dequantize(Blocks(codes, scale), TILES, jnp.dtype(jnp.float32), tiles=True).reshape(values.shape)
+
+    def _sides(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, int]]:
+        """Leading dimensions; inputs and outputs of the matrices."""
+        first, end = len(shape) - self.outputs - self.inputs, len(shape) - self.outputs
+        return first, (prod(shape[first:end]), prod(shape[end:]))

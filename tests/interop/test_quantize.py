@@ -111,6 +111,7 @@ def _like(path: str) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     [
         (["--quantize=int8"], MATRICES + 4 * SCALES, 1 / 254),
         (["--quantize=int4", "--group=4", "--dtype=bfloat16"], MATRICES // 2 + MATRICES, 1 / 14),
+        (["--quantize=fp8_blocks"], MATRICES + 4 * 2 * 7, 1 / 28),
     ],
 )
 def test_a_quantized_run(

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from small_jobs import losses, model, run_config
 
+from megajax import convert
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.faults.config import ResilienceConfig
+from megajax.interop.runs.format import open_step
 from megajax.job.job import train
 from megajax.job.start.resume import Resume
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import Matrix, Normal, param
@@ -101,3 +105,32 @@ def test_adapters_beside_a_rounded_matrix_are_not_rounded() -> None:
     np.testing.assert_allclose(dx, pull_rounded(dy)[0] + 0.5 * dy @ b.T @ a.T, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(da, 0.5 * inner("bsd,bsr->dr", x, dy @ b.T), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(db, 0.5 * inner("bsr,bsf->rf", x @ a, dy), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [Mxfp8Config(), Fp8DelayedConfig()], ids=["mxfp8", "delayed"])
+def test_adapters_beside_rounded_experts_from_start_to_export(recipe: MatmulConfig, tmp_path: Path) -> None:
+    """They train while the base keeps its bits, resume exactly, and are added to experts."""
+    base, run, halved = (tmp_path / name for name in ("base", "run", "halved"))
+    assert train(job(recipe, base)) == 0
+    plain = job(recipe).model
+    settings = {"model": replace(plain, lora=LoRAConfig(rank=4, alpha=8.0)), "steps": 6}
+    settings["checkpoint"] = CheckpointConfig(load=base, parts="weights", every=3)
+    assert train(job(recipe, run, **settings)) == 0
+    assert train(job(recipe, halved, **settings, resilience=ResilienceConfig(exit_after_steps=3))) == 0
+    assert train(job(recipe, halved, **settings)) == 0
+    assert losses(halved) == losses(run)
+
+    assert convert.main([f"--from={run}", f"--to={tmp_path / 'merged'}", "--merge", "--verify"]) == 0
+    before, trained, merged = (open_step(folder).weights() for folder in (base, run, tmp_path / "merged"))
+
+    def read(weights: Any, path: str) -> np.ndarray:
+        return np.asarray(weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])), np.float32)
+
+    assert merged.shapes() == before.shapes()
+    for name in ("up", "down"):
+        path = f"stack.blocks.0.mlp.experts.{name}"
+        np.testing.assert_array_equal(read(trained, path), read(before, path))
+        added = 2.0 * read(trained, f"{path}.lora_a") @ read(trained, f"{path}.lora_b")
+        assert np.abs(added).max() > 1e-4
+        np.testing.assert_allclose(read(merged, path), read(before, path) + added, rtol=0, atol=1e-6)

@@ -28,6 +28,7 @@ ODD = ("stack.blocks.1.mixer.*", "stack.blocks.3.mixer.up_dt")
 HOW = {
     "int8": QuantizationConfig(weights="int8", balanced=True),
     "fp8": QuantizationConfig(weights="fp8"),
+    "fp8_blocks": QuantizationConfig(weights="fp8_blocks"),
     "int4": QuantizationConfig(weights="int4", group=2, exclude=ODD),
     "nf4": QuantizationConfig(weights="nf4", group=2, double=True, exclude=ODD),
 }
@@ -108,6 +109,7 @@ def test_every_kind_of_matrix_multiplies_like_its_dequantized_one(name: str) -> 
     "how",
     [
         QuantizationConfig(weights="int4", group=16),
+        pytest.param(QuantizationConfig(weights="fp8_blocks"), marks=pytest.mark.slow),
         pytest.param(QuantizationConfig(weights="fp8", activations="fp8", static=True), marks=pytest.mark.slow),
     ],
 )

@@ -21,6 +21,7 @@ LORA = LoRAConfig(rank=4, alpha=8.0)
 DORA = replace(LORA, decomposed=True)
 SHARDED = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
 NF4 = QuantizationConfig(weights="nf4", group=4, double=True)
+TILES = QuantizationConfig(weights="fp8_blocks")
 
 
 def program_of(parallel: ParallelConfig, quantization: QuantizationConfig | None, lora: LoRAConfig) -> Program:
@@ -66,8 +67,12 @@ def gradients(program: Program, weights: Mapping[str, np.ndarray]) -> dict[str, 
         pytest.param(ParallelConfig(data=2, pipeline=2), NF4, LORA, marks=pytest.mark.slow),
         pytest.param(ONE, NF4, DORA, marks=pytest.mark.slow),
         pytest.param(SHARDED, NF4, DORA, marks=pytest.mark.slow),
+        pytest.param(SHARDED, TILES, LORA, marks=pytest.mark.slow),
     ],
-    ids=["nf4", "int8", "nf4, fsdp and tensor", "nf4, pipeline", "nf4, dora", "nf4, dora, fsdp and tensor"],
+    ids=[
+        *("nf4", "int8", "nf4, fsdp and tensor", "nf4, pipeline", "nf4, dora", "nf4, dora, fsdp and tensor"),
+        "fp8_blocks, fsdp and tensor",
+    ],
 )
 def test_gradients_equal_those_beside_dequantized_matrices(
     parallel: ParallelConfig, quantization: QuantizationConfig, lora: LoRAConfig

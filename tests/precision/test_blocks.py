@@ -31,6 +31,7 @@ from megajax.precision.fp8 import PerTensor
 from megajax.precision.groups import Groups
 from megajax.precision.matmul import Recipe, RoundedMatmul, terms
 from megajax.precision.recipes import RECIPES, kernel_of, recipe_of
+from megajax.precision.stored_blocks import TILES
 
 UP = "embed", "mlp"
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
@@ -103,6 +104,38 @@ def test_formats_against_numpy(name: str) -> None:
 
     for actual, tiles in zip(numbers(x), (False, True), strict=True):
         np.testing.assert_allclose(actual, wide(x, form, tiles=tiles), rtol=2e-7)
+
+
+def test_a_nan_of_a_large_array_is_in_its_scale() -> None:
+    """Maxima of floats drop it on CPUs, in tiles and in arrays of thousands of numbers."""
+    x = draw((128, 256), 3)
+    x[64, 40] = np.nan
+    for form, tiles in ((Format("e2m1", 16, "nvfp4"), True), (Format("e4m3", 32), False), (TILES, True)):
+        scales = np.asarray(jax.jit(partial(quantize, form=form, tiles=tiles))(x).scales, np.float32)
+        place = 64 // (form.size if tiles else 1), 40 // form.size
+        assert np.isnan(scales[place]) and np.isnan(scales).sum() == (scales.size if form.scales == "nvfp4" else 1)
+
+
+def test_scales_at_the_ends_of_formats() -> None:
+    """Literal numbers: OCP's rule, NVIDIA's rounding up as its instruction rounds, and tensors of tiny numbers."""
+    x = np.zeros((8, 32), np.float32)
+    x[:, 0] = [1, 1.75, np.nextafter(np.float32(1.75), 2), 1.9375, 448, 449, 2.0**-126, 3e38]
+    exponents = {
+        "floor": [119, 119, 119, 119, 127, 127, 0, 246],
+        "up": [119, 119, 120, 120, 127, 128, 0, 247],
+        "ceil": [119, 120, 120, 120, 128, 128, 0, 247],
+        "even": [119, 119, 119, 120, 127, 127, 0, 246],
+    }
+    for rounding, expected in exponents.items():
+        form: Any = Format("e4m3", 32, "power_of_two", rounding)
+        scales = np.asarray(jax.jit(partial(quantize, form=form))(x).scales)
+        np.testing.assert_array_equal(scales.view(np.uint8)[:, 0], expected, err_msg=rounding)
+    for amax, whole, first in ((2688.0, 1.0, 6.0), (1e-34, 1.0, 0.0), (1e-30, np.float32(1e-30) / 2688, 6.0)):
+        tiny = np.zeros((2, 16), np.float32)
+        tiny[0, 0] = amax
+        blocks = jax.jit(partial(quantize, form=Format("e2m1", 16, "nvfp4")))(tiny)
+        assert blocks.whole == np.float32(whole)
+        np.testing.assert_array_equal(np.asarray(blocks.codes, np.float32), [[first] + [0] * 15, [0] * 16])
 
 
 @pytest.mark.parametrize("name", RECIPES_IN_BLOCKS)

@@ -160,3 +160,25 @@ def test_weights_in_blocks_are_those_of_the_recipe(weights: str, block: int, wid
     bad = np.isnan(quantized.whole(leaves)[0])
     assert bad[:block, 1, 2].all() and (weights == "nvfp4" or bad.sum() == block)
     assert form.misfit((2, 100, 4, 5)) == f"100 inputs are not a multiple of the block, {block}"
+
+
+def test_weights_in_tiles_are_those_of_deepseek() -> None:
+    """Two layers of 3 x 50 inputs and 4 x 40 outputs, whose tiles span heads and end in parts."""
+    quantized, w = Quantized(form_of("fp8_blocks", 0, 2, 2)), draw(2, 3, 50, 4, 40)
+    leaves = jax.jit(quantized.quantized)(w)
+    declared = quantized.declared(w.shape, ("layer", "heads", None, "mlp", None))
+    assert declared[".scale"] == ((2, 2, 2), ("layer", None, None), "float32")
+    assert {end: (leaf.shape, leaf.dtype.name) for end, leaf in leaves.items()} == {
+        end: (shape, dtype) for end, (shape, _, dtype) in declared.items()
+    }
+    for place in np.ndindex(2, 2, 2):
+        layer, row, column = place
+        tile = np.s_[layer, 128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+        scale = np.abs(w.reshape(2, 150, 160)[tile]).max() / np.float32(448)
+        assert leaves[".scale"][place] == scale
+        codes = np.asarray(leaves[""]).reshape(2, 150, 160)[tile]
+        np.testing.assert_array_equal(codes, (w.reshape(2, 150, 160)[tile] / scale).astype(codes.dtype))
+        numbers = np.asarray(quantized.whole(leaves)).reshape(2, 150, 160)[tile]
+        np.testing.assert_array_equal(numbers, codes.astype(np.float32) * scale)
+    experts = Quantized(form_of("fp8_blocks", 0, 1, 1)).declared((2, 8, 256, 384), ("layer", "expert", None, "mlp"))
+    assert experts[".scale"] == ((2, 8, 2, 3), ("layer", "expert", None, "mlp"), "float32")

@@ -21,9 +21,10 @@ class QuantizationConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.quantization.replace_matrices:quantize"
-    weights: Literal["int8", "fp8", "mxfp8", "int4", "nf4", "nvfp4"] = "int8"
+    weights: Literal["int8", "fp8", "fp8_blocks", "mxfp8", "int4", "nf4", "nvfp4"] = "int8"
     """int8 and fp8 (e4m3) have a scale for each output of a matrix, int4 and nf4 one for each output and group of
-    inputs. nf4 has 16 quantiles of a normal distribution. mxfp8 and nvfp4 have blocks of 32 and 16 inputs."""
+    inputs. nf4 has 16 quantiles of a normal distribution. mxfp8 and nvfp4 have blocks of 32 and 16 inputs. fp8_blocks
+    (e4m3) has tiles of 128 inputs x 128 outputs, as checkpoints of DeepSeek-V3."""
     group: int | None = None
     """Inputs that share a scale in int4 or nf4, along the last dimension of the inputs; all of a shorter one. None: 128
     in int4, 64 in nf4."""

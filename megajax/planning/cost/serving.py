@@ -28,7 +28,8 @@ CHUNK, ROWS = 512, 32
 """Defaults of inference.chunk and inference.rows: the tokens of the largest step of a replica."""
 WIDTHS = BYTES | {"int8": 1, "float8_e4m3fn": 1, "int32": 4}
 """Bytes of an element of the cache."""
-WEIGHT_WIDTHS = {"int8": 1.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "int4": 0.5 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
+WEIGHT_WIDTHS = {"int8": 1.0, "fp8": 1.0, "fp8_blocks": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "int4": 0.5 + 4 / 128,
+                 "nvfp4": 0.5 + 1 / 16}  # fmt: skip
 """Bytes of a weight of the layers' matrices with its scales, as model.quantization stores them; scales of outputs are
 less than a thousandth."""
 
