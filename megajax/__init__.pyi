@@ -88,6 +88,8 @@ from megajax.layers.norm.config import LayerNormConfig as LayerNormConfig
 from megajax.layers.norm.config import LayerScaleConfig as LayerScaleConfig
 from megajax.layers.norm.config import RMSNormConfig as RMSNormConfig
 from megajax.layers.norm.config import SumWeightsConfig as SumWeightsConfig
+from megajax.layers.position.config import AxialRopeConfig as AxialRopeConfig
+from megajax.layers.position.config import InterleavedRopeConfig as InterleavedRopeConfig
 from megajax.layers.position.config import Llama3ScalingConfig as Llama3ScalingConfig
 from megajax.layers.position.config import LongRopeScalingConfig as LongRopeScalingConfig
 from megajax.layers.position.config import RelativeBiasConfig as RelativeBiasConfig
@@ -165,6 +167,7 @@ from megajax.models.presets.qwen import qwen3_5 as qwen3_5
 from megajax.models.presets.qwen import qwen3_5_moe as qwen3_5_moe
 from megajax.models.presets.qwen import qwen3_moe as qwen3_moe
 from megajax.models.presets.qwen import qwen3_next as qwen3_next
+from megajax.models.presets.qwen import qwen3_vl as qwen3_vl
 from megajax.models.presets.smollm import smollm3 as smollm3
 from megajax.models.presets.t5 import t5 as t5
 from megajax.models.presets.t5 import t5_v1_1 as t5_v1_1
@@ -174,6 +177,9 @@ from megajax.models.presets.vit import llava as llava
 from megajax.models.presets.vit import siglip as siglip
 from megajax.models.presets.vit import vit as vit
 from megajax.models.presets.vit import vit_tower as vit_tower
+from megajax.models.qwen_vl.config import DynamicTowerConfig as DynamicTowerConfig
+from megajax.models.qwen_vl.config import QwenVLConfig as QwenVLConfig
+from megajax.models.qwen_vl.config import qwen_vl as qwen_vl
 from megajax.models.t5.config import T5Config as T5Config
 from megajax.models.vision.config import VisionTowerConfig as VisionTowerConfig
 from megajax.models.vit.config import AttentionPoolingConfig as AttentionPoolingConfig

@@ -18,12 +18,31 @@ SAMPLE = "sample"
 
 
 @dataclass(frozen=True, slots=True)
+class Patches:
+    """How an image of any size becomes patches: its sides become multiples of merge * side, close to its own ratio."""
+
+    side: int
+    """Pixels of a side of a square patch."""
+    merge: int
+    """Squares of patches with this side are one position of the text."""
+    least: int
+    """Smaller images are enlarged to this many patches, unless more than `most` would follow."""
+    most: int
+    """Maximum number of patches of an image; larger ones are reduced."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placeholder:
     """The tokens of a row that represent one entry of another leaf, such as an image."""
 
     token: int
     count: int
-    """Number of positions of one entry."""
+    """Number of positions of one entry; with `patches`, the maximum."""
+    states: int = 1
+    """States of the model's width that each position has."""
+    patches: Patches | None = None
+    """Entries are images of any size, as patches [most, pixels], and the leaf `grids` has their rows and columns; None:
+    all entries are alike."""
 
 
 @dataclass(frozen=True, slots=True)

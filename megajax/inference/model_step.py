@@ -87,7 +87,8 @@ def step_output(
     """The output of a step, with `StepOutput.states` on request, and the cache with its tokens."""
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
-    ctx, others = with_images(layout, ctx, cache, arrays.images), {name: cache[name] for name in OTHERS & cache.keys()}
+    ctx = with_images(layout, ctx, cache, arrays.images, arrays.rotary)
+    others = {name: cache[name] for name in OTHERS & cache.keys()}
     x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
 
     def parts(x: Array, last: Array) -> tuple[Array, Array]:

@@ -28,6 +28,7 @@ from megajax.inference.images.image_states import (
     ImagePool,
     image_input,
     image_leaves,
+    rotary_positions,
     state_index,
     written,
 )
@@ -312,10 +313,13 @@ class Programs:
         if self.loaded.adapters is not None:
             arrays = arrays._replace(adapters=np.concatenate([adapter_slots(step, bucket) for step in work]))
         if self._image_pool is not None and bucket.tiles:
-            for pixels, places in self._image_pool.missing(work):
-                self._everywhere("image", pixels, places)
+            for pixels, grids, places in self._image_pool.missing(work):
+                self._everywhere("image", pixels, grids, places)
             index = [state_index(step, bucket, self._image_pool.images) for step in work]
             arrays = arrays._replace(images=np.concatenate(index))
+        if self.images is not None and self.images.patches is not None:
+            parts = zip(work, np.split(arrays.positions, len(work)), strict=True)
+            arrays = arrays._replace(rotary=np.concatenate([rotary_positions(step, bucket, at) for step, at in parts]))
         inputs = None if self.drafting is None else self.drafting.inputs(work, bucket, arrays)
         drafts = self._everywhere("step", bucket, arrays, inputs)
         return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]), drafts)
@@ -366,8 +370,8 @@ class Programs:
                 return self._scores(bucket, scorer)(self.weights, self._output.prompts, targets)
             case "encode", (texts,):
                 self.cache = self._encoder(texts.tokens.shape[1])(self.weights, self.cache, texts)
-            case "image", (pixels, places) if self.images is not None:
-                self.cache = self._image_reader(self.images)(self.weights, self.cache, pixels, places)
+            case "image", (pixels, grids, places) if self.images is not None:
+                self.cache = self._image_reader(self.images)(self.weights, self.cache, pixels, grids, places)
             case "compile", (number,):
                 self._needed()[number][1]()
             case "allocate", ():
@@ -457,16 +461,16 @@ class Programs:
         return self._compiled(length, lower)
 
     def _image_reader(self, images: ImageInput) -> jax.stages.Compiled:
-        """The program of images: (weights, cache, pixels, places) -> cache; as `ImagePool.missing` has them."""
+        """The program of images: (weights, cache, pixels, grids, places) -> cache; see `ImagePool.missing`."""
         loaded, replicas = self.loaded, self.replicas
 
-        def read(weights: Params, cache: Cache, pixels: Array, places: Array) -> Cache:
-            return written(loaded.layout, cache, loaded.bound(weights).image_states(pixels), places)
+        def read(weights: Params, cache: Cache, pixels: Array, grids: Array, places: Array) -> Cache:
+            return written(loaded.layout, cache, loaded.bound(weights).image_states(pixels, grids), places)
 
         def lower() -> jax.stages.Lowered:
             weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
-            pixels = self._like((replicas, images.height, images.width, 3), jnp.uint8)
-            return jax.jit(read, donate_argnums=1).lower(weights, cache, pixels, self._like((replicas,)))
+            pixels, grids = self._like((replicas, *images.shape()), jnp.uint8), self._like((replicas, 2))
+            return jax.jit(read, donate_argnums=1).lower(weights, cache, pixels, grids, self._like((replicas,)))
 
         return self._compiled(IMAGES, lower)
 
@@ -479,7 +483,8 @@ class Programs:
         last = self._like((self.replicas * bucket.choices,))
         adapters = None if self.loaded.adapters is None else self._like((tokens,))
         images = self._like((tokens,)) if self.images is not None and bucket.tiles else None
-        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last, adapters, images)
+        rotary = self._like((tokens, 1, 3)) if self.images is not None and self.images.patches is not None else None
+        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last, adapters, images, rotary)
 
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding("batch", *[None] * (len(shape) - 1)))

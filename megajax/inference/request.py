@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from megajax.batch import Patches
 from megajax.config.errors import Problem, UserError
 from megajax.inference.sampling_settings import BAD_LENGTH, Sampling
 
@@ -105,11 +106,22 @@ class ImageInput(NamedTuple):
     most: int
     """Maximum number of images of a row."""
     positions: int
-    """Tokens of an image."""
+    """Tokens of an image; with `patches`, the maximum."""
     token: int
     """Token id at these positions."""
-    height: int
-    width: int
+    height: int = 0
+    width: int = 0
+    """Pixels of an image; 0 with `patches`."""
+    patches: Patches | None = None
+    """Images have any size; None: all have the same."""
+    states: int = 1
+    """States of the model's width at each position."""
+
+    def shape(self) -> tuple[int, ...]:
+        """Of `PromptImage.pixels` on the device."""
+        if self.patches is None:
+            return self.height, self.width, 3
+        return self.patches.most, self.patches.side**2 * 3
 
 
 class PromptImage(NamedTuple):
@@ -118,11 +130,19 @@ class PromptImage(NamedTuple):
     first: int
     """Position of its first token."""
     count: int
-    """Number of its tokens, `ImageInput.positions`."""
+    """Number of its tokens, at most `ImageInput.positions`."""
     pixels: Any
-    """uint8 [height, width, 3]."""
+    """uint8 [height, width, 3]; of an image of any size, its patches [n, pixels]."""
     digest: bytes
-    """Hash of the pixels."""
+    """Hash of the pixels and the grid."""
+    grid: tuple[int, int] = (0, 0)
+    """Rows and columns of patches; zeros for an image of the model's size."""
+    merge: int = 1
+    """Squares of patches with this side are one token."""
+
+    def moves(self) -> int:
+        """What it adds to the rotary positions behind it, beside its number of tokens."""
+        return max(self.grid) // self.merge - self.count if self.grid[0] else 0
 
 
 @dataclass(kw_only=True)

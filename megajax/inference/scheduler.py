@@ -421,9 +421,10 @@ class Scheduler:
 
 
 def _in_prompt(sequence: Sequence) -> bool:
-    """Whether the sequence needs a chunk of prompt tokens; the last token of an embedding is part of one."""
-    remaining = len(sequence.tokens) - sequence.computed
-    begins = sequence.computed == 0 or sequence.pooling is not None
+    """Whether the sequence needs a chunk of prompt tokens, as for the last token of an embedding or of an image."""
+    remaining, at = len(sequence.tokens) - sequence.computed, sequence.computed
+    begins = at == 0 or sequence.pooling is not None
+    begins = begins or any(image.first <= at < image.first + image.count for image in sequence.images)
     return not sequence.paused and (remaining > 1 or (remaining == 1 and begins))
 
 

@@ -77,6 +77,8 @@ class StepArrays(NamedTuple):
     images: Any = None
     """int32 [T]: index, within the replica, of the image state in place of each token; -1: the token itself. None in
     steps without prompts, and for a model without images."""
+    rotary: Any = None
+    """int32 [T, 1, 3]: rotary positions along time, rows and columns; None but for a model with images of any size."""
 
 
 AWAITED = -1

@@ -29,6 +29,8 @@ class Context(NamedTuple):
     """int32 [B, T]: a position attends to the tokens of `memory` with its number in `segments`; None: to all."""
     splice: Array | None = None
     """int32 [B, S]: index in `memory` of the state that replaces the token at a position; -1: the token stays."""
+    rotary: Array | None = None
+    """int32 [B, S, A]: positions along several axes for RoPE, such as time, rows and columns; None: `positions`."""
     layer: Array | int | None = None
     """Number of the layer in its stack, int32 []; None outside stacks."""
     rows: Any = None
@@ -38,6 +40,19 @@ class Context(NamedTuple):
         """The context with the number of the layer, which is also folded into each row's key."""
         keys = None if self.row_keys is None else fold_rows(self.row_keys, layer)
         return self._replace(row_keys=keys, layer=layer)
+
+
+def spliced(ctx: Context, number: Array | int, hidden: int) -> Array | None:
+    """The states [B, S, hidden] that `memory` has at the positions of `splice`, zeros elsewhere; None without them.
+
+    number: of the state, if `memory` has several for each position: [B, T, states * hidden].
+    """
+    if ctx.memory is None or ctx.splice is None:
+        return None
+    states = ctx.memory.reshape(*ctx.memory.shape[:2], -1, hidden)
+    states = jax.lax.dynamic_index_in_dim(states, number, 2, keepdims=False)
+    places = jnp.clip(ctx.splice, 0, states.shape[1] - 1)
+    return jnp.where(ctx.splice[..., None] >= 0, jnp.take_along_axis(states, places[..., None], axis=1), 0)
 
 
 def keys_of_rows(key: Array, samples: Array) -> Array:

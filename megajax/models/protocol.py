@@ -288,8 +288,12 @@ class ImageReadingModel(GeneratingModel, Protocol):
     `step` replaces tokens by the states that `Context.memory` and `Context.splice` give.
     """
 
-    def image_states(self, images: Array) -> Array:
-        """images uint8 [B, height, width, 3] -> states [B, positions of an image, D]."""
+    def image_states(self, images: Array, grids: Array) -> Array:
+        """images uint8 [B, height, width, 3] -> states [B, positions of an image, D].
+
+        With `Placeholder.patches`, images are uint8 [B, patches, pixels] with their rows and columns as grids int32
+        [B, 2], which are zeros otherwise; the states are [B, positions, states * D].
+        """
         ...
 
 

@@ -44,8 +44,9 @@ class StagedSection(NamedTuple):
     """The layers of a chunk."""
     common: Callable[[Params], Params]
     """shared -> the weights that every layer uses, by their paths in `shared`."""
-    leave: Callable[[Params, Array, Any], Array] | None
-    """(shared, output of the last layer, context) -> input of the next section; None for the last section."""
+    leave: Callable[[Params, Array, Any, Array | None], Array] | None
+    """(shared, output of the last layer, context, output of the previous section, if any) -> input of the next section;
+    None for the last section."""
 
 
 class Staged(NamedTuple):

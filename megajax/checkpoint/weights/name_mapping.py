@@ -40,6 +40,8 @@ class Row:
     """Sizes of dimensions in patterns that do not follow from the shapes of the weights."""
     index: Index = ()
     """Place of the tensor in the weight, after the dimensions of layers and experts; the rest of the weight is 0."""
+    first: int = 0
+    """Number of the first layer of the stack in the names of tensors."""
     requires: str = ""
     """The row is only of blocks that have this weight: in hybrids, several types of blocks share names of weights."""
 
@@ -152,7 +154,8 @@ def _tensors(row: Row, declared: Mapping[str, ParamSpec]) -> Iterator[Mapped]:
             leading = [place if expert is None else (*place, expert) for place in places]
             indices = [(*lead, *row.index) for lead in leading]
             pieces = [_piece(path, index, spec) for path, index, spec in zip(paths, indices, specs, strict=True)]
-            yield Mapped(row.tensor.format(layer=layer, expert=expert), tuple(pieces), row)
+            number = None if layer is None else layer + row.first
+            yield Mapped(row.tensor.format(layer=number, expert=expert), tuple(pieces), row)
 
 
 def _piece(path: str, index: Index, spec: ParamSpec) -> Piece:

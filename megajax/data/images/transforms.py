@@ -6,9 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from megajax.batch import Patches
 from megajax.config.optional_packages import require
 from megajax.data.images.config import AugmentConfig, CropConfig
 from megajax.data.images.decoding import Picture
+from megajax.data.rows.shuffled_items import UnreadableItem
 
 TRIES = 10
 """Random crops that are tried before the largest centered crop with an allowed ratio is used."""
@@ -17,6 +19,8 @@ GREY = (128, 128, 128)
 ROTATION, SHEAR, SHIFT, ENHANCEMENT = 30.0, 0.3, 0.3, 0.9
 """Degrees, share of the other side, share of the same side, change of a factor; each at magnitude 10."""
 STRONGEST = 10.0
+LONGEST = 200
+"""Largest ratio of the sides of an image that becomes patches."""
 
 
 class Crop(NamedTuple):
@@ -155,6 +159,33 @@ def fit_image(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop
     corner = ((size[0] - inside[0]) // 2, (size[1] - inside[1]) // 2)
     image.paste(crop_image(picture, Crop(whole_box(picture.size)), inside, FILTER), corner)
     return np.asarray(image)
+
+
+def patch_image(picture: Picture, patches: Patches) -> tuple[np.ndarray, tuple[int, int]]:
+    """A picture of any size as patches, uint8 [n, side * side * 3], and their rows and columns.
+
+    Its sides become multiples of merge * side, for a number of patches between `least` and `most`: the rule of Qwen2-VL
+    (Wang et al. 2024). Squares of merge * merge patches follow one another. Raises UnreadableItem.
+    """
+    side, merge = patches.side, patches.merge
+    unit, pixels = side * merge, picture.size[0] * picture.size[1]
+    if max(picture.size) > LONGEST * min(picture.size):
+        detail = f"has {picture.size[0]} x {picture.size[1]} pixels, one side more than {LONGEST} times the other"
+        raise UnreadableItem("too long", detail)
+    sides = [round(size / unit) for size in picture.size]
+    count = sides[0] * sides[1] * merge**2
+    least, most = (number * side**2 for number in (patches.least, patches.most))
+    if count > patches.most:
+        sides = [max(1, math.floor(size / math.sqrt(pixels / most) / unit)) for size in picture.size]
+    elif count < patches.least:
+        sides = [max(1, math.ceil(size * math.sqrt(least / pixels) / unit)) for size in picture.size]
+    # A long image that was enlarged, or whose shorter side is a unit, may have too many.
+    longer = sides.index(max(sides))
+    sides[longer] = min(sides[longer], patches.most // merge**2 // min(sides))
+    columns, rows = (number * merge for number in sides)
+    image = np.asarray(crop_image(picture, Crop(whole_box(picture.size)), (columns * side, rows * side), FILTER))
+    image = image.reshape(rows // merge, merge, side, columns // merge, merge, side, -1)
+    return image.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1), (rows, columns)
 
 
 def grid(image: tuple[int, int], size: tuple[int, int], tiles: int) -> tuple[int, int]:

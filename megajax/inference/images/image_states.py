@@ -29,8 +29,9 @@ def image_input(model: Any) -> ImageInput | None:
     leaf = model.schema().get(IMAGES)
     if leaf is None or leaf.placeholder is None:
         return None
-    most, height, width, _ = leaf.shape
-    return ImageInput(most, leaf.placeholder.count, leaf.placeholder.token, height, width)
+    place = leaf.placeholder
+    height, width = (0, 0) if place.patches else leaf.shape[1:3]
+    return ImageInput(leaf.shape[0], place.count, place.token, height, width, place.patches, place.states)
 
 
 def image_leaves(model: Any) -> tuple[CacheLeaf, ...]:
@@ -38,7 +39,7 @@ def image_leaves(model: Any) -> tuple[CacheLeaf, ...]:
     images = image_input(model)
     if images is None:
         return ()
-    return (CacheLeaf(IMAGES, (images.most * images.positions, model.hidden), (None, None), per="row"),)
+    return (CacheLeaf(IMAGES, (images.most * images.positions, images.states * model.hidden), (None, None), per="row"),)
 
 
 class ImagePool:
@@ -48,21 +49,21 @@ class ImagePool:
         self.images = images
         self._owners: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
 
-    def missing(self, work: abc.Sequence[Step | None]) -> abc.Iterator[tuple[np.ndarray, np.ndarray]]:
+    def missing(self, work: abc.Sequence[Step | None]) -> abc.Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """The images that a step needs and the pool lacks, one of each replica at a time; they count as present then.
 
-        Yields pixels uint8 [replicas, H, W, 3] and places int32 [replicas]: slot x `ImageInput.most` + number of the
-        image; past the pool for none.
+        Yields pixels uint8 [replicas, ...] as `ImageInput.shape`, grids int32 [replicas, 2] and places int32
+        [replicas]: slot x `ImageInput.most` + number of the image; past the pool for none.
         """
         needed = [self._take(replica, step) for replica, step in enumerate(work)]
         for number in range(max(map(len, needed))):
-            pixels = np.zeros((len(work), self.images.height, self.images.width, 3), np.uint8)
+            pixels, grids = np.zeros((len(work), *self.images.shape()), np.uint8), np.zeros((len(work), 2), np.int32)
             places = np.full(len(work), NOWHERE, np.int32)
             for replica, images in enumerate(needed):
                 if number < len(images):
                     places[replica], image = images[number]
-                    pixels[replica] = image.pixels
-            yield pixels, places
+                    pixels[replica, : len(image.pixels)], grids[replica] = image.pixels, image.grid
+            yield pixels, grids, places
 
     def _take(self, replica: int, step: Step | None) -> list[tuple[int, PromptImage]]:
         needed = []
@@ -89,6 +90,23 @@ def state_index(step: Step | None, bucket: Bucket, images: ImageInput) -> np.nda
     return index
 
 
+def rotary_positions(step: Step | None, bucket: Bucket, positions: np.ndarray) -> np.ndarray:
+    """`StepArrays.rotary` of a replica's step. positions: int32 [T, 1] of its tokens."""
+    rotary = np.repeat(positions[..., None], 3, axis=-1)
+    for number, (row, _) in enumerate(step.decode if step else ()):
+        rotary[number * bucket.width : (number + 1) * bucket.width] += sum(image.moves() for image in row.images)
+    for place, (prompt, first, count) in enumerate(prompt_tiles(step, bucket.tile) if step and step.prompts else ()):
+        row, begin = step.prompts[prompt][0] if step else None, bucket.choices + place * bucket.tile - first
+        for image in row.images if row else ():
+            start, end, after = max(first, image.first), image.first + image.count, first + count
+            rotary[begin + max(first, end) : begin + max(after, end)] += image.moves()
+            if start < (stop := min(end, after)):
+                token, columns = np.arange(start - image.first, stop - image.first), image.grid[1] // image.merge
+                inside = np.stack([0 * token, token // columns, token % columns], axis=-1) - token[:, None]
+                rotary[begin + start : begin + stop, 0] += inside.astype(np.int32)
+    return rotary.astype(np.int32)
+
+
 def written(layout: Layout, cache: Cache, states: Array, places: Array) -> Cache:
     """The cache with states [replicas, P, D] of images at their places, int32 [replicas]."""
 
@@ -100,8 +118,14 @@ def written(layout: Layout, cache: Cache, states: Array, places: Array) -> Cache
     return {**cache, IMAGES: pool}
 
 
-def with_images(layout: Layout, ctx: Context, cache: Cache, index: Array | None) -> Context:
-    """The context of a step whose tokens have these states, int32 [T]; -1: the token itself. None: no images."""
+def with_images(
+    layout: Layout, ctx: Context, cache: Cache, index: Array | None, rotary: Array | None = None
+) -> Context:
+    """The context of a step whose tokens have these states, int32 [T]; -1: the token itself. None: no images.
+
+    rotary: as in `StepArrays`.
+    """
+    ctx = ctx._replace(rotary=rotary)
     if index is None:
         return ctx
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
-from megajax.inference.images.reader import ImageReader
+from megajax.inference.images.reader import ImageReader, ReadImage
 from megajax.inference.request import Pooling, PromptImage
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid
@@ -147,7 +145,7 @@ class ServedModel:
         except (TemplateMisfit, OverBudget, UserError) as error:
             raise invalid(param, str(error)) from None
 
-    async def _pictures(self, messages: Sequence[Mapping[str, Any]], param: str) -> list[np.ndarray]:
+    async def _pictures(self, messages: Sequence[Mapping[str, Any]], param: str) -> list[ReadImage]:
         """The pixels of the images of messages. Raises RequestError, which numbers the image from 1."""
         contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
         files = [part["data"] for content in contents for part in content if part["type"] == "image"]

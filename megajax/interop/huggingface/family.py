@@ -310,7 +310,7 @@ UNUSED = frozenset({
     "pretraining_tp", "problem_type", "processor_class", "resid_pdrop", "task_specific_params", "tokenizer_class",
     "torch_dtype", "use_bfloat16", "use_cache",
     # Settings of preprocessor_config.json, which families of vision models read.
-    "image_mean", "image_std",
+    "image_mean", "image_std", "size",
     # Older versions of transformers wrote all settings of generation and of outputs into config.json.
     "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",

@@ -52,12 +52,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _pixels(folder: Path) -> dict[str, Any]:
-    """Mean and deviation in preprocessor_config.json; {} if there is no such file."""
+    """Mean, deviation and sizes in preprocessor_config.json; {} if there is no such file."""
     path = folder / PREPROCESSOR
     if not path.is_file():
         return {}
     settings = _json(path)
-    return {name: settings[name] for name in ("image_mean", "image_std") if settings.get(name)}
+    return {name: settings[name] for name in ("image_mean", "image_std", "size") if settings.get(name)}
 
 
 def read_model(folder: Path, ignore: Collection[str] = ()) -> ForeignModel:

@@ -85,7 +85,7 @@ KINDS = (
     Kin("chinese_clip altclip metaclip_2 blip groupvit xclip", "a model with an image and a text tower", ("clip",)),
     Kin(
         "llava_next llava_onevision vipllava mllama mistral3 paligemma gemma3 internvl internvl_chat qwen2_vl "
-        "qwen2_5_vl qwen3_vl idefics2 idefics3 smolvlm llava_llama llama4 kimi_k25",
+        "qwen2_5_vl qwen3_vl_moe idefics2 idefics3 smolvlm llava_llama llama4 kimi_k25",
         "a model of images and text with other image parts",
         ("llava",),
     ),

@@ -12,7 +12,13 @@ from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, below_one, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.norm.config import NormConfig
-from megajax.layers.position.config import RelativeBiasConfig, RopeConfig, TemperatureConfig
+from megajax.layers.position.config import (
+    AxialRopeConfig,
+    InterleavedRopeConfig,
+    RelativeBiasConfig,
+    RopeConfig,
+    TemperatureConfig,
+)
 from megajax.layers.recompute import Part
 
 PER_HEAD = ("heads", "head_dim")
@@ -183,7 +189,7 @@ class AttentionConfig(MultiHeadConfig):
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to [-qkv_clip, qkv_clip] before their rotation, as in OLMo; none: no
     clipping."""
-    rope: RopeConfig | None = None
+    rope: RopeConfig | InterleavedRopeConfig | AxialRopeConfig | None = None
     """Rotary positions; none: no rotation."""
     relative: RelativeBiasConfig | None = None
     """Learned bias on scores by distance; none: no bias."""

@@ -67,7 +67,8 @@ class Attention(nnx.Module):
         if (clip := self.cfg.qkv_clip) is not None:
             q, k, v = (jnp.clip(array, -clip, clip) for array in (q, k, v))
         if self.rope is not None:
-            q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
+            positions = ctx.positions if ctx.rotary is None else ctx.rotary
+            q, k = self.rope(q, positions), self.rope(k, positions)
         q, k = self.normalised(q, k) if self.cfg.qk_norm_after_rope else (q, k)
         q = q if self.cfg.temperature is None else tempered(q, ctx.positions, self.cfg.temperature)
         return q, k, v

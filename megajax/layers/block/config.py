@@ -82,6 +82,8 @@ class BlockConfig(Builds):
     """Factors on each sub-layer's output, learned for each channel or fixed; none: no scaling."""
     sum_weights: SumWeightsConfig | None = None
     """Fixed factors of the two terms of each sum, with norm_placement=input (MiniMax); none: 1."""
+    deepstack: bool = False
+    """Adds the layer's own states of images to the output, at their positions (DeepStack, Meng et al. 2024)."""
 
     def problems(self) -> list[Problem]:
         problems = below_one(dropout=self.dropout)

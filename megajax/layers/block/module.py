@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config.errors import UserError
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import below
-from megajax.layers.context import Context, dropout
+from megajax.layers.context import Context, dropout, spliced
 from megajax.layers.decoding import Cache
 from megajax.layers.param import LayerSettings
 
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: BlockConfig, settings: LayerSettings):
         self.rate, self.placement, self.layout = cfg.dropout, cfg.norm_placement, settings.layout
-        self.sum_weights = cfg.sum_weights
+        self.sum_weights, self.deepstack = cfg.sum_weights, cfg.deepstack
         self.names, self.named_sums = tuple(cfg.layers()), cfg.saved_sums()
         for name in cfg.norms():
             setattr(self, name, cfg.norm.build(settings))
@@ -82,7 +82,12 @@ class Block(nnx.Module):
             x = self.summed("cross", added("cross", x))
         if "mlp" in self.names:
             x = self.summed("mlp", added("mlp", x))
-        return x
+        return self.with_features(x, ctx) if self.deepstack else x
+
+    def with_features(self, x: Array, ctx: Context) -> Array:
+        """The output with the states of images for this layer, which follow those that replace the embeddings."""
+        states = spliced(ctx, 1 if ctx.layer is None else ctx.layer + 1, x.shape[-1])
+        return x if states is None else x + self.layout.act(states.astype(x.dtype), "batch", "seq_residual", "embed")
 
     def stream(self, name: str, x: Array) -> Array:
         """The residual stream that a sub-layer's output is added to."""

@@ -160,6 +160,49 @@ class RopeConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InterleavedRopeConfig(RopeConfig):
+    """Rotary positions along time, rows and columns of images: the frequencies take turns (Qwen3-VL, Bai et al. 2025).
+
+    Text has the same position along all three axes, and is rotated as by `RopeConfig`.
+
+    Example: `mj.InterleavedRopeConfig(base=5000000.0, sections=(24, 20, 20))`
+    """
+
+    target: ClassVar[str] = "megajax.layers.position.module:InterleavedRope"
+    sections: tuple[int, ...] = (24, 20, 20)
+    """Number of frequencies of time, rows and columns: every third frequency, from the second on, is of rows, and from
+    the third on of columns, up to these numbers; the others are of time."""
+
+    def problems(self) -> list[Problem]:
+        if len(self.sections) != 3 or min(self.sections) < 0:
+            return [Problem("sections", f"must be three numbers of at least 0, got {self.sections}")]
+        return RopeConfig.problems(self)
+
+    def head_problems(self, size: int) -> list[Problem]:
+        """Problems of rotating heads of this size."""
+        if sum(self.sections) != self.rotated(size) // 2:
+            message = f"{self.sections} are {sum(self.sections)} frequencies, a head has {self.rotated(size) // 2}"
+            return [Problem("rope.sections", message)]
+        return RopeConfig.head_problems(self, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxialRopeConfig(RopeConfig):
+    """Rotary positions of patches: half of each head is rotated by the row, the other half by the column.
+
+    Example: `mj.AxialRopeConfig()`
+    """
+
+    target: ClassVar[str] = "megajax.layers.position.module:AxialRope"
+
+    def head_problems(self, size: int) -> list[Problem]:
+        """Problems of rotating heads of this size."""
+        if self.rotated(size) % 4:
+            return [Problem("rope", f"rows and columns need a head size divisible by 4, got {self.rotated(size)}")]
+        return RopeConfig.head_problems(self, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TemperatureConfig:
     """A factor on queries that grows with their position p: 1 + scale ln(1 + floor((p + 1) / length)), as in Llama 4.
 

@@ -10,6 +10,7 @@ from jax import Array
 
 from megajax.layers.param import LayerSettings, Normal, param
 from megajax.layers.position.config import (
+    InterleavedRopeConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,
     RelativeBiasConfig,
@@ -46,8 +47,13 @@ class Rope:
                 scaled = plain / np.asarray(scaling.divisors(self.length))
         return scaled / self.cfg.interpolation
 
+    def axes(self) -> np.ndarray:
+        """Number of the axis whose position each frequency multiplies, [R/2], for positions along several axes."""
+        return np.zeros(self.cfg.rotated(self.head_dim) // 2, np.int32)
+
     def angles(self, positions: Array) -> Array:
-        """positions int32 [B, S] -> position * frequency modulo 2 pi, in [-pi, pi], float32 [B, S, R/2].
+        """positions int32 [B, S], or [B, S, A] along several axes -> position * frequency modulo 2 pi, in [-pi, pi],
+        float32 [B, S, R/2].
 
         A float32 product of position and frequency loses the fraction of a turn at large positions. Here a frequency is
         a fixed-point number of turns per position with 32 fractional bits; the int32 product wraps around once a turn,
@@ -58,12 +64,13 @@ class Rope:
         rounded = np.rint(units)
         rest = (units - rounded).astype(np.float32)
         wrapped = (rounded.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-        position = jnp.asarray(positions, jnp.int32)[:, :, None]
+        position = jnp.asarray(positions, jnp.int32)
+        position = position[:, :, None] if position.ndim == 2 else position[:, :, self.axes()]
         phase = position * wrapped + (position.astype(jnp.float32) * rest).astype(jnp.int32)
         return phase.astype(jnp.float32) * (2 * pi / 2**32)
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """x [B, S, N, H], positions int32 [B, S] -> [B, S, N, H]; rotated in float32."""
+        """x [B, S, N, H], positions int32 [B, S] or [B, S, A] -> [B, S, N, H]; rotated in float32."""
         size, scaling = self.cfg.rotated(self.head_dim), self.cfg.scaling
         angles = self.angles(positions)[:, :, None]
         magnitude = 1.0 if scaling is None else scaling.magnitude()
@@ -78,6 +85,31 @@ class Rope:
             return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedRope(Rope):
+    """Rotates by time, row and column in turns."""
+
+    cfg: InterleavedRopeConfig
+
+    def axes(self) -> np.ndarray:
+        axes = Rope.axes(self)
+        for axis in (1, 2):
+            axes[axis : 3 * self.cfg.sections[axis] : 3] = axis
+        return axes
+
+
+@dataclass(frozen=True, slots=True)
+class AxialRope(Rope):
+    """Rotates by the row, then with the same frequencies by the column."""
+
+    def frequencies(self) -> np.ndarray:
+        return np.tile(Rope(self.cfg, self.head_dim // 2).frequencies(), 2)
+
+    def axes(self) -> np.ndarray:
+        half = self.cfg.rotated(self.head_dim) // 4
+        return np.repeat(np.arange(2), half)
 
 
 def tempered(q: Array, positions: Array, cfg: TemperatureConfig) -> Array:

@@ -5,6 +5,7 @@ B rows, S positions of the decoder, N images of a row, P positions of an image, 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,13 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import SAMPLE, Rows
-from megajax.layers.context import Context, keys_of_rows
+from megajax.layers.context import Context, keys_of_rows, spliced
 from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.module import DecoderLM, layer_settings
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.protocol import Section, last_output
-from megajax.models.vision.module import VisionTower
 
 VISION = 2
 """Folded into the random key of the tower, so it differs from that of the decoder."""
@@ -31,8 +31,8 @@ class Llava(DecoderLM):
     def __init__(self, cfg: LlavaConfig, layout: Layout):
         super().__init__(cfg, layout)
         self.cfg: LlavaConfig = cfg
-        self.vision = VisionTower(cfg.vision, layout)
-        self.projector = cfg.projector.build(cfg, layer_settings(cfg, layout))
+        self.vision: Any = cfg.vision.build(layout)
+        self.projector = cfg.projector.build(cfg.vision.hidden, cfg.vision.grid(), layer_settings(cfg, layout))
 
     @property
     def sections(self) -> Mapping[str, Section]:
@@ -56,8 +56,9 @@ class Llava(DecoderLM):
         x, _ = last_output(self.sections, batch if segment_ids is None else {**batch, "segment_ids": segment_ids})
         return self.logits(self.final_norm(x))
 
-    def image_states(self, images: Array) -> Array:
-        """images uint8 [B, height, width, 3] -> their positions of the decoder [B, P, D]."""
+    def image_states(self, images: Array, grids: Array) -> Array:
+        """images uint8 [B, height, width, 3] -> their positions of the decoder [B, P, D]. grids: not used."""
+        del grids
         section, ctx = VisionSection(self), self.vision.image_context(images.shape[0])
         x = section.enter(self.vision.embed_images(images), ctx)
         return section.positions(section.stack(x, ctx), ctx)
@@ -70,12 +71,19 @@ class Llava(DecoderLM):
 
     def enter(self, x: Array, ctx: Context) -> Array:
         """Token embeddings [B, S, D] with projected images inserted, then as in a decoder."""
-        if ctx.memory is not None and ctx.splice is not None:
-            places = jnp.clip(ctx.splice, 0, ctx.memory.shape[1] - 1)
-            image_states = jnp.take_along_axis(ctx.memory, places[..., None], axis=1).astype(x.dtype)
-            image_states = self.layout.act(image_states, "batch", "seq_residual", "embed")
-            x = jnp.where(ctx.splice[..., None] >= 0, image_states, x)
+        if ctx.splice is not None and (states := spliced(ctx, 0, x.shape[-1])) is not None:
+            states = self.layout.act(states.astype(x.dtype), "batch", "seq_residual", "embed")
+            x = jnp.where(ctx.splice[..., None] >= 0, states, x)
         return super().enter(x, ctx)
+
+
+def keys_of_images(model: Llava, batch: Rows, key: Array | None, fold: int) -> Array | None:
+    """Random keys of all images [B * N, 2], from the run's key folded with a number; None without dropout."""
+    if key is None or not (model.cfg.vision.has_dropout() or model.cfg.drops_inputs()):
+        return None
+    slots = batch["images"].shape[1]
+    numbers = batch[SAMPLE][:, None] * slots + jnp.arange(slots, dtype=jnp.uint32)[None]
+    return keys_of_rows(jax.random.fold_in(key, fold), numbers.reshape(-1))
 
 
 class VisionSection:
@@ -87,11 +95,7 @@ class VisionSection:
     def context(self, batch: Rows, key: Array | None) -> Context:
         """Every patch attends to all patches of its image."""
         rows, slots = batch["images"].shape[:2]
-        keys = None
-        if key is not None and (self.tower.cfg.has_dropout() or self.model.cfg.drops_inputs()):
-            numbers = batch[SAMPLE][:, None] * slots + jnp.arange(slots, dtype=jnp.uint32)[None]
-            keys = keys_of_rows(jax.random.fold_in(key, VISION), numbers.reshape(-1))
-        return self.tower.image_context(rows * slots, keys)
+        return self.tower.image_context(rows * slots, keys_of_images(self.model, batch, key, VISION))
 
     def embed(self, batch: Rows) -> Array:
         """Embedded patches [B * N, P, C]."""
@@ -117,9 +121,10 @@ class VisionSection:
 class Projector(nnx.Module):
     """States of positions [B, P, C] -> [B, P / pixel_shuffle^2, D]."""
 
-    def __init__(self, cfg: ProjectorConfig, model: LlavaConfig, settings: LayerSettings):
-        self.cfg, self.layout, self.grid = cfg, settings.layout, model.vision.grid()
-        size, hidden, ffn = model.vision.hidden, settings.hidden, cfg.width(settings.hidden)
+    def __init__(self, cfg: ProjectorConfig, size: int, grid: tuple[int, int], settings: LayerSettings):
+        """size: C; grid: rows and columns of positions."""
+        self.cfg, self.layout, self.grid = cfg, settings.layout, grid
+        hidden, ffn = settings.hidden, cfg.width(settings.hidden)
         entry, init = size * cfg.pixel_shuffle**2, Normal(settings.std)
         self.norm = None if cfg.norm is None else cfg.norm.build(replace(settings, hidden=entry))
         for name in cfg.inner() if ffn else ():

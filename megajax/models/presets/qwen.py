@@ -1,17 +1,20 @@
-"""Qwen 2.5 (Qwen team 2024, table 1), Qwen 3 (Qwen team 2025, tables 1 and 2), Qwen3-Next and Qwen3.5, as released."""
+"""Qwen 2.5 (Qwen team 2024, table 1), Qwen 3 (2025, tables 1 and 2), and Qwen3-Next, 3.5 and VL, as released."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.delta.config import GatedDeltaNetConfig
-from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig, SharedExpertConfig
-from megajax.layers.norm.config import RMSNormConfig
-from megajax.layers.position.config import RopeConfig
+from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
+from megajax.layers.position.config import AxialRopeConfig, InterleavedRopeConfig, RopeConfig
+from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
+from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig, qwen_vl
 
 RELEASED = 151936
 """Rows of the released embedding tables; the larger sizes of Qwen 2.5 have more."""
@@ -42,6 +45,16 @@ QWEN3_MOE = {
     "30b-a3b": Size(48, 2048, 32, 4, 768, head_dim=128, experts=128, top_k=8),
     "235b-a22b": Size(94, 4096, 64, 4, 1536, head_dim=128, experts=128, top_k=8),
 }
+
+QWEN3_VL = {
+    "debug": ("debug", Size(3, 32, 2, ffn=64), (0, 1)),
+    "2b": ("1.7b", Size(24, 1024, 16, ffn=4096), (5, 11, 17)),
+    "4b": ("4b", Size(24, 1024, 16, ffn=4096), (5, 11, 17)),
+    "8b": ("8b", Size(27, 1152, 16, ffn=4304), (8, 16, 24)),
+    "32b": ("32b", Size(27, 1152, 16, ffn=4304), (8, 16, 24)),
+}
+"""Size -> that of the decoder, the tower, and its blocks whose outputs DeepStack adds."""
+IMAGE_TOKEN = 151655
 
 NORM = RMSNormConfig(epsilon=1e-6)
 
@@ -169,3 +182,40 @@ def _delta(
     )
     blocks = [BlockConfig(mixer=mixer, mlp=feed_forward, norm=norm) for mixer in (delta, delta, delta, attention)]
     return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied)
+
+
+def qwen3_vl(size: str, *, sequence_length: int = 262144, vocabulary_size: int = RELEASED, **more: Any) -> QwenVLConfig:
+    """Qwen3-VL without experts: Qwen 3 with a tower for images of any size. Raises UserError for an unknown size.
+
+    more: other settings of QwenVLConfig, such as slots.
+
+    Example: `mj.qwen3_vl("4b", sequence_length=8192, slots=4)`
+    """
+    name, row, features = pick("qwen3_vl", QWEN3_VL, size)
+    language = qwen3(name, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    (block,), norm = language.stack.pattern, LayerNormConfig(epsilon=1e-6)
+    # Of 64 frequencies of a head, 24 are of time, and 20 each of rows and columns.
+    sections = (4, 2, 2) if size == "debug" else (24, 20, 20)
+    rope = InterleavedRopeConfig(base=5000000.0, sections=sections)
+    mixer: Any = block.mixer
+    block = replace(block, mixer=replace(mixer, rope=rope))
+    seeing = BlockConfig(
+        mixer=AttentionConfig(heads=row.heads, bias=True, causal=False, rope=AxialRopeConfig()),
+        mlp=DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh"),
+        norm=norm,
+    )
+    side, patch = (4, 4) if size == "debug" else (48, 16)
+    tower = DynamicTowerConfig(
+        hidden=row.hidden,
+        stack=StackConfig(pattern=(seeing,), repeats=row.layers),
+        height=side * patch,
+        width=side * patch,
+        patch=patch,
+        class_tokens=0,
+        norm=norm,
+        features=features,
+        least=16 if size == "debug" else 256,
+        most=side**2,
+    )
+    language = replace(language, stack=replace(language.stack, pattern=(block,)))
+    return qwen_vl(language, tower, **{"image_token": min(IMAGE_TOKEN, vocabulary_size - 1), **more})

@@ -48,10 +48,7 @@ class VisionTower(nnx.Module):
 
     def embed_images(self, images: Array) -> Array:
         """uint8 or normalised float [B, height, width, 3] -> embeddings of patches [B, S, D], zeros elsewhere."""
-        cfg, pixels = self.cfg, images
-        if pixels.dtype == jnp.uint8:
-            mean, deviation = (jnp.asarray(values, jnp.float32) for values in (cfg.mean, cfg.deviation))
-            pixels = (pixels.astype(jnp.float32) / 255 - mean.reshape(1, 1, 1, -1)) / deviation.reshape(1, 1, 1, -1)
+        cfg, pixels = self.cfg, normalised_pixels(self.cfg, images)
         rows, columns = cfg.grid()
         pixels = pixels.reshape(-1, rows, cfg.patch, columns, cfg.patch, pixels.shape[-1]).swapaxes(2, 3)
         pixels = pixels.reshape(-1, cfg.patches(), cfg.patch_size()).astype(self.patches.dtype)
@@ -73,6 +70,14 @@ class VisionTower(nnx.Module):
         """Output of the blocks [B, S, D] -> normalised."""
         del ctx
         return self.layout.act(self.norm(x), *RESIDUAL)
+
+
+def normalised_pixels(cfg: VisionTowerConfig, pixels: Array) -> Array:
+    """Pixels of four dimensions, the last one red, green and blue: bytes become float32, others stay as they are."""
+    if pixels.dtype != jnp.uint8:
+        return pixels
+    mean, deviation = (jnp.asarray(values, jnp.float32) for values in (cfg.mean, cfg.deviation))
+    return (pixels.astype(jnp.float32) / 255 - mean.reshape(1, 1, 1, -1)) / deviation.reshape(1, 1, 1, -1)
 
 
 def tower_settings(cfg: VisionTowerConfig, layout: Layout) -> LayerSettings:

@@ -24,7 +24,8 @@ class Forward(NamedTuple):
     """The output of the section before."""
     outputs: tuple[Array, ...]
     to_layers: tuple[Callable, ...]
-    """Cotangent of `output` -> cotangents of the shared weights and the layers' output; empty for the last section."""
+    """Cotangent of `output` -> cotangents of the shared weights, the layers' output and `memory`; empty for the last
+    section."""
     to_inputs: tuple[Callable, ...]
     """Cotangent of the first layer's input -> cotangents of the shared weights and of `memory`."""
 
@@ -63,8 +64,12 @@ class SectionRun:
         leave, to_layers = self.section.leave, ()
         if leave is not None:
             outputs = []
-            for y, ctx in zip(ys, ctxs, strict=True):
-                output, pullback = jax.vjp(lambda shared, y, ctx=ctx: leave(shared, y, ctx), self.shared, y)
+            for y, ctx, memory in zip(ys, ctxs, memories, strict=True):
+
+                def left(shared: Params, y: Array, memory: Array | None, ctx: Any = ctx) -> Array:
+                    return leave(shared, y, ctx, memory)
+
+                output, pullback = jax.vjp(left, self.shared, y, memory)
                 outputs, to_layers = [*outputs, output], (*to_layers, pullback)
             ys = tuple(outputs)
         return Forward(ctxs, memories, ys, to_layers, to_inputs), rings
@@ -74,10 +79,11 @@ class SectionRun:
     ) -> tuple[tuple[Array | None, ...], SplitWeights]:
         """-> (cotangent of each of the section's `memories`, totals plus its gradients). dys: of its outputs."""
         path, shared, memory = self.section.path, totals.shared, section_pass.memories[0]
+        dleft: Any = 0
         if section_pass.to_layers:
             cotangents = []
             for to_layers, dy in zip(section_pass.to_layers, dys, strict=True):
-                gradients, dy = to_layers(dy)
+                gradients, dy, dleft = to_layers(dy)
                 shared, cotangents = add(shared, gradients), [*cotangents, dy]
             dys = tuple(cotangents)
         common = {name: shared[name] for name in self.layers.common if name in shared}
@@ -90,7 +96,7 @@ class SectionRun:
         for to_inputs, dx in zip(section_pass.to_inputs, dxs, strict=True):
             gradients, dmemory = to_inputs(dx)
             if memory is not None:
-                dmemory = (summed[MEMORY] + dmemory).astype(memory.dtype)
+                dmemory = (summed[MEMORY] + dmemory + dleft).astype(memory.dtype)
             shared, dmemories = add(shared, gradients), [*dmemories, dmemory]
         return tuple(dmemories), SplitWeights({**totals.stacked, path: stacked}, shared)
 
@@ -98,7 +104,7 @@ class SectionRun:
         """Empty rings for so many microbatches, and zeros in the shape of the section's output."""
         ctx, x, _ = self.start(rows, memory)
         leave = self.section.leave
-        like = x if leave is None else jax.eval_shape(lambda x: leave(self.shared, x, ctx), x)
+        like = x if leave is None else jax.eval_shape(lambda x: leave(self.shared, x, ctx, memory), x)
         return self.layers_with(memory).buffers(slots, x, ctx, 0.0), jnp.zeros(like.shape, like.dtype)
 
 

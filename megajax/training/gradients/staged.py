@@ -77,7 +77,9 @@ def staged(
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
             spans=[span._replace(unit=with_names(span.unit)) for span in spans],
             common=lambda shared: {name: shared[name] for name in shared if name.startswith(prefix + STACK_PREFIX)},
-            leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
+            leave=None
+            if path == paths[-1]
+            else lambda shared, x, ctx, memory: bound_section(shared).leave(x, with_memory(ctx, memory)),
         )
 
     def head(shared: Params, x: Array, rows: Rows, scale: Array | float = 1.0) -> tuple[Array, tuple]:

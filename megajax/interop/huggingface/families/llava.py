@@ -53,9 +53,14 @@ def _write(cfg: Any) -> dict[str, Any]:
     }
 
 
+def language_of(cfg: LlavaConfig) -> DecoderConfig:
+    """The decoder alone."""
+    return DecoderConfig(**{field.name: getattr(cfg, field.name) for field in fields(DecoderConfig)})
+
+
 def text_config(cfg: LlavaConfig) -> dict[str, Any]:
     """The decoder alone, as the first family that loses nothing of it; of the first if all do."""
-    language = DecoderConfig(**{field.name: getattr(cfg, field.name) for field in fields(DecoderConfig)})
+    language = language_of(cfg)
     configs = [family.config_json(language) for family in LANGUAGES.values()]
     readers = zip(configs, LANGUAGES.values(), strict=True)
     lossless = (config for config, family in readers if not differences(language, family.read(Settings(config))))

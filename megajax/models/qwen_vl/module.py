@@ -1,0 +1,199 @@
+"""Qwen3-VL (Bai et al. 2025): a tower for images of any size, projectors, and a decoder with DeepStack.
+
+B rows, S positions of the decoder, N images of a row, P patches of the largest image, C hidden of the tower, D hidden,
+M patches of a position.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import Rows
+from megajax.layers.context import Context, dropout
+from megajax.layers.norm.config import IdentityNormConfig
+from megajax.layers.param import ZEROS, LayerSettings, Normal, param
+from megajax.mesh.layout import Layout
+from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM, layer_settings
+from megajax.models.llava.module import VISION, Llava, keys_of_images
+from megajax.models.protocol import Section, last_output, with_memory
+from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig
+from megajax.models.vision.module import RESIDUAL, normalised_pixels, tower_settings
+
+
+class QwenVL(Llava):
+    """Takes text with images; gives the loss or logits of next tokens. The model itself is the decoder section."""
+
+    def __init__(self, cfg: QwenVLConfig, layout: Layout):
+        DecoderLM.__init__(self, cfg, layout)
+        self.vision: Any = cfg.vision.build(layout)
+        size, settings = cfg.merged(), layer_settings(cfg, layout)
+        self.projector, *features = (projector.build(size, (1, 1), settings) for projector in cfg.projectors().values())
+        self.features = nnx.List(features)
+
+    @property
+    def sections(self) -> Mapping[str, Section]:
+        return {**self.stage_sections(self.cfg.slots), "": self}
+
+    def stage_sections(self, slots: int) -> dict[str, "StageSection"]:
+        """The stages of the tower as sections. slots: images of a row."""
+        return {f"vision.stages.{n}": StageSection(self, n, slots) for n in range(len(self.vision.stages))}
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        images: Array | None = None,
+        grids: Array | None = None,
+    ) -> Array:
+        """tokens int32 [B, S] with images uint8 [B, N, P, pixels], grids int32 [B, N, 2] -> logits float32 [B, S, V].
+
+        grids: rows and columns of patches of each image, 0 for none. Without images: plain text.
+        """
+        if images is None or grids is None:
+            return DecoderLM.__call__(self, tokens, positions, segment_ids)
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        batch = {"tokens": tokens, "positions": index if positions is None else positions}
+        batch |= {"images": images, "grids": grids} | ({} if segment_ids is None else {"segment_ids": segment_ids})
+        return self.logits(self.final_norm(last_output(self.sections, batch)[0]))
+
+    def image_states(self, images: Array, grids: Array) -> Array:
+        """Images uint8 [B, P, pixels] and grids int32 [B, 2] -> states [B, P / M, (1 + features) * D]."""
+        batch, memory = {"images": images[:, None], "grids": grids[:, None]}, None
+        for section in self.stage_sections(1).values():
+            ctx = with_memory(section.context(batch, None), memory)
+            memory = section.leave(section.stack(section.enter(section.embed(batch), ctx), ctx), ctx)
+        assert memory is not None
+        return memory
+
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of the decoder, with the index of the image position at each `image_token`, and positions."""
+        ctx, of_image = DecoderLM.context(self, batch, key), batch["tokens"] == self.cfg.image_token
+        number, inside, before = image_places(of_image, batch["grids"] // self.vision.cfg.merge)
+        columns = jnp.take_along_axis(batch["grids"][..., 1] // self.vision.cfg.merge, number, axis=1)
+        across = jnp.where(of_image, inside % jnp.maximum(columns, 1), 0)
+        down = jnp.where(of_image, inside // jnp.maximum(columns, 1), 0)
+        # The first position of the image, for text its own.
+        start = ctx.positions - inside + before
+        splice = jnp.where(of_image, number * self.cfg.image_positions() + inside, -1).astype(jnp.int32)
+        return ctx._replace(splice=splice, rotary=jnp.stack([start, start + down, start + across], axis=-1))
+
+
+def image_places(of_image: Array, grids: Array) -> tuple[Array, Array, Array]:
+    """For each position: the image it belongs to, its number inside, and what the images before it add to positions.
+
+    of_image: bool [B, S]; grids: int32 [B, N, 2] rows and columns of positions. Each int32 [B, S]; number and inside
+    are 0 for text. An image moves what follows it by its longer side in place of its number of positions.
+    """
+    counts = grids[..., 0] * grids[..., 1]
+    ends, seen = jnp.cumsum(counts, axis=1), jnp.cumsum(of_image, axis=1)
+    # An image ends before the first token that is not its own.
+    complete = jnp.where(of_image, seen - 1, seen)[..., None] >= ends[:, None]
+    before = jnp.where(complete, (grids.max(-1) - counts)[:, None], 0).sum(-1)
+    number = jnp.where(of_image, jnp.minimum(complete.sum(-1), grids.shape[1] - 1), 0)
+    starts = jnp.take_along_axis(ends - counts, number, axis=1)
+    return number, jnp.where(of_image, seen - 1 - starts, 0), before
+
+
+class DynamicTower(nnx.Module):
+    """Patches of images of any size -> states of each stage."""
+
+    def __init__(self, cfg: DynamicTowerConfig, layout: Layout):
+        settings, init = tower_settings(cfg, layout), Normal(cfg.init_std)
+        self.cfg, self.layout = cfg, layout
+        self.patches = param((cfg.patch_size(), cfg.hidden), (None, "embed"), init=init)
+        if cfg.patch_bias:
+            self.patch_bias = param((cfg.hidden,), (None,), init=ZEROS, role="bias")
+        self.positions = param((cfg.patches(), cfg.hidden), (None, "embed"), init=init)
+        stacks = cfg.stages()
+        norms = [*[IdentityNormConfig()] * (len(stacks) - 1), cfg.norm]
+        self.stages = nnx.List([Stage(*pair, cfg, settings) for pair in zip(stacks, norms, strict=True)])
+
+    def embed_images(self, images: Array) -> Array:
+        """uint8 [B, P, pixels] -> embeddings of patches [B, P, C]."""
+        pixels = normalised_pixels(self.cfg, images.reshape(*images.shape[:2], -1, len(self.cfg.mean)))
+        pixels = jnp.tile(pixels.reshape(images.shape), (1, 1, self.cfg.frames)).astype(self.patches.dtype)
+        return self.layout.act(jnp.einsum("bsp,pd->bsd", pixels, self.patches[...]), *RESIDUAL)
+
+    def enter(self, x: Array, ctx: Context) -> Array:
+        """Adds the learned positions to [B, P, C]; the corners of the table are those of every image."""
+        assert ctx.rotary is not None
+        table, weights, last = self.positions[...], [], jnp.maximum(ctx.rotary.max(1, keepdims=True), 1)
+        for axis, side in enumerate(self.cfg.grid()):
+            place = ctx.rotary[..., axis].astype(jnp.float32) * (side - 1) / last[..., axis]
+            low = jnp.clip(jnp.floor(place), 0, side - 1)
+            weights.append(((low, 1 - (place - low)), (jnp.minimum(low + 1, side - 1), place - low)))
+        start = jnp.zeros(x.shape, jnp.float32)
+        for row, down in weights[0]:
+            for column, across in weights[1]:
+                index = (row * self.cfg.grid()[1] + column).astype(jnp.int32)
+                start = start + table[index].astype(jnp.float32) * (down * across)[..., None]
+        start = start + self.patch_bias[...].astype(jnp.float32)[None, None] if self.cfg.patch_bias else start
+        x = x.astype(jnp.float32) if self.cfg.residual == "float32" else x
+        x = self.layout.act(x + start.astype(x.dtype), *RESIDUAL)
+        return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
+
+    def context(self, grids: Array, row_keys: Array | None = None) -> Context:
+        """The context of images with these rows and columns of patches, int32 [B, 2]; the rest of a row is padding."""
+        side, index = self.cfg.merge, jnp.arange(self.cfg.most)
+        square, inside = index // side**2, index % side**2
+        squares = jnp.maximum(grids[:, 1:] // side, 1)
+        rows = square[None] // squares * side + inside[None] // side
+        columns = square[None] % squares * side + inside[None] % side
+        used = index[None] < (grids[:, :1] * grids[:, 1:])
+        rotary = jnp.where(used[..., None], jnp.stack([rows, columns], axis=-1), 0)
+        return Context(
+            jnp.broadcast_to(index[None], used.shape), index, used.astype(jnp.int32), row_keys, rotary=rotary
+        )
+
+
+class Stage(nnx.Module):
+    """Consecutive blocks of the tower, and a norm."""
+
+    def __init__(self, stack: Any, norm: Any, cfg: DynamicTowerConfig, settings: LayerSettings):
+        self.stack = stack.build(settings, recomputing=cfg.recomputing(), unroll=cfg.unroll)
+        self.norm = norm.build(settings)
+
+
+class StageSection:
+    """A stage as a section. It outputs its states after those of earlier stages; the last one projects them all."""
+
+    def __init__(self, model: QwenVL, number: int, slots: int):
+        self.model, self.tower, self.number, self.slots = model, model.vision, number, slots
+        self.stage = self.tower.stages[number]
+        self.stack = self.stage.stack
+
+    def context(self, batch: Rows, key: Array | None) -> Context:
+        """Every patch attends to all patches of its image."""
+        keys = keys_of_images(self.model, batch, key, VISION + self.number)
+        return self.tower.context(batch["grids"].reshape(-1, 2), keys)
+
+    def embed(self, batch: Rows) -> Array:
+        """Embedded patches [B * N, P, C]; later stages read the states of the one before."""
+        images = batch["images"]
+        images = images.reshape(-1, *images.shape[2:])
+        if self.number == 0:
+            return self.tower.embed_images(images)
+        return jnp.zeros((images.shape[0], 1, 1), self.tower.patches.dtype)
+
+    def enter(self, x: Array, ctx: Context) -> Array:
+        """The first layer's input [B * N, P, C]."""
+        if ctx.memory is None:
+            return self.tower.enter(x, ctx)
+        return ctx.memory[..., -self.tower.cfg.hidden :]
+
+    def leave(self, x: Array, ctx: Context) -> Array:
+        """The states of all stages so far [B * N, P, stages * C]; of the last one, states for the decoder's positions
+        [B, N * P / M, (1 + features) * D]: of the tower's output, then of its features."""
+        states = x if ctx.memory is None else jnp.concatenate([ctx.memory, x], axis=-1)
+        if self.number < len(self.tower.stages) - 1:
+            return states
+        cfg, width = self.model.cfg, self.tower.cfg.hidden
+        merged = (x.shape[0], cfg.image_positions(), width * self.tower.cfg.merge**2)
+        outputs = [self.model.projector(self.stage.norm(x).reshape(merged))]
+        for number, projector in enumerate(self.model.features):
+            outputs.append(projector(states[..., number * width : (number + 1) * width].reshape(merged)))
+        return jnp.concatenate(outputs, axis=-1).reshape(-1, self.slots * merged[1], len(outputs) * cfg.hidden)

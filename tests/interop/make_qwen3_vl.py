@@ -1,0 +1,106 @@
+"""Writes qwen3_vl.tar.xz: a tiny Qwen3-VL of transformers, with rows, their logits and greedy continuations.
+
+Run with torch, torchvision and transformers 5: python tests/interop/make_qwen3_vl.py [FEATURES DEPTH FOLDER]
+"""
+
+import io
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+IMAGE, LENGTH, LEAST, MOST = 120, 40, 16, 64
+"""Token of images, tokens of a row, patches of the smallest and of the largest image."""
+SIZES = {"text": [], "one": [(23, 30)], "several": [(16, 40), (9, 9), (60, 20)], "start": [(40, 8)], "end": [(24, 24)]}
+"""Rows -> heights and widths of their images."""
+
+
+def model(features: list[int], depth: int) -> Qwen3VLForConditionalGeneration:
+    config = Qwen3VLConfig(
+        text_config={
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2],
+                                "mrope_interleaved": True},
+        },
+        vision_config={
+            "depth": depth, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+            "out_hidden_size": 32, "num_position_embeddings": 25, "deepstack_visual_indexes": features,
+        },
+        image_token_id=IMAGE, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    made = Qwen3VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            weight.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
+    return made
+
+
+def row(name: str, processor: Qwen2VLImageProcessorPil) -> dict[str, np.ndarray]:
+    """Pictures, and the tokens of the prompt."""
+    draw = np.random.default_rng(len(name))
+    pictures = [draw.integers(0, 256, (*size, 3)).astype(np.uint8) for size in SIZES[name]]
+    arrays = {f"{name}.picture.{n}": picture for n, picture in enumerate(pictures)}
+    grids, tokens = [], [] if name == "start" else draw.integers(1, 100, 4).tolist()
+    if pictures:
+        read = processor(pictures, return_tensors="pt", input_data_format="channels_last")
+        arrays[f"{name}.pixels"], grids = read["pixel_values"].numpy(), read["image_grid_thw"].numpy()
+        arrays[f"{name}.grids"] = grids
+    for _, rows, columns in grids:
+        tokens += [IMAGE] * (rows * columns // 4) + ([] if name == "end" else draw.integers(1, 100, 2).tolist())
+    return arrays | {f"{name}.tokens": np.array(tokens, np.int32)}
+
+
+def answers(made: Qwen3VLForConditionalGeneration, name: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Logits of the prompt, and greedy tokens."""
+    tokens = torch.tensor(arrays[f"{name}.tokens"], dtype=torch.long)[None]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if f"{name}.grids" in arrays:
+        inputs |= {
+            "pixel_values": torch.tensor(arrays[f"{name}.pixels"]),
+            "image_grid_thw": torch.tensor(arrays[f"{name}.grids"]),
+            "mm_token_type_ids": (tokens == IMAGE).int(),
+        }
+    with torch.no_grad():
+        logits = made(**inputs).logits[0].numpy()
+        made.model.rope_deltas = None
+        greedy = made.generate(**inputs, max_new_tokens=6, do_sample=False, suppress_tokens=[IMAGE], eos_token_id=None)
+        made.model.rope_deltas = None
+    return {f"{name}.logits": logits, f"{name}.greedy": greedy[0, tokens.shape[1] :].numpy().astype(np.int32)}
+
+
+def main() -> None:
+    features, depth = [int(n) for n in sys.argv[1].split(",")] if sys.argv[1:] else [0, 2], int((*sys.argv, 4, 4)[2])
+    made = model(features, depth)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, image_mean=[0.5] * 3, image_std=[0.5] * 3, min_pixels=LEAST * 16, max_pixels=MOST * 16
+    )
+    arrays: dict[str, np.ndarray] = {}
+    for name in SIZES:
+        arrays |= row(name, processor)
+        arrays |= answers(made, name, arrays)
+    kept = {name: array for name, array in arrays.items() if not name.endswith(".pixels")}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[3]) if sys.argv[3:] else Path(temporary)
+        made.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        processor.save_pretrained(folder)
+        np.savez_compressed(folder / "rows.npz", **kept)
+        if not sys.argv[3:]:
+            with tarfile.open(Path(__file__).with_name("qwen3_vl.tar.xz"), "w:xz") as archive:
+                for path in sorted(folder.iterdir()):
+                    entry, data = tarfile.TarInfo(path.name), path.read_bytes()
+                    entry.size = len(data)
+                    archive.addfile(entry, io.BytesIO(data))
+    print({name: array.tolist() for name, array in arrays.items() if name.endswith(("greedy", "grids"))})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Qwen3-VL: the logits and greedy tokens of transformers, which make_qwen3_vl.py stored, and round trips."""
+
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+from megajax import convert
+from megajax.checkpoint.weights.foreign import demand_fit
+from megajax.data.images.transforms import patch_image
+from megajax.inference.completion import complete
+from megajax.inference.config import GenerationConfig, InferenceParallelConfig
+from megajax.inference.images.image_states import image_input
+from megajax.inference.images.reader import ImageReader, ReadImage
+from megajax.inference.sampling_settings import Sampling
+from megajax.interop.formats import open_stored
+from megajax.interop.huggingface.registry import families, lost_settings
+from megajax.interop.loading import load, start_engine
+from megajax.interop.origin import Origin, generation_config
+from megajax.interop.stored.model import StoredModel
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.models.presets.qwen import qwen3_vl
+
+IMAGE, ROWS, TOLERANCE = 120, ("text", "one", "several", "start", "end"), 5e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of transformers, and rows.npz."""
+    path = tmp_path_factory.mktemp("qwen3_vl")
+    with tarfile.open(Path(__file__).with_name("qwen3_vl.tar.xz")) as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(folder: Path) -> StoredModel:
+    return open_stored(f"hf:{folder}")
+
+
+class ArrayPicture:
+    """An array as a picture."""
+
+    def __init__(self, pixels: np.ndarray):
+        self.size, self._pixels = (pixels.shape[1], pixels.shape[0]), pixels
+
+    def rgb(self, least: tuple[float, float]) -> Any:
+        del least
+        return Image.fromarray(self._pixels)
+
+
+def pictures(model: Any, rows: Any, name: str) -> list[ReadImage]:
+    """The images of a row."""
+    count = sum(key.startswith(f"{name}.picture.") for key in rows)
+    patches = model.schema()["images"].placeholder.patches
+    read = [patch_image(ArrayPicture(rows[f"{name}.picture.{number}"]), patches) for number in range(count)]
+    return [ReadImage(*picture) for picture in read]
+
+
+def test_logits(folder: Path, stored: StoredModel) -> None:
+    """Text, one image, several of different sizes, and images at the start and the end of a row."""
+    model, rows, length = stored.model, np.load(folder / "rows.npz"), 48
+    leaves = {"tokens": np.zeros((len(ROWS), length), np.int32)}
+    leaves |= {
+        name: np.zeros((len(ROWS), *leaf.shape), leaf.dtype)
+        for name, leaf in model.schema().items()
+        if name in ("images", "grids")
+    }
+    for number, name in enumerate(ROWS):
+        tokens = rows[f"{name}.tokens"]
+        leaves["tokens"][number, : len(tokens)] = tokens
+        for slot, picture in enumerate(pictures(model, rows, name)):
+            assert picture.grid == tuple(rows[f"{name}.grids"][slot][1:])
+            leaves["images"][number, slot, : len(picture.pixels)] = picture.pixels
+            leaves["grids"][number, slot] = picture.grid
+    parallel = ParallelConfig(data=1, data_sharding="replicate")
+    abstract = nnx.eval_shape(lambda: model.build(Layout(Plan.of(parallel))))
+    with jax.set_mesh(build_mesh(parallel, jax.devices()[:1])):
+        logits = jax.jit(lambda weights, leaves: bind(abstract, weights)(**leaves))(whole(stored), leaves)
+    for number, name in enumerate(ROWS):
+        expected = rows[f"{name}.logits"]
+        np.testing.assert_allclose(logits[number, : len(expected)], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def whole(stored: StoredModel) -> dict[str, np.ndarray]:
+    """Every weight by path."""
+    boxes = {path: tuple(slice(0, n) for n in shape) for path, shape in stored.weights.shapes().items()}
+    return {path: np.asarray(stored.weights.read(path, box)) for path, box in boxes.items()}
+
+
+def test_tensors_and_settings_survive(stored: StoredModel) -> None:
+    demand_fit(stored.foreign.tensors, stored.table, stored.foreign.ignored)
+    assert lost_settings(stored.model, families()["qwen3_vl"]) == []
+    weights = whole(stored)
+    for tensor in stored.table:
+        back = tensor.from_weights([weights[piece.path][piece.index] for piece in tensor.pieces])
+        there = stored.foreign.tensors.read(tensor.name)
+        assert (back.dtype, back.shape, back.tobytes()) == (there.dtype, there.shape, there.tobytes()), tensor.name
+
+
+@pytest.mark.slow
+def test_folders_survive_both_ways(folder: Path, tmp_path: Path) -> None:
+    """To a run and back: every tensor byte for byte, and every setting of config.json."""
+    convert.main([f"--from=hf:{folder}", f"--to={tmp_path / 'run'}"])
+    convert.main([f"--from={tmp_path / 'run'}", f"--to=hf:{tmp_path / 'back'}"])
+    before, after = (open_stored(f"hf:{path}").foreign.tensors for path in (folder, tmp_path / "back"))
+    assert before.entries().keys() == after.entries().keys()
+    for name in before.entries():
+        assert before.read(name).tobytes() == after.read(name).tobytes(), name
+    old, new = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back"))
+    assert {name: new.get(name) for name in old} == old
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_the_engine(folder: Path) -> None:
+    """From prompts in chunks, which cut images."""
+    origin, rows = Origin(hf=folder), np.load(folder / "rows.npz")
+    config: GenerationConfig = generation_config(origin, GenerationConfig).base
+    settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=256)
+    loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
+    model = open_stored(f"hf:{folder}").model
+    engine, images = start_engine(loaded, queue=8), image_input(model)
+    assert images is not None
+    reader = ImageReader(images, "crop", 2**24)
+    sampling = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, bad_tokens=((IMAGE,),))
+    for name in ROWS:
+        read, tokens = pictures(model, rows, name), rows[f"{name}.tokens"].tolist()
+        counts, short = iter([rows_ * columns // 4 for _, (rows_, columns) in read]), list[int]()
+        while tokens:
+            short.append(tokens[0])
+            del tokens[: next(counts) if tokens[0] == IMAGE else 1]
+        prompt, placed = reader.place(short, read)
+        assert prompt == rows[f"{name}.tokens"].tolist()
+        ((answer,),) = complete(engine, [(tuple(prompt), sampling)], images=placed)
+        assert list(answer.tokens) == rows[f"{name}.greedy"].tolist(), name
+
+
+def test_totals_of_the_released_weights() -> None:
+    totals = {size: qwen3_vl(size).parameter_count().total for size in ("2b", "4b", "8b")}
+    assert totals == {"2b": 2_127_532_032, "4b": 4_437_815_808, "8b": 8_767_123_696}
