@@ -148,7 +148,7 @@ VISUAL, TEXT_MODEL = "model.visual", "model.language_model."
 
 def _rows(cfg: Any) -> Iterator[Row]:
     tower, first = cfg.vision, 0
-    for row in llama.rows(cfg):
+    for row in llama.TABLES["qwen3"].rows(cfg):
         yield replace(row, tensor=row.tensor.replace("model.", TEXT_MODEL, 1))
     sizes = {"t": tower.frames, "y": tower.patch, "x": tower.patch}
     yield Row(f"{VISUAL}.patch_embed.proj.weight", "vision.patches", "d c t y x -> (t y x c) d", sizes=sizes)
