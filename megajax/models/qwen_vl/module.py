@@ -89,13 +89,13 @@ def image_places(of_image: Array, grids: Array) -> tuple[Array, Array, Array]:
     are 0 for text. An image moves what follows it by its longer side in place of its number of positions.
     """
     counts = grids[..., 0] * grids[..., 1]
-    ends, seen = jnp.cumsum(counts, axis=1), jnp.cumsum(of_image, axis=1)
+    ends, tokens_so_far = jnp.cumsum(counts, axis=1), jnp.cumsum(of_image, axis=1)
     # An image ends before the first token that is not its own.
-    complete = jnp.where(of_image, seen - 1, seen)[..., None] >= ends[:, None]
+    complete = jnp.where(of_image, tokens_so_far - 1, tokens_so_far)[..., None] >= ends[:, None]
     before = jnp.where(complete, (grids.max(-1) - counts)[:, None], 0).sum(-1)
     number = jnp.where(of_image, jnp.minimum(complete.sum(-1), grids.shape[1] - 1), 0)
     starts = jnp.take_along_axis(ends - counts, number, axis=1)
-    return number, jnp.where(of_image, seen - 1 - starts, 0), before
+    return number, jnp.where(of_image, tokens_so_far - 1 - starts, 0), before
 
 
 class DynamicTower(nnx.Module):
