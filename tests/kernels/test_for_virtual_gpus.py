@@ -194,7 +194,7 @@ def test_hopper_multiplies_codes_of_both_formats(shape: tuple) -> None:
 @pytest.mark.parametrize(
     ("gpu", "keys", "size", "channels"),
     [
-        ("h100", 64, 64, False),
+        pytest.param("h100", 64, 64, False, marks=SLOW),
         *(
             pytest.param(gpu, *sizes, channels, marks=SLOW)
             for gpu in ("a100-80gb", "h100", "b200")
