@@ -58,6 +58,7 @@ LEFT_OUT = {
     "-m benchmarks kernels": "needs a GPU",
     "wiki.valid.txt": "needs WikiText",
     "data/valid_text_sentence": "needs WikiText",
+    "--hf=models/Qwen3-VL": "needs a Hugging Face folder; tests/interop reads one",
     "--hf=llama_folder": "needs a Hugging Face folder; tests/tasks evaluates one",
     "--config=sft.py:": "needs a Hugging Face folder; tests/job starts from one",
     "--config=dpo.py\n": "needs a Hugging Face folder; the page runs its debug twin",
