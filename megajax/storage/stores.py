@@ -171,11 +171,7 @@ def _objects(scheme: str, bucket: str) -> Any:
 
     driver, settings = DRIVERS[scheme], dict[str, Any]()
     if scheme == "s3":
-        names = {
-            "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-            "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
-        }
-        values = {key: next(filter(None, map(os.environ.get, variables)), None) for key, variables in names.items()}
+        values = {key: next(filter(None, map(os.environ.get, variables)), None) for key, variables in VARIABLES.items()}
         settings |= {key: value for key, value in values.items() if value}
         if os.environ.get("AWS_ACCESS_KEY_ID"):  # else the profile, or the machine's role
             settings["aws_credentials"] = {"type": "environment"}
