@@ -81,11 +81,15 @@ class Store:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of an object. Raises FileNotFoundError, ValueError if it ends before `stop`, StoreError."""
+        return self.part(name, start, stop)[0]
+
+    def part(self, name: str, start: int = 0, stop: int | None = None) -> tuple[bytes, Any]:
+        """As `read`, with the generation of the object."""
         future = self._objects.read(self._prefix + name, byte_range=slice(start, stop))
         result = self._wait(future, name, "read")
         if result.state == "missing":
             raise FileNotFoundError(2, os.strerror(2), f"{self.url}/{name}")
-        return result.value
+        return result.value, result.stamp.generation
 
     def generation(self, name: str) -> tuple[bytes, str]:
         """Content of a small object, b"" if there is none, and its generation, for `replace`. Raises StoreError."""

@@ -108,9 +108,9 @@ def test_a_stale_handle_is_opened_again(source: Any, tmp_path: Path, waits: list
     content = tokens_path(tmp_path / "text").read_bytes()
     tokens_path(tmp_path / "text").unlink()
     tokens_path(tmp_path / "text").write_bytes(content)
-    requests, before = failing(monkeypatch, errno.ESTALE, times=1), source.tokens._bytes._open
+    requests, before = failing(monkeypatch, errno.ESTALE, times=1), source.tokens.file._open
     np.testing.assert_array_equal(read(source)["tokens"], expected["tokens"])
-    assert len(requests) > 1 and source.tokens._bytes._open is not before
+    assert len(requests) > 1 and source.tokens.file._open is not before
 
 
 def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

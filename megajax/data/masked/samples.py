@@ -237,7 +237,7 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
         )
 
     def read(self, path: str) -> IndexedTokens:
-        return integer_tokens(path)
+        return integer_tokens(path, self.blocks, prefetch=self.config.prefetch)
 
     def units(self, tokens: Any) -> int:
         return tokens.documents

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.data.preprocessing.options import tokenizer_options
 from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.splits import parse_paths
@@ -38,7 +39,7 @@ def demand_files(data: Any, tokenizer: Any) -> None:
         return
     lists = [items for items in (data.paths, data.train_paths, data.valid_paths, data.test_paths) if items]
     prefixes = [prefix for items in lists for prefix in parse_paths(items)[0]]
-    prefixes = [file for prefix in prefixes for file in data.token_files(prefix)]
+    prefixes = [file for prefix in prefixes if store_url(prefix) is None for file in data.token_files(prefix)]
     absent = [path for prefix in prefixes for path in (tokens_path(prefix), index_path(prefix)) if not path.is_file()]
     if not absent:
         return

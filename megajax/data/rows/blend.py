@@ -14,6 +14,7 @@ from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build
+from megajax.storage.ranged_files import BlockCache
 
 MAXIMUM_DATASETS = 32766
 """Dataset numbers are int16."""
@@ -195,6 +196,7 @@ class BlendBuilder[Data: Dataset]:
     def __init__(self, config: TokenFilesConfig, *, seed: int):
         self.config, self.seed = config, data_seed(config.seed, seed)
         self.folder = index_folder(config.cache_dir)
+        self.blocks = BlockCache(None if config.cache_dir is None else self.folder / "blocks", config.cache_gib)
 
     def units(self, tokens: Any) -> int:
         """Number of sequences or documents that the splits share."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from megajax.batch import Schema
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import PathText, StoredText
 from megajax.data.rows.splits import NAMES, Rows, Splits, parse_paths, parse_split
 
 
@@ -107,19 +107,26 @@ class LoaderConfig:
 class TokenFilesConfig(Builds):
     """A token file or a weighted blend of several, and their splits."""
 
-    paths: tuple[PathText, ...] = ()
-    """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b"."""
-    train_paths: tuple[PathText, ...] = ()
+    paths: tuple[StoredText, ...] = ()
+    """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b".
+    Also in an object store: s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, read by ranges as they are needed."""
+    train_paths: tuple[StoredText, ...] = ()
     """Prefixes, with or without weights, of training data only, instead of `paths`."""
-    valid_paths: tuple[PathText, ...] = ()
+    valid_paths: tuple[StoredText, ...] = ()
     """Prefixes, with or without weights, of validation data only."""
-    test_paths: tuple[PathText, ...] = ()
+    test_paths: tuple[StoredText, ...] = ()
     """Prefixes, with or without weights, of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in each of `paths`, by number of sequences, or by number of documents for
     masked data; scaled to a sum of 1."""
     cache_dir: PathText | None = None
-    """Folder for index files; none: the user's cache folder. It need not be shared between hosts."""
+    """Folder for index files, and for what was read from object stores; none: the user's cache folder. It need not be
+    shared between hosts."""
+    cache_gib: float = 64.0
+    """Size limit of what is kept of token files in object stores, GiB on each host."""
+    prefetch: bool = False
+    """Read token files in object stores whole, into what is kept, before the first step; a run that is stopped
+    meanwhile goes on where it was."""
     surplus: float = 0.005
     """Additional share of rows built for each dataset of a blend, beyond what its weight needs."""
     seed: int | None = None
@@ -136,7 +143,9 @@ class TokenFilesConfig(Builds):
         return ()
 
     def problems(self) -> list[Problem]:
-        problems = split_problems(self.split) + at_least("surplus", self.surplus, 0)
+        problems = (
+            split_problems(self.split) + at_least("surplus", self.surplus, 0) + at_least("cache_gib", self.cache_gib, 0)
+        )
         problems += paths_problems(self, "data path", "set data.paths=PREFIX (without .bin and .idx)")
         for name in ("paths", *(f"{split}_paths" for split in NAMES)):
             try:

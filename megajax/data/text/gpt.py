@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 class TokenSource(Protocol):
     """Sequences of tokens: of a token file (`text.indexed_dataset`), or generated (`MockTokens`)."""
 
-    prefix: Path
+    prefix: Path | str
     dtype: np.dtype
     lengths: np.ndarray
 
@@ -238,7 +238,7 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         )
 
     def read(self, path: str) -> IndexedTokens:
-        return integer_tokens(path)
+        return integer_tokens(path, self.blocks, prefetch=self.config.prefetch)
 
     def units(self, tokens: TokenSource) -> int:
         return len(tokens.lengths)

@@ -21,15 +21,19 @@ import shutil
 import struct
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
+from megajax.data.progress_line import Progress
 from megajax.storage.index_cache import content_digest
+from megajax.storage.ranged_files import BlockCache, StoredFile, local_copy
 from megajax.storage.reading import ReadFile, with_retries
+from megajax.storage.stores import open_store
 from megajax.storage.write_errors import write_fault
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -75,12 +79,13 @@ class IndexedTokens:
     sequences. Larger ones are checked by `identity`, once.
 
     Attributes:
-        prefix: path without `.bin` / `.idx`.
+        prefix: path without `.bin` / `.idx`, or the URL in an object store.
         dtype: dtype of the stored tokens.
         lengths: int32 [N], tokens per sequence.
         offsets: int64 [N], byte offset of each sequence in `.bin`.
         document_table: int64 [D], first sequence of each document, then N.
         modes: int8 [N] for multimodal files, else None.
+        file: the open `.bin`.
         total: tokens of all sequences.
 
     Raises:
@@ -88,15 +93,10 @@ class IndexedTokens:
             expected and actual value. ReadError: the disk or file server fails.
     """
 
-    def __init__(self, prefix: Path | str, *, multimodal: bool = False):
-        self.prefix = Path(prefix)
-        index, tokens = index_path(prefix), tokens_path(prefix)
-        for path in (index, tokens):
-            if not path.is_file():
-                raise UserError(
-                    f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
-                    "(python -m megajax.preprocess writes them)."
-                )
+    def __init__(self, prefix: Path | str, *, multimodal: bool = False, blocks: BlockCache | None = None):
+        """blocks: of files in an object store; None: in the user's cache folder."""
+        self.prefix, index, open_tokens_file = _pair(prefix, blocks)
+        self._index_path = index
         self._index = with_retries(lambda: ReadFile(index), str(index))
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
@@ -116,11 +116,11 @@ class IndexedTokens:
         if sequences <= CHECK_ROWS:
             self.check_tables()
         total = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
-        self._bytes = with_retries(lambda: ReadFile(tokens), str(tokens))
-        size = self._bytes.size
+        self.file = open_tokens_file(total)
+        size = self.file.size
         if size != total:
             raise UserError(
-                f"{tokens}: expected {total} bytes (the lengths in {index.name} add up to "
+                f"{self.file.path}: expected {total} bytes (the lengths in {index.name} add up to "
                 f"{total // self.dtype.itemsize} tokens of {self.dtype.name}), found {size} bytes. "
                 "The file is cut short or belongs to another index: write both again."
             )
@@ -157,7 +157,7 @@ class IndexedTokens:
             parts.append((offsets[number] + start * width, count * width))
             starts.append(total)
             total += count
-        return self._bytes.read(parts, self.dtype, lambda part: f"sequence {pieces[part][0]}"), starts
+        return self.file.read(parts, self.dtype, lambda part: f"sequence {pieces[part][0]}"), starts
 
     def document(self, number: int) -> np.ndarray:
         """All tokens of a document. Raises as `gather`."""
@@ -171,7 +171,7 @@ class IndexedTokens:
         self._demand_index(first)
         begin = int(self.offsets[first])
         end = int(self.offsets[last - 1]) + int(self.lengths[last - 1]) * self.dtype.itemsize
-        return self._bytes.read([(begin, end - begin)], self.dtype, lambda _: f"sequences {first} to {last - 1}")
+        return self.file.read([(begin, end - begin)], self.dtype, lambda _: f"sequences {first} to {last - 1}")
 
     def _demand_index(self, number: int) -> None:
         """Raises ChangedFile if the index has been truncated: a look-up would kill the process."""
@@ -183,8 +183,9 @@ class IndexedTokens:
         return self.read(0, len(self))
 
     def files(self) -> tuple[Path, ...]:
-        """The files that are read."""
-        return tokens_path(self.prefix), index_path(self.prefix)
+        """The files that are read, of an object store the copy of the index."""
+        stored = isinstance(self.file, StoredFile)
+        return (self._index_path,) if stored else (self.file.path, self._index_path)
 
     def document_of(self, sequence: int) -> int:
         """Number of the document that contains a sequence."""
@@ -192,7 +193,7 @@ class IndexedTokens:
 
     def check_tables(self) -> None:
         """Checks every entry of the index. Raises UserError as the constructor."""
-        index, sequences = index_path(self.prefix), len(self)
+        index, sequences = self._index_path, len(self)
         _check_sequences(index, self.lengths, self.offsets, self.dtype.itemsize)
         _check_documents(index, self.document_table, sequences, HEADER_BYTES + 12 * sequences)
 
@@ -205,13 +206,39 @@ class IndexedTokens:
         Raises UserError: a damaged index. ReadError: the disk or file server fails.
         """
         # A failed read raises an error; an unreadable page of the memory map would kill the process.
-        content = content_digest(folder, index_path(self.prefix), self.check_tables)
-        return hashlib.sha256(content + struct.pack("<Q", self._bytes.size)).hexdigest()
+        content = content_digest(folder, self._index_path, self.check_tables)
+        return hashlib.sha256(content + struct.pack("<Q", self.file.size)).hexdigest()
 
 
-def integer_tokens(prefix: Path | str) -> IndexedTokens:
-    """A token file of integer ids. Raises UserError as `IndexedTokens`, and for floating-point numbers."""
-    tokens = IndexedTokens(prefix)
+type _Opening = Callable[[int], ReadFile | StoredFile]
+"""Opens the tokens, given the bytes that they should have."""
+
+
+def _pair(prefix: Path | str, blocks: BlockCache | None) -> tuple[Path | str, Path, _Opening]:
+    """The prefix, the index and how to open the tokens."""
+    if (url := store_url(prefix)) is not None:
+        blocks, (place, _, name) = blocks or BlockCache(), url.rpartition("/")
+        store = open_store(place)
+        index = local_copy(store, f"{name}.idx", blocks)
+        return url, index, lambda size: StoredFile(store, f"{name}.bin", size, blocks)
+    index, tokens = index_path(prefix), tokens_path(prefix)
+    for path in (index, tokens):
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
+                "(python -m megajax.preprocess writes them)."
+            )
+    return Path(prefix), index, lambda size: with_retries(lambda: ReadFile(tokens), str(tokens))
+
+
+def integer_tokens(prefix: Path | str, blocks: BlockCache | None = None, *, prefetch: bool = False) -> IndexedTokens:
+    """A token file of integer ids. Raises UserError as `IndexedTokens`, and for floating-point numbers.
+
+    prefetch: read all of a file in an object store into `blocks` first.
+    """
+    tokens = IndexedTokens(prefix, blocks=blocks)
+    if prefetch and isinstance(tokens.file, StoredFile):
+        tokens.file.prefetch(Progress("MiB", f"reading {tokens.file.path}"))
     if tokens.dtype.kind not in "iu":
         raise UserError(f"{prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
     return tokens

@@ -1,0 +1,229 @@
+"""Files of an object store, read by ranges. Blocks that were read are kept on the local disk.
+
+A block is a file of its own, named after the object, its generation and the block's number: an object that was
+replaced has other blocks. Its last four bytes are a checksum. Processes of a machine share the blocks; when they exceed
+the limit, the ones not opened for longest are deleted, by whichever process notices.
+"""
+
+import hashlib
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.storage.disk import write_whole
+from megajax.storage.index_cache import user_cache
+from megajax.storage.reading import ChangedFile
+from megajax.storage.stores import Store, StoreError, in_parallel
+
+BLOCK = 1 << 20
+"""Bytes of a block: rows of a shuffled run need some 10 kB each, from anywhere, and a request takes some 30 ms."""
+CHECKSUM = 4
+NAME = re.compile(r"[0-9a-f]{8}")
+"""Names of blocks: their numbers."""
+GIB = 1 << 30
+SWEEP = 1 / 16
+"""Share of the limit that a process may write before it looks at the sizes of all blocks again."""
+KEPT = 0.9
+"""Share of the limit that is left after old blocks were deleted."""
+
+
+class BlockCache:
+    """Blocks of objects on the local disk.
+
+    Attributes:
+        folder: where they are; made on the first write.
+    """
+
+    def __init__(self, folder: Path | None = None, gib: float = 64.0):
+        """folder: None: in the user's cache folder. gib: size limit, GiB."""
+        self.folder = user_cache() / "blocks" if folder is None else folder
+        self._limit, self._wanted = gib * GIB, 0
+        self._since_sweep = self._limit  # the first write looks
+        self._checked = set[Path]()
+        self._works = True
+
+    def place(self, url: str, generation: bytes) -> Path:
+        """The folder of an object's blocks."""
+        return self.folder / hashlib.sha256(url.encode() + b"\0" + generation).hexdigest()[:24]
+
+    def demand_room(self, size: int) -> None:
+        """Raises UserError if this many bytes, with those of all calls before, exceed the limit."""
+        self._wanted += size
+        if self._wanted > self._limit:
+            raise UserError(
+                f"data.prefetch=true: the token files of object stores have {self._wanted / GIB:.3g} GiB or more, and "
+                f"data.cache_gib={self._limit / GIB:.3g} allows less: raise it, or leave data.prefetch out"
+            )
+
+    def read(self, path: Path, start: int, stop: int, fetch: Callable[[], bytes]) -> bytes:
+        """Bytes of a block, which `fetch` gets where the disk has none or a damaged one."""
+        try:
+            if path in self._checked:
+                return _part(path, start, stop)
+            content = path.read_bytes()
+            if len(content) >= CHECKSUM and _checksum(content[:-CHECKSUM]) == content[-CHECKSUM:]:
+                os.utime(path)
+                self._checked.add(path)
+                return content[start:stop]
+        except OSError:
+            pass  # deleted by another process, never written, or a broken disk: the store has it
+        content = fetch()
+        self._keep(path, content)
+        return content[start:stop]
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        if not self._works:
+            return
+        try:
+            write_whole(path, content + _checksum(content))
+            self._checked.add(path)
+            self._since_sweep += len(content)
+            if self._since_sweep >= self._limit * SWEEP:
+                self._sweep()
+        except OSError as error:
+            self._works = False
+            line = f"{self.folder}: {error.strerror}: blocks of token files are not kept here, and are read again"
+            print(line, file=sys.stderr, flush=True)
+
+    def _sweep(self) -> None:
+        """Delete the oldest blocks beyond the limit."""
+        self._since_sweep, files = 0.0, list[tuple[float, int, Path]]()
+        for path in self.folder.glob("*/*"):
+            if not NAME.fullmatch(path.name):
+                continue  # the copy of an index, or a block that is being written
+            try:
+                facts = path.stat()
+            except FileNotFoundError:
+                continue  # deleted by another process
+            files.append((facts.st_mtime, facts.st_size, path))
+        total = sum(size for _, size, _ in files)
+        if total <= self._limit:
+            return
+        for _, size, path in sorted(files):
+            path.unlink(missing_ok=True)
+            self._checked.discard(path)
+            total -= size
+            if total <= KEPT * self._limit:
+                break
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(CHECKSUM, "little")
+
+
+def _part(path: Path, start: int, stop: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = os.pread(descriptor, stop - start, start)
+    finally:
+        os.close(descriptor)
+    if len(content) < stop - start:
+        raise OSError(f"{path} was cut short")
+    return content
+
+
+class StoredFile:
+    """An object of a store, open for reads by position from any thread: what `ReadFile` is for a file.
+
+    Attributes:
+        path: its URL.
+        size: bytes when it was opened.
+    """
+
+    def __init__(self, store: Store, name: str, size: int, blocks: BlockCache):
+        """size: bytes that it should have. Raises UserError for no such object or another size, StoreError."""
+        self.path, self.size, self._name, self._store = f"{store.url}/{name}", size, name, store
+        self._blocks = blocks
+        if (fault := store.wrong_size(name, size)) is not None:
+            raise UserError(f"{self.path}: {fault.replace('the manifest says', 'its index says')}")
+        try:
+            self._generation: bytes = store.part(name, size - 1, size)[1] if size else b""
+        except ValueError:  # not all servers say the size, which `wrong_size` compares
+            raise UserError(f"{self.path}: is shorter than the {size} bytes that its index says") from None
+        self._place = blocks.place(self.path, self._generation)
+
+    def size_now(self) -> int:
+        """Its size: an object is replaced whole, which every read of a block notices."""
+        return self.size
+
+    def read(self, parts: Sequence[tuple[int, int]], dtype: np.dtype, name: Callable[[int], str]) -> np.ndarray:
+        """As `ReadFile.read`. Raises ChangedFile if the object was replaced or deleted, StoreError."""
+        pieces = [piece for offset, size in parts for piece in self._pieces(offset, size)]
+        return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype)
+
+    def _pieces(self, offset: int, size: int) -> list[bytes]:
+        pieces, stop = list[bytes](), offset + size
+        for number in range(offset // BLOCK, -(-stop // BLOCK)):
+            first = number * BLOCK
+            inside = max(offset - first, 0), min(stop - first, BLOCK)
+            path = self._place / f"{number:08x}"
+            pieces.append(self._blocks.read(path, *inside, lambda first=first: self._fetched(first)))
+        return pieces
+
+    def prefetch(self, show: Callable[[int, float], None]) -> None:
+        """Read all blocks that are not on the disk. show: of the number of blocks there, and their share.
+
+        Processes of a host start at places of their own. Raises UserError if the blocks exceed the cache's limit, and
+        as `read`.
+        """
+        self._blocks.demand_room(self.size)
+        numbers = range(-(-self.size // BLOCK))
+        first, finished = os.getpid() % max(1, len(numbers)), count(1)
+
+        def read(number: int) -> None:
+            if not (self._place / f"{number:08x}").exists():
+                self._pieces(number * BLOCK, min(BLOCK, self.size - number * BLOCK))
+            done = next(finished)
+            show(done, done / len(numbers))
+
+        in_parallel(read, [*numbers[first:], *numbers[:first]])
+
+    def _fetched(self, first: int) -> bytes:
+        """A block of the object, from the store."""
+        try:
+            content, generation = self._store.part(self._name, first, min(first + BLOCK, self.size))
+        except (FileNotFoundError, ValueError):
+            raise self.changed("it is shorter now, or was deleted") from None
+        if generation != self._generation:
+            raise self.changed("it has another generation now")
+        return content
+
+    def changed(self, missing: str) -> ChangedFile:
+        """The error for an object that was replaced."""
+        return ChangedFile(
+            f"{self.path}: {missing}. Another program has replaced it during the run. Restore the object; the same "
+            "command goes on from the last checkpoint."
+        )
+
+
+def local_copy(store: Store, name: str, blocks: BlockCache) -> Path:
+    """A copy of a small object beside its blocks: read from the store once by the processes of a machine.
+
+    Raises UserError for no such object, StoreError.
+    """
+    try:
+        content, generation = store.part(name, 0, 1)
+    except FileNotFoundError:
+        raise UserError(
+            f"{store.url}/{name}: no such object. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
+            "(python -m megajax.preprocess writes them; copy both there)."
+        ) from None
+    except ValueError:
+        raise UserError(f"{store.url}/{name}: is empty. Write it again.") from None
+    path = blocks.place(f"{store.url}/{name}", generation) / name
+    if not path.exists():
+        content, now = store.part(name)
+        if now != generation:
+            raise StoreError(f"{store.url}/{name} was replaced while it was read. The same command goes on")
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: set data.cache_dir to a folder with more room") from error
+    return path

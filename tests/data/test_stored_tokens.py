@@ -1,0 +1,167 @@
+"""Token files in object stores: rows byte for byte as from disk, blocks on the disk, faults."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.data.rows.splits import Rows
+from megajax.data.text.config import BlendConfig
+from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, integer_tokens
+from megajax.models.decoder.config import text_schema
+from megajax.storage import ranged_files, stores
+from megajax.storage.ranged_files import BlockCache
+from megajax.storage.reading import ChangedFile
+from megajax.tokenizers.config import NullTokenizerConfig
+from tests.object_stores import SERVERS, FaultyProxy
+
+DOCUMENTS = [
+    np.arange(start, start + length, dtype=np.uint16) for start, length in ((7, 900), (40, 1), (3, 5000), (9, 3000))
+]
+
+
+def written(prefix: Path, documents: list[np.ndarray] = DOCUMENTS) -> IndexedTokens:
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        for document in documents:
+            writer.add_document([document])
+    return IndexedTokens(prefix)
+
+
+def uploaded(prefix: Path, url: str) -> None:
+    store = stores.open_store(url.rpartition("/")[0])
+    for suffix in (".bin", ".idx"):
+        store.write(url.rpartition("/")[2] + suffix, Path(f"{prefix}{suffix}").read_bytes())
+
+
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
+def bucket(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, SERVERS[request.param]() as variables:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(ranged_files, "BLOCK", 1024)
+        stores._objects.cache_clear()
+        yield f"{request.param}://bucket"
+    stores._objects.cache_clear()
+
+
+def pieces() -> list[tuple[int, int, int | None]]:
+    return [(2, 100, 3000), (0, 0, None), (3, 2999, None), (1, 0, 1), (2, 4999, 5000)]
+
+
+def test_rows_are_those_of_the_disk_and_blocks_are_kept(bucket: str, tmp_path: Path) -> None:
+    local, url = written(tmp_path / "text"), f"{bucket}/folder/text"
+    uploaded(tmp_path / "text", url)
+    blocks = BlockCache(tmp_path / "blocks")
+    stored = IndexedTokens(url, blocks=blocks)
+    assert str(stored.prefix) == url and len(stored) == len(local) and stored.total == local.total
+    np.testing.assert_array_equal(stored.read_all(), local.read_all())
+    (tokens, starts), (expected, begins) = stored.gather(pieces()), local.gather(pieces())
+    np.testing.assert_array_equal(tokens, expected)
+    assert starts == begins
+    assert stored.identity(tmp_path / "indices") == local.identity(tmp_path / "indices")
+    # A second run finds the blocks: only the sizes and generations are asked for.
+    (kept,) = {path.parent for path in blocks.folder.glob("*/*") if path.suffix != ".idx"}
+    assert len(list(kept.iterdir())) == -(-local.total * 2 // 1024)
+    stores.open_store(url.rpartition("/")[0]).delete("text.bin")
+    uploaded(tmp_path / "text", url)
+    reader = IndexedTokens(url, blocks=BlockCache(tmp_path / "blocks"))
+    np.testing.assert_array_equal(reader.document(2), DOCUMENTS[2])
+
+
+def test_rows_of_a_blend_are_those_of_files(bucket: str, tmp_path: Path) -> None:
+    written(tmp_path / "text")
+    written(tmp_path / "other", [document[::-1] for document in DOCUMENTS])
+    uploaded(tmp_path / "text", f"{bucket}/blend/text")
+
+    def rows(path: str, cache: str) -> list[np.ndarray]:
+        data = BlendConfig(
+            paths=("0.7", path, "0.3", str(tmp_path / "other")), split="1,0,0", cache_dir=str(tmp_path / cache)
+        )
+        assert data.problems() == []
+        tokenizer = NullTokenizerConfig(vocabulary_size=70000).build()
+        splits = data.build(tokenizer=tokenizer, schema=text_schema(32, 2**31), rows=Rows(100), seed=1)
+        assert splits.train is not None
+        return [splits.train[row]["tokens"] for row in range(100)]
+
+    np.testing.assert_array_equal(rows(f"{bucket}/blend/text", "stored"), rows(str(tmp_path / "text"), "local"))
+    assert list((tmp_path / "stored/blocks").glob("*/00000000"))
+
+
+def test_files_are_read_whole_before_the_start_where_they_fit(bucket: str, tmp_path: Path) -> None:
+    written(tmp_path / "text")
+    uploaded(tmp_path / "text", f"{bucket}/whole/text")
+    blocks = BlockCache(tmp_path / "blocks")
+    tokens = integer_tokens(f"{bucket}/whole/text", blocks, prefetch=True)
+    assert len(list(blocks.folder.glob("*/0000????"))) == 18
+    stores.open_store(f"{bucket}/whole").delete("text.bin")
+    np.testing.assert_array_equal(tokens.document(2), DOCUMENTS[2])
+    uploaded(tmp_path / "text", f"{bucket}/whole/text")
+    with pytest.raises(UserError, match=r"data.cache_gib=1e-05 allows less: raise it"):
+        integer_tokens(f"{bucket}/whole/text", BlockCache(tmp_path / "small", gib=1e-5), prefetch=True)
+
+
+def test_a_damaged_block_is_read_again_and_old_blocks_are_deleted(bucket: str, tmp_path: Path) -> None:
+    written(tmp_path / "text")
+    uploaded(tmp_path / "text", f"{bucket}/text")
+    blocks = BlockCache(tmp_path / "blocks")
+    np.testing.assert_array_equal(IndexedTokens(f"{bucket}/text", blocks=blocks).document(2), DOCUMENTS[2])
+    block = next(path for path in sorted(blocks.folder.glob("*/00000003")))
+    block.write_bytes(b"x" + block.read_bytes()[1:])
+    fresh = IndexedTokens(f"{bucket}/text", blocks=BlockCache(tmp_path / "blocks"))
+    np.testing.assert_array_equal(fresh.document(2), DOCUMENTS[2])
+    small = BlockCache(tmp_path / "small", gib=4 * 1100 / 2**30)
+    tokens = IndexedTokens(f"{bucket}/text", blocks=small)
+    for number, document in enumerate(DOCUMENTS):
+        np.testing.assert_array_equal(tokens.document(number), document)
+    sizes = [path.stat().st_size for path in small.folder.glob("*/????????") if path.suffix != ".idx"]
+    assert 0 < sum(sizes) <= 4 * 1100
+
+
+def test_files_that_are_missing_replaced_or_of_another_index(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing/text.idx: no such object. A data path is a prefix"):
+        IndexedTokens(f"{bucket}/nothing/text", blocks=BlockCache(tmp_path / "blocks"))
+    written(tmp_path / "text")
+    written(tmp_path / "other", DOCUMENTS[:2])
+    url = f"{bucket}/changing/text"
+    uploaded(tmp_path / "text", url)
+    tokens = IndexedTokens(url, blocks=BlockCache(tmp_path / "blocks"))
+    tokens.document(0)
+    stores.open_store(f"{bucket}/changing").write("text.bin", bytes(17802))
+    tokens.document(0)
+    with pytest.raises(ChangedFile, match=r"changing/text.bin: it has another generation now"):
+        tokens.document(3)
+    stores.open_store(f"{bucket}/changing").write("text.bin", (tmp_path / "other.bin").read_bytes())
+    with pytest.raises(ChangedFile, match=r"changing/text.bin: it .*"):
+        tokens.document(3)
+    with pytest.raises(UserError, match=r"changing/text.bin: (1802 bytes, its index says|is shorter than the) 17802"):
+        IndexedTokens(url, blocks=BlockCache(tmp_path / "blocks"))
+
+
+@pytest.mark.slow
+def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_path: Path, monkeypatch) -> None:
+    written(tmp_path / "text")
+    uploaded(tmp_path / "text", f"{bucket}/faults/text")
+    endpoint = "AWS_ENDPOINT_URL" if bucket.startswith("s3") else "TENSORSTORE_GCS_HTTP_URL"
+    proxy = FaultyProxy(os.environ[endpoint])
+    monkeypatch.setenv(endpoint, proxy.url)
+    monkeypatch.setattr(stores, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(stores, "RETRIES", 3)
+    stores._objects.cache_clear()
+    try:
+        tokens = IndexedTokens(f"{bucket}/faults/text", blocks=BlockCache(tmp_path / "blocks"))
+        for number, (fault, count) in enumerate((("503", 3), ("500", 2), ("cut", 1))):
+            proxy.inject(fault, count)
+            np.testing.assert_array_equal(tokens.document(number), DOCUMENTS[number])
+        tokens = IndexedTokens(f"{bucket}/faults/text", blocks=BlockCache(tmp_path / "others"))
+        proxy.inject("503", 1000)
+        with pytest.raises(UserError, match="All 3 retry attempts failed") as raised:
+            tokens.document(3)
+        assert "\n" not in str(raised.value) and "AKIATESTKEY" not in str(raised.value)
+        proxy.inject("503", 0)
+        np.testing.assert_array_equal(tokens.document(3), DOCUMENTS[3])
+    finally:
+        stores._objects.cache_clear()
+        proxy.close()
