@@ -30,7 +30,7 @@ NAME = re.compile(r"[0-9a-f]{8}")
 GIB = 1 << 30
 SWEEP = 1 / 16
 """Share of the limit that a process may write before it looks at the sizes of all blocks again."""
-KEPT = 0.9
+SHARE_LEFT = 0.9
 """Share of the limit that is left after old blocks were deleted."""
 
 
@@ -110,7 +110,7 @@ class BlockCache:
             path.unlink(missing_ok=True)
             self._checked.discard(path)
             total -= size
-            if total <= KEPT * self._limit:
+            if total <= SHARE_LEFT * self._limit:
                 break
 
 
@@ -180,8 +180,8 @@ class StoredFile:
         def read(number: int) -> None:
             if not (self._place / f"{number:08x}").exists():
                 self._pieces(number * BLOCK, min(BLOCK, self.size - number * BLOCK))
-            done = next(finished)
-            show(done, done / len(numbers))
+            number_read = next(finished)
+            show(number_read, number_read / len(numbers))
 
         in_parallel(read, [*numbers[first:], *numbers[:first]])
 

@@ -32,6 +32,7 @@ VALUES = {
     "checkpoint.load": "runs/a", "tokenizer.path": "models/a", "data.paths": "data/a",
     "tokenizer.type": "HuggingFaceTokenizer", "run_dir": "runs/a", "schedule.anneal_style": "linear",
     "schedule.style": "cosine", "precision.params": "float32", "precision.reduce": "float32",
+    "model.lora.decomposed": "true", "model.lora.rank_stabilized": "true",
 }  # fmt: skip
 """Setting -> a value of the other trainer, where neither 2 nor a word of the table is one."""
 NOT_IN_ALL = {

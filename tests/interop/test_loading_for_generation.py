@@ -56,6 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         def read(self, path: str, box: Any) -> np.ndarray:
             return weights[path][box]
 
+        def shapes(self) -> dict[str, tuple[int, ...]]:
+            return {path: value.shape for path, value in weights.items()}
+
     specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
     weights = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in specs.items()}
     config, tensors = adapter_files(adapted, family_for(model), Drawn(), str(folder / "base"))  # ty: ignore

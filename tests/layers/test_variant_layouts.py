@@ -193,8 +193,7 @@ def test_the_variants_are_legal():
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("attention", "sequence"),
-        *(pytest.param("attention", layout, marks=pytest.mark.slow) for layout in ("tensor", "fsdp")),
+        *(pytest.param("attention", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
         *(pytest.param("others", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
         *(pytest.param("families", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
     ],

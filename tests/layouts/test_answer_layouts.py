@@ -63,7 +63,7 @@ def answers(seed: int) -> Batch:
 
 @pytest.mark.parametrize(
     "objective",
-    [DPO, GRPO, *(pytest.param(objective, marks=pytest.mark.slow) for objective in (ORPOConfig(), KTO, GSPO, CISPO))],
+    [DPO, *(pytest.param(other, marks=pytest.mark.slow) for other in (GRPO, ORPOConfig(), KTO, GSPO, CISPO))],
 )
 def test_gradients_equal_those_of_a_plain_log_softmax(objective: ObjectiveConfig) -> None:
     """Through the objective and the whole logits: without the second pass of the head, and without its weights."""

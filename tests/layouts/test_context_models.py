@@ -131,7 +131,7 @@ def ahead(model: DecoderConfig, depth: int, **settings: object) -> DecoderConfig
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (ahead(llama(repeats=1), 1), TWO),
+        slow(ahead(llama(repeats=1), 1), TWO),
         slow(ahead(llama(), 2), replace(PIPELINE, context_rounds=2)),
         slow(ahead(llama(), 2, reweighted="microbatches"), replace(FOUR, tensor=2, sequence=True)),
         slow(ahead(gpt(), 2), PIPELINE),

@@ -41,7 +41,7 @@ class DynamicTowerConfig(VisionTowerConfig):
         problems = VisionTowerConfig.problems(self)
         square = self.merge**2
         if self.merge < 1 or self.frames < 1:
-            problems.append(Problem("merge", f"and frames must be at least 1, got {self.merge} and {self.frames}"))
+            problems.append(Problem("merge", f"must be at least 1, as frames, got {self.merge} and {self.frames}"))
         elif self.most < square or self.most % square or self.most % self.positions_multiple:
             message = f"{self.most} is not a multiple of merge^2={square} and of {self.positions_multiple}"
             problems.append(Problem("most", message, "it is the length of the tower's rows"))
@@ -190,6 +190,8 @@ def qwen_vl(language: DecoderConfig, vision: DynamicTowerConfig, *, image_token:
     """Qwen3-VL with the decoder `language`, whose first layers get DeepStack's features, and the tower `vision`.
 
     more: other settings of QwenVLConfig.
+
+    Example: `mj.qwen_vl(mj.qwen3("4b"), mj.qwen3_vl("4b").vision, image_token=151_655)`
     """
     settings: dict[str, Any] = {field.name: getattr(language, field.name) for field in fields(DecoderConfig)}
     blocks = blocks_of(language.stack)
