@@ -68,12 +68,21 @@ def answers(made: Qwen3VLForConditionalGeneration, name: str, arrays: dict[str, 
             "image_grid_thw": torch.tensor(arrays[f"{name}.grids"]),
             "mm_token_type_ids": (tokens == IMAGE).int(),
         }
+    length, greedy = tokens.shape[1], list[int]()
     with torch.no_grad():
         logits = made(**inputs).logits[0].numpy()
+        # Whole rows: with a cache, transformers has other positions after a row that ends in an image.
+        for _ in range(6):
+            made.model.rope_deltas = None
+            row = torch.cat([tokens, torch.tensor([greedy], dtype=torch.long)], dim=1)
+            inputs |= {"input_ids": row, "attention_mask": torch.ones_like(row)}
+            if "mm_token_type_ids" in inputs:
+                inputs["mm_token_type_ids"] = (row == IMAGE).int()
+            scores = made(**inputs).logits[0, -1]
+            scores[IMAGE] = -torch.inf
+            greedy.append(int(scores.argmax()))
         made.model.rope_deltas = None
-        greedy = made.generate(**inputs, max_new_tokens=6, do_sample=False, suppress_tokens=[IMAGE], eos_token_id=None)
-        made.model.rope_deltas = None
-    return {f"{name}.logits": logits, f"{name}.greedy": greedy[0, tokens.shape[1] :].numpy().astype(np.int32)}
+    return {f"{name}.logits": logits[:length], f"{name}.greedy": np.array(greedy, np.int32)}
 
 
 def main() -> None:
