@@ -177,6 +177,7 @@ def test_a_row_transforms_the_state_before_it(channels: bool) -> None:
 
 
 A100, T4, CPU = (Device(name=name, capability=at) for name, at in (("A100", (8, 0)), ("T4", (7, 5)), ("cpu", None)))
+B200 = Device(name="B200", capability=(10, 0))
 FITTING = DeltaSizes(keys=128, values=128, chunk=64)
 
 
@@ -187,6 +188,7 @@ FITTING = DeltaSizes(keys=128, values=128, chunk=64)
         (None, None, FITTING._replace(keys=256, values=48, chunk=16), None),
         (CPU, "bfloat16", FITTING, "needs an NVIDIA GPU, jax found cpu"),
         (T4, "bfloat16", FITTING, "runs from compute capability 8.0 on, T4 has 7.5"),
+        (B200, "bfloat16", FITTING, "runs below compute capability 10.0, B200 has 10.0"),
         (A100, "float32", FITTING, "computes in bfloat16 or float16, not in float32"),
         (A100, "bfloat16", FITTING._replace(keys=96), "takes key heads of 16, 32, 64, 128, 256, not of 96"),
         (A100, "bfloat16", FITTING._replace(values=100), "takes value heads of a multiple of 16, not of 100"),
