@@ -9,13 +9,14 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.data.masked.config import PairsConfig
 from megajax.data.masked.samples import MaskingTokenizer, demand_tokens
 from megajax.data.masked.spans import two_sided_row, two_sided_specials
 from megajax.data.rows.blend import BlendBuilder
 from megajax.data.rows.row_source import check_row, check_vocabulary, files_of, order_checksum
 from megajax.data.rows.splits import Rows, Splits
-from megajax.data.text.indexed_dataset import integer_tokens
+from megajax.data.text.indexed_dataset import IndexedTokens, integer_tokens
 
 
 class PairedTokens:
@@ -26,9 +27,8 @@ class PairedTokens:
             tokens on one side.
     """
 
-    def __init__(self, path: str, prefixes: tuple[str, ...]):
-        self.prefix = Path(path)
-        self.sides = tuple(integer_tokens(prefix) for prefix in prefixes)
+    def __init__(self, path: str, sides: tuple[IndexedTokens, ...]):
+        self.prefix, self.sides = store_url(path) or Path(path), sides
         self.documents = self.sides[0].documents
         counts = [side.documents for side in self.sides]
         if len(set(counts)) > 1:
@@ -119,7 +119,8 @@ class PairsBuilder(BlendBuilder[Pairs]):
         self.lengths, self.tokenizer = lengths, tokenizer
 
     def read(self, path: str) -> PairedTokens:
-        return PairedTokens(path, self.config.token_files(path))
+        files = self.config.token_files(path)
+        return PairedTokens(path, tuple(integer_tokens(f, self.blocks, prefetch=self.config.prefetch) for f in files))
 
     def units(self, tokens: Any) -> int:
         return tokens.documents

@@ -28,8 +28,8 @@ CHECKSUM = 4
 NAME = re.compile(r"[0-9a-f]{8}")
 """Names of blocks: their numbers."""
 GIB = 1 << 30
-SWEEP = 1 / 16
-"""Share of the limit that a process may write before it looks at the sizes of all blocks again."""
+SWEEP = 1 / 128
+"""Share of the limit that each process may write before it looks at the sizes of all blocks again."""
 SHARE_LEFT = 0.9
 """Share of the limit that is left after old blocks were deleted."""
 
@@ -61,6 +61,11 @@ class BlockCache:
                 f"data.prefetch=true: the token files of object stores have {self._wanted / GIB:.3g} GiB or more, and "
                 f"data.cache_gib={self._limit / GIB:.3g} allows less: raise it, or leave data.prefetch out"
             )
+
+    def demand_kept(self) -> None:
+        """Raises UserError if the folder could not be written."""
+        if not self._works:
+            raise UserError(f"data.prefetch=true: {self.folder} can't keep what was read: change data.cache_dir")
 
     def read(self, path: Path, start: int, stop: int, fetch: Callable[[], bytes]) -> bytes:
         """Bytes of a block, which `fetch` gets where the disk has none or a damaged one."""
@@ -141,8 +146,8 @@ class StoredFile:
         """size: bytes that it should have. Raises UserError for no such object or another size, StoreError."""
         self.path, self.size, self._name, self._store = f"{store.url}/{name}", size, name, store
         self._blocks = blocks
-        if (fault := store.wrong_size(name, size)) is not None:
-            raise UserError(f"{self.path}: {fault.replace('the manifest says', 'its index says')}")
+        if (fault := store.wrong_size(name, size, "its index says")) is not None:
+            raise UserError(f"{self.path}: {fault}")
         try:
             self._generation: bytes = store.part(name, size - 1, size)[1] if size else b""
         except ValueError:  # not all servers say the size, which `wrong_size` compares
@@ -184,6 +189,7 @@ class StoredFile:
             show(number_read, number_read / len(numbers))
 
         in_parallel(read, [*numbers[first:], *numbers[:first]])
+        self._blocks.demand_kept()
 
     def _fetched(self, first: int) -> bytes:
         """A block of the object, from the store."""
@@ -193,6 +199,8 @@ class StoredFile:
             raise self.changed("it is shorter now, or was deleted") from None
         if generation != self._generation:
             raise self.changed("it has another generation now")
+        if len(content) < min(BLOCK, self.size - first):
+            raise self.changed(f"its bytes from {first + len(content):,} on are missing")
         return content
 
     def changed(self, missing: str) -> ChangedFile:

@@ -123,14 +123,17 @@ class Store:
         for future in [self._objects.write(self._prefix + name, None) for name in self.names(prefix)]:
             self._wait(future, prefix, "deleted")
 
-    def wrong_size(self, name: str, size: int) -> str | None:
-        """Why an object has not this size, or None. Raises StoreError. Reads one byte: lists have no sizes."""
+    def wrong_size(self, name: str, size: int, source: str = "the manifest says") -> str | None:
+        """Why an object has not this size, which `source` begins to say, or None. Raises StoreError.
+
+        Reads one byte: lists have no sizes.
+        """
         try:
             content = self.read(name, max(size - 1, 0), size + 1)
         except ValueError as error:
             match = re.search(r"total size (\d+)|ObjectSize>(\d+)", str(error))
             actual = int(match[1] or match[2]) if match else None
-            return None if actual in (None, size) else f"{actual} bytes, the manifest says {size}"
+            return None if actual in (None, size) else f"{actual} bytes, {source} {size}"
         except OSError as error:
             return str(error.strerror)
         return f"more than {size} bytes" if content else None

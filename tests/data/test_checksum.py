@@ -21,6 +21,7 @@ from megajax.data.rows.row_source import files_of
 from megajax.data.rows.shuffled_items import ItemRows, RowOrder
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, MockConfig
+from megajax.data.text.indexed_dataset import integer_tokens
 from megajax.data.translation_pairs import PairedTokens, Pairs
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
@@ -162,7 +163,7 @@ def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
 def test_rows_of_pairs_conversations_and_images_name_their_files(tmp_path: Path) -> None:
     for name in ("source", "target"):
         write(tmp_path / f"p_{name}_document", [range(1, 30)] * 9)
-    tokens = PairedTokens("p", PairsConfig().token_files(str(tmp_path / "p")))
+    tokens = PairedTokens("p", tuple(map(integer_tokens, PairsConfig().token_files(str(tmp_path / "p")))))
     paired = Pairs(tokens, np.arange(9), lengths=(8, 8), tokenizer=TWO_SIDED)
     assert files_of(paired) == [*pair(tmp_path / "p_source_document"), *pair(tmp_path / "p_target_document")]
     path = tmp_path / "chat.jsonl"

@@ -2,16 +2,20 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
+from megajax.data.masked.config import PairsConfig
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, integer_tokens
+from megajax.data.translation_pairs import PairsBuilder
 from megajax.models.decoder.config import text_schema
 from megajax.storage import ranged_files, stores
+from megajax.storage.disk import write_whole
 from megajax.storage.ranged_files import BlockCache
 from megajax.storage.reading import ChangedFile
 from megajax.tokenizers.config import NullTokenizerConfig
@@ -90,7 +94,7 @@ def test_rows_of_a_blend_are_those_of_files(bucket: str, tmp_path: Path) -> None
     assert list((tmp_path / "stored/blocks").glob("*/00000000"))
 
 
-def test_files_are_read_whole_before_the_start_where_they_fit(bucket: str, tmp_path: Path) -> None:
+def test_files_are_read_whole_before_the_start_where_they_fit(bucket: str, tmp_path: Path, monkeypatch) -> None:
     written(tmp_path / "text")
     uploaded(tmp_path / "text", f"{bucket}/whole/text")
     blocks = BlockCache(tmp_path / "blocks")
@@ -101,6 +105,28 @@ def test_files_are_read_whole_before_the_start_where_they_fit(bucket: str, tmp_p
     uploaded(tmp_path / "text", f"{bucket}/whole/text")
     with pytest.raises(UserError, match=r"data.cache_gib=1e-05 allows less: raise it"):
         integer_tokens(f"{bucket}/whole/text", BlockCache(tmp_path / "small", gib=1e-5), prefetch=True)
+    refusing = BlockCache(tmp_path / "refusing")
+
+    def refused(path: Path, content: bytes) -> None:
+        if path.suffix != ".idx":
+            raise OSError(28, "No space left on device")
+        write_whole(path, content)
+
+    monkeypatch.setattr(ranged_files, "write_whole", refused)
+    with pytest.raises(UserError, match=r"refusing can't keep what was read: change data.cache_dir"):
+        integer_tokens(f"{bucket}/whole/text", refusing, prefetch=True)
+
+
+def test_both_sides_of_pairs_are_read_into_the_cache(bucket: str, tmp_path: Path) -> None:
+    data = PairsConfig(paths=(f"{bucket}/pairs/text",), cache_dir=str(tmp_path / "cache"), prefetch=True)
+    for side in data.token_files(f"{bucket}/pairs/text"):
+        written(tmp_path / "side")
+        uploaded(tmp_path / "side", side)
+    none: Any = None
+    tokens = PairsBuilder(data, lengths=(64, 64), tokenizer=none, seed=1).read(data.paths[0])
+    assert str(tokens.prefix) == data.paths[0]
+    np.testing.assert_array_equal(tokens.pair(2)[1], DOCUMENTS[2])
+    assert len(list((tmp_path / "cache/blocks").glob("*/00000000"))) == 2
 
 
 def test_a_damaged_block_is_read_again_and_old_blocks_are_deleted(bucket: str, tmp_path: Path) -> None:
