@@ -3,12 +3,12 @@
 The teacher is a run of quickstart.py, or any other: `mj.with_teacher` takes two models, and checkpoint.weights loads
 the teacher's weights into the part `teacher`.
 
-`stored()` learns from the teacher's likeliest tokens in a file beside the token file (docs/distillation.md).
+`stored()` learns from the teacher's likeliest tokens in a file beside the token file (docs/tuning.md).
 
 Prepare:  python -m megajax.train --config=quickstart.py --run_dir=runs/teacher
 Run:      python -m megajax.train --config=distill.py
 Hardware: 2 CPU cores, 1 GB of memory
-Expect:   docs/distillation.md has the losses beside those of a student without a teacher
+Expect:   docs/tuning.md has the losses beside those of a student without a teacher
 """
 
 from pathlib import Path

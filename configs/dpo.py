@@ -1,6 +1,6 @@
 """Preference optimization (DPO) of released models on your own pairs of answers. `config()` is dpo_llama3_8b.
 
-The same configs train with ORPO, SimPO or KTO by --model.objective.type (docs/preferences.md). reward_llama3_8b trains
+The same configs train with ORPO, SimPO or KTO by --model.objective.type (docs/tuning.md). reward_llama3_8b trains
 a reward model on the same pairs, for grpo.py (docs/reinforcement.md).
 
 Prepare:  the model's Hugging Face folder as models/NAME, pairs as data/preferences.jsonl (docs/data.md)

@@ -65,7 +65,7 @@ class DPOConfig(Builds):
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sppo_hard"] = (
         "sigmoid"
     )
-    """sigmoid: DPO; with label_smoothing conservative DPO. The others: see docs/preferences.md."""
+    """sigmoid: DPO; with label_smoothing conservative DPO. The others: see docs/tuning.md."""
     beta: float = 0.1
     """Factor on the log-ratios of policy and reference: the larger, the closer the policy stays to the reference. With
     ipo, the target of the margin per token is 1 / (2 beta)."""
