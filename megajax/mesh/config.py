@@ -48,7 +48,7 @@ class ParallelConfig:
     """What `tensor` does with experts. cut: shards the matrices of each along its ffn; whole: shards the list of
     experts further, over expert x tensor devices, which needs sequence parallelism."""
     context: int = 1
-    """Devices that each row is cut over along the sequence, for long rows: see docs/context.md."""
+    """Devices that each row is cut over along the sequence, for long rows: see docs/attention.md."""
     context_strategy: ContextStrategy = "all_gather"
     """How attention reaches the keys and values of the other devices of `context`. all_gather: gathers them; ring:
     passes them on from device to device while it computes; all_to_all: exchanges heads for positions, so that each

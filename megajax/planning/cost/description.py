@@ -2,7 +2,7 @@
 
 benchmarks/planning/accuracy.py describes programs of other systems by hand, whose published speeds test the cost model.
 Each row counts as one document: packed documents need less attention, and `context` divides it less evenly
-(docs/context.md).
+(docs/attention.md).
 """
 
 from bisect import bisect_left
