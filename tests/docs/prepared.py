@@ -142,7 +142,7 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/checkpoints.md": (_checkpoint,),
     "docs/coming_from_hugging_face.md": (_documents, _hugging_face_folder),
     "docs/data.md": (_token_files,),
-    "docs/first_config.md": (_paragraphs,),
+    "docs/config.md": (_paragraphs,),
     "docs/images.md": (_images,),
     "docs/megatron.md": (_megatron_script, _file_of_flags, _megatron_checkpoint),
     "docs/preprocess.md": (_shards_and_vocabulary, _pairs),

@@ -31,7 +31,7 @@ REPLACED = {
 }
 """Settings that do not suit so few steps, or that ask for more."""
 FOLLOWED = (
-    *("README.md", "benchmarks.md", "checkpoints.md", "evaluation.md", "first_config.md", "generate.md"),
+    *("README.md", "benchmarks.md", "checkpoints.md", "config.md", "evaluation.md", "generate.md"),
     *("getting_started.md", "inference.md", "preprocess.md", "tuning.md"),
 )
 """Pages that are run in one folder, as users follow them."""
