@@ -18,8 +18,8 @@ from megajax.training.run_config import RunConfig
 
 HEAD = """# Every config class
 
-[First config](config.md#your-first-config) shows how to put a config together, [config files](config.md) how to write values
-on the command line and in YAML. `--help` of a command lists its settings too.
+[Configs](config.md) shows how to put a config together, and how to write values on the command line and in YAML.
+`--help` of a command lists its settings too.
 
 `import megajax as mj` gives all of them. They take their settings by name. A setting without a default must be given.
 In Python, none is `None`, true and false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with one
