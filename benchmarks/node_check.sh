@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks a node with whole training runs: ten layouts in one process and in one process per device, against one device.
+# Checks a node with whole training runs: eleven layouts in one process and in one process per device, against one device.
 #
 #   benchmarks/node_check.sh                          all checks; on the GPUs of this machine, or 8 virtual CPU devices
-#   benchmarks/node_check.sh --only=pipeline          layouts whose names contain it, and what follows
+#   benchmarks/node_check.sh --only=pipeline          layouts whose names contain it; also everything, stop
 #   benchmarks/node_check.sh --processes=8            only with one process per device
 #   PYTHON=.venv/bin/python OUT=/tmp/out benchmarks/node_check.sh      default: python3, a folder for temporary files
 #

@@ -56,6 +56,7 @@ PARTS = {
     "context": Part(COMPILED, "planning.context:context", "long rows with each strategy of context", prints=True),
     "moe_traffic": Part(COMPILED, "planning.expert_traffic:moe_traffic", "bytes that experts send, by way of dispatch",
                         prints=True),
+    "exchanges": Part(COMPILED, "planning.exchanges:exchanges", "exposed time of exchanges with experts", prints=True),
     "planner_accuracy": Part(COMPILED, "planning.accuracy:planner_accuracy",
                              "the planner against published training speeds", prints=True),
     "recipe_plans": Part(COMPILED, "planning.recipes:recipe_plans", "predicted speeds by recipe of precision.matmul"),

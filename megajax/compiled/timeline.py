@@ -1,9 +1,10 @@
 """When the instructions of a compiled program run: kernels in program order, collectives one after another beside them.
 
 There are two streams. Kernels run in the order of the program. A collective starts when the program has come to its
-start and the one before it has arrived; its end waits until it has arrived. The wait is exposed. Of a loop, the first
-two iterations are followed; the others are like the second. Of a conditional, each branch is followed, and its times
-count as often as it is taken.
+start and the one before it has arrived; its end waits until it has arrived. The wait is exposed, and counts for the
+collectives that are on the link in that time: a small one often waits behind a large one. Of a loop, the first two
+iterations are followed; the others are like the second. Of a conditional, each branch is followed, and its times count
+as often as it is taken.
 """
 
 from collections.abc import Mapping
@@ -42,6 +43,8 @@ class _Streams:
         self.costs, self.unknown_trips = costs, unknown_trips
         self.kernels = self.links = 0.0
         self.exposed: dict[str, float] = {}
+        self.sent: list[tuple[str, float, float]] = []
+        """Collectives in the order of their starts, with the times at which they go out and arrive."""
 
     def run(self, name: str, times: float, depth: int) -> None:
         """Runs a computation once. times: how often it counts; depth: number of loops around it."""
@@ -64,17 +67,29 @@ class _Streams:
             elif op.opcode in FREE:
                 continue
             elif (seconds := self.costs.collective(op, home)) is not None:
-                arrivals[op.name] = self.links = max(self.kernels, self.links) + seconds
+                begin = max(self.kernels, self.links)
+                arrivals[op.name] = self.links = begin + seconds
+                self.sent.append((op.name, begin, self.links))
                 if not op.asynchronous:
                     self._wait(op.name, self.links, times)
             else:
                 self.kernels += self.costs.kernel(op, home)
 
     def _wait(self, name: str, arrival: float, times: float) -> None:
-        waited = max(0.0, arrival - self.kernels)
-        self.kernels += waited
-        if waited:
-            self.exposed[name] = self.exposed.get(name, 0.0) + waited * times
+        """Waits for a collective that arrives then, and so for those that are on the link before it."""
+        left = arrival
+        for sent, begin, end in reversed(self.sent):
+            if min(left, end) <= self.kernels:
+                break
+            since = max(begin, self.kernels)
+            self._expose(sent, times * (min(left, end) - since))
+            left = min(left, since)
+        self._expose(name, times * (left - self.kernels))  # Branches have clocks of their own.
+        self.kernels = max(self.kernels, arrival)
+
+    def _expose(self, name: str, seconds: float) -> None:
+        if seconds > 0:
+            self.exposed[name] = self.exposed.get(name, 0.0) + seconds
 
     def _loop(self, op: hlo.Instruction, times: float, depth: int) -> None:
         (body, *_), begin = op.callees["body"], (self.kernels, self.links)

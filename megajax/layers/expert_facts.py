@@ -76,8 +76,8 @@ class ExpertFacts:
     """Rows of a buffer over the mean; None: room for the worst case."""
     chunks: int = 1
     """Parts of the tokens that are processed in sequence; nothing of them is saved."""
-    has_shared: bool = False
-    """Whether there is a shared expert for all tokens."""
+    shared: int = 0
+    """Multiply-adds of a token in the shared expert, for all tokens; 0: there is none."""
 
     def way_on(self, devices: int) -> str:
         """The way of `dispatch.way`; `auto` is gather, which receives (n - 1) T D elements each way.

@@ -435,7 +435,7 @@ class BlockFacts:
     @property
     def sharded_parts(self) -> int:
         """Sub-layers whose matrices `tensor` shards, without those of experts."""
-        return self.parts - sum(not facts.has_shared for facts in self.experts)
+        return self.parts - sum(not facts.shared for facts in self.experts)
 
     def elements(self, part: Part) -> Elements:
         """Elements of a tensor; `NO_ELEMENTS` if the block has no such tensor."""

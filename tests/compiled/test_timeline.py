@@ -63,10 +63,11 @@ def test_a_blocking_start_waits_at_once() -> None:
 
 
 def test_collectives_use_the_link_one_after_another() -> None:
-    first, second = gathers(1, 0).splitlines(), gathers(2, 3).splitlines()
+    first, second = gathers(1, 0).splitlines(), gathers(2, 1).splitlines()
     both = played(entry(first[0], *second, first[1]))
-    # The second one to start waits for the first, which has arrived when its end is reached.
-    assert both.exposed == {"gather.2": pytest.approx(2 * GATHER - 3 * MATMUL)}
+    # The second one to start waits behind the first, which has arrived when its end is reached.
+    assert both.exposed == {"gather.1": pytest.approx(GATHER - MATMUL), "gather.2": pytest.approx(GATHER)}
+    assert both.computing == pytest.approx(MATMUL)
 
 
 LOOP = """\
@@ -164,6 +165,6 @@ custom_call_target="__cudnn$fmhaSoftmax", backend_config={{"mask_type":"{mask}"}
 def test_asynchronous_programs_have_the_collectives_that_the_reader_finds() -> None:
     text = Path(__file__).with_name("asynchronous.hlo.txt").read_text(encoding="utf-8")
     line = timeline(Costs(Program.read(text), {"pipeline": 4, "tensor": 2}, H100, 8))
-    # The wrapped start ends in async-done; the permute arrives before the collectives of the loop beside it.
-    assert set(line.exposed) == {"uneven", "gather", "reduce", "late"}
+    # The wrapped start ends in async-done; the collectives of the loop beside the permute wait behind it.
+    assert set(line.exposed) == {"uneven", "gather", "reduce", "late", "permute"}
     assert line.seconds == pytest.approx(line.computing + sum(line.exposed.values()))

@@ -11,12 +11,12 @@ from megajax.config import load
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.mlp.config import GatedMLPConfig
-from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig
+from megajax.layers.moe.config import DispatchConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from megajax.layers.moe.dispatch import Dispatch
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
-from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.cost.memory import footprint
 from megajax.planning.search import Task
@@ -101,6 +101,57 @@ def test_traffic_equals_that_of_compiled_programs() -> None:
         actual[way] = sum(row.bytes for row in rows) / layers / 2 / HIDDEN / TOKENS
         assert {row.axis for row in rows} == {"expert"}
     assert actual == {"gather": 5 * 8, "ragged": 5 * TOP_K, "capacity": 5 * TOP_K * 1.25}
+
+
+def hidden(recompute: Any = "full", **settings: Any) -> dict[str, list[float]]:
+    """Kind and pass -> shares of exchanges that are hidden, with layers as wide as Mixtral's."""
+    cfg = config(parallel=ParallelConfig(expert=8), **settings)
+    (block,) = cfg.model.stack.pattern
+    wide = replace(block, mlp=replace(block.mlp, expert=GatedMLPConfig(ffn=14336)))
+    stack = replace(cfg.model.stack, pattern=(wide,))
+    model = replace(cfg.model, hidden=4096, sequence_length=4096, stack=stack, recompute=recompute)
+    run = describe(cfg.but(model=model), GPUS["h100"], 16)
+    shares: dict[str, list[float]] = {}
+    for row in estimate(run).traffic:
+        if "experts, " in row.what:
+            shares.setdefault(f"{row.kind} {row.what.split()[-1]}", []).append(row.hidden / row.seconds)
+    return shares
+
+
+def test_exchanges_are_hidden_by_kernels_that_do_not_wait_for_them() -> None:
+    """Compiled programs, by python -m benchmarks exchanges, and docs/moe.md."""
+    light, full = hidden("selective"), hidden()
+    # The last exchange beside gradients of matrices; those before only beside what is computed again.
+    assert light["reduce-scatter backward"] == [1.0] and light["all-gather backward"] == [0.0]
+    assert full["reduce-scatter backward"] == [1.0] and full["all-gather backward"][0] > 0.1
+    # In the forward pass, copies of saved tensors: more with light recomputation.
+    assert 0 < full["all-gather forward"][0] < light["all-gather forward"][0] <= 1
+    assert full["reduce-scatter forward"] == [0.0]
+    one_by_one = hidden(chunks=4)
+    assert one_by_one["all-gather forward"] == [0.0] == one_by_one["all-gather backward"]
+    assert set(sum(hidden(way="ragged").values(), [])) == {0.0}
+    # Of three exchanges of a backward pass one is the last.
+    assert hidden("selective", way="capacity", room=1.25)["all-to-all backward"][0] == pytest.approx(1 / 3)
+
+
+def test_other_programs_hide_a_share_of_exchanges() -> None:
+    run = replace(described(ParallelConfig(expert=8)), system=replace(MEGAJAX, experts_hidden=0.9))
+    shares = [row.hidden / row.seconds for row in estimate(run).traffic if "experts, " in row.what]
+    assert shares == pytest.approx([0.9] * 4)
+
+
+def test_a_shared_expert_runs_beside_the_exchanges_of_a_forward_pass() -> None:
+    def exposed(ffn: int, tensor: int) -> float:
+        cfg = config(parallel=ParallelConfig(expert=4, tensor=tensor, sequence=tensor > 1))
+        (block,) = cfg.model.stack.pattern
+        shared = SharedExpertConfig(mlp=GatedMLPConfig(ffn=ffn))
+        stack = replace(cfg.model.stack, pattern=(replace(block, mlp=replace(block.mlp, shared=shared)),))
+        run = describe(cfg.but(model=replace(cfg.model, stack=stack, recompute="full")), GPUS["h100"], 16)
+        return sum(row.seconds - row.hidden for row in estimate(run).traffic if row.what == "experts, forward")
+
+    assert exposed(16 * FFN, 1) < 0.8 * exposed(FFN, 1)
+    # Cut along the sequence, its own gather waits behind the exchange.
+    assert exposed(16 * FFN, 2) == pytest.approx(exposed(FFN, 2))
 
 
 def test_auto_is_never_ragged_and_the_plan_gives_the_reason() -> None:

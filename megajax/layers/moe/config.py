@@ -300,7 +300,7 @@ class MoEConfig(Builds):
             way=dispatch.way,
             room=dispatch.room,
             chunks=dispatch.chunks,
-            has_shared=self.shared is not None,
+            shared=0 if self.shared is None else round(self.shared.mlp.multiply_adds(hidden).per_token),
         )
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:

@@ -50,8 +50,9 @@ class System:
     """Gathers of weights overlap the first microbatch's forward, reductions of gradients the last one's backward."""
     tensor_hidden: float | None = None
     """Share of the time of collectives over `tensor` that matmuls hide; None: as in compiled MegaJAX programs."""
-    experts_hidden: float = 0.0
-    """Share of the time of exchanges of tokens with experts that other work hides."""
+    experts_hidden: float | None = None
+    """Share of the time of exchanges of tokens with experts that other work hides; None: as in compiled MegaJAX
+    programs."""
     experts_wait: float = 0.0
     """Seconds that a layer of experts and a microbatch wait for the host, which reads how many tokens each expert has
     and launches a kernel at a time, forward and backward together."""

@@ -2,19 +2,23 @@
 
 What overlaps is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass two gathers
 of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work all traffic between stages;
-under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step. What attention sends over
+under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step; of exchanges with experts
+what `Beside` has. What attention sends over
 `context` was counted in programs of Llama-3 8B and 70B (benchmarks), without ids of documents, 4 bytes a
 position.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
 from megajax.compiled.links import Span, seconds
+from megajax.layers.facts import BlockFacts
+from megajax.layers.recompute import SavePolicy
 from megajax.planning.cost.description import Description, Tower
-from megajax.planning.cost.device_work import Halves, recomputed
+from megajax.planning.cost.device_work import Beside, Halves, beside_experts, recomputed
 from megajax.planning.cost.memory import copied_weights, footprint, held_weights
 
 GATHERED_BESIDE = (0.6, 0.75)
@@ -126,19 +130,47 @@ def _tower_tensor(tower: Tower) -> Iterator[Traffic]:
 
 
 def _experts(run: Description) -> Iterator[Traffic]:
-    """Tokens to their experts and back. Nothing of ours is beside them: compiled programs wait at once."""
+    """Tokens to their experts and back, also of multi-token prediction, whose block saves all tensors."""
     for tower in run.towers:
-        recomputes = tower.section.recomputing.policy().parts is not None
-        for experts in (experts for block in tower.blocks for experts in block.experts):
-            count = run.microbatches * tower.repeats * experts.chunks
-            for message in experts.collectives(tower.tokens, run.spread):
-                backward = (
-                    message.backward + message.recompute * (recomputes or experts.chunks > 1)
-                ) * tower.differentiated
-                size = message.elements * run.width / experts.chunks
-                for what, times in (("forward", message.forward), ("backward", backward)):
-                    label = message.kind, "+".join(message.axes), f"{tower.prefix}experts, {what}"
-                    yield _row(run, label, count * times, size, run.system.experts_hidden)
+        for (policy, repeats), block in product(tower.policies, tower.blocks):
+            yield from _exchanges(tower, block, policy, repeats, tower.differentiated)
+    everything = SavePolicy(parts=None)
+    for block in run.predicting_blocks:
+        yield from _exchanges(run.towers[-1], block, everything, 1, True)
+
+
+def _exchanges(
+    tower: Tower, block: BlockFacts, policy: SavePolicy, repeats: float, differentiated: bool
+) -> Iterator[Traffic]:
+    """Of one block. What compiled programs run beside: see `Beside`.
+
+    In the backward pass the last one brings the inputs' gradients back; those before bring outputs' gradients, and
+    inputs again.
+    """
+    run = tower.run
+    for experts in block.experts:
+        passes = run.microbatches * repeats * experts.chunks
+        beside = beside_experts(tower, block, policy)
+        # Chunks run in a loop of their own, which has only the experts' gradients beside an exchange.
+        free = Beside(0.0, 0.0, beside.gradients) if experts.chunks > 1 else beside
+        rooms = [seconds * passes / experts.chunks for seconds in free]
+        again = policy.parts is not None or experts.chunks > 1
+        for message in experts.collectives(tower.tokens, run.spread):
+            last = min(1, message.backward) if message.kind != "all-gather" else 0
+            early = message.backward - last + message.recompute * again
+            size = message.elements * run.width / experts.chunks
+            for what, calls in (("forward", (message.forward,)), ("backward", (0, early, last))):
+                count = passes * sum(calls) * (differentiated or what == "forward")
+                label = message.kind, "+".join(message.axes), f"{tower.prefix}experts, {what}"
+                row = _row(run, label, count, size, run.system.experts_hidden or 0.0)
+                if run.system.experts_hidden is None and message.kind != "ragged-all-to-all":
+                    hidden = 0.0
+                    for place, times in enumerate(calls):
+                        used = min(rooms[place], row.seconds * times / max(1, sum(calls)))
+                        rooms[place] -= used
+                        hidden += used
+                    row = row.beside(hidden)
+                yield row
 
 
 class Sent(NamedTuple):
