@@ -166,6 +166,7 @@ WITHOUT: Mapping[str, Change] = {
     "attention of Blackwell (0.60, 0.45)": of_gpus(("b200", "gb200"), attention_forward=0.60, attention_backward=0.45),
     "scans of state spaces": constants(scan=1.0),
     "hidden dispatch to experts": system(experts_hidden=0.0),
+    "the same, but hidden as in MegaJAX's programs": system(experts_hidden=None),
     "wait for the host in layers of experts": system(experts_wait=0.0),
 }
 """Constant -> the model without it."""
