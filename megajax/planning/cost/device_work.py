@@ -206,7 +206,7 @@ class Beside(NamedTuple):
 
     forward: float
     """The shared expert, unless its own gather over `tensor` waits behind the exchange, and copies of saved tensors."""
-    again: float
+    repeated: float
     """What is computed again outside of experts."""
     gradients: float
     """Gradients of experts' matrices."""
@@ -214,20 +214,20 @@ class Beside(NamedTuple):
 
 def beside_experts(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Beside:
     """Of one block and microbatch. No other kernel waits for neither an exchange nor its rows."""
-    run, again, gradients = tower.run, 0.0, 0.0
+    run, repeated, gradients = tower.run, 0.0, 0.0
     for matmul in block.matmuls:
         forward, *others = products(run, [matmul], tower.tokens, policy)
         if _grouped(matmul):
             gradients += others[-1].seconds(run)
         elif recomputed(policy, matmul.result):
-            again += forward.seconds(run)
+            repeated += forward.seconds(run)
     halves = Halves(Work(), Work())
     _attention(tower, block, policy, halves)
-    again += halves.forward.attention_seconds * recomputed(policy, "core_attention")
+    repeated += halves.forward.attention_seconds * recomputed(policy, "core_attention")
     rate = run.device.matmul_rate(run.compute) / run.system.overhead
     shared = sum(2 * tower.tokens * experts.shared / rate for experts in block.experts) * (run.sequence_shards == 1)
     copied = 2 * block.saved_bytes(policy, tower.share) * tower.differentiated * run.system.xla
-    return Beside(shared + run.system.overhead * copied / run.device.memory_rate, again, gradients)
+    return Beside(shared + run.system.overhead * copied / run.device.memory_rate, repeated, gradients)
 
 
 def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halves) -> None:

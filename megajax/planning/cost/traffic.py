@@ -154,10 +154,10 @@ def _exchanges(
         # Chunks run in a loop of their own, which has only the experts' gradients beside an exchange.
         free = Beside(0.0, 0.0, beside.gradients) if experts.chunks > 1 else beside
         rooms = [seconds * passes / experts.chunks for seconds in free]
-        again = policy.parts is not None or experts.chunks > 1
+        sent_twice = policy.parts is not None or experts.chunks > 1
         for message in experts.collectives(tower.tokens, run.spread):
             last = min(1, message.backward) if message.kind != "all-gather" else 0
-            early = message.backward - last + message.recompute * again
+            early = message.backward - last + message.recompute * sent_twice
             size = message.elements * run.width / experts.chunks
             for what, calls in (("forward", (message.forward,)), ("backward", (0, early, last))):
                 count = passes * sum(calls) * (differentiated or what == "forward")
