@@ -41,8 +41,8 @@ class Placeholder:
     states: int = 1
     """States of the model's width that each position has."""
     patches: Patches | None = None
-    """Entries are images of any size, as patches [most, pixels], and the leaf `grids` has their rows and columns; None:
-    all entries are alike."""
+    """Entries are images of any size, whose patches [n, pixels] follow one another, and the leaf `grids` has their rows
+    and columns; None: all entries are alike."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,7 @@ def sample_captions(run: TrainedRun, folder: Path) -> str | None:
 
 def likeliest(run: TrainedRun, rows: list[Any], vocabulary: int) -> np.ndarray:
     """The likeliest next token at each position of these rows, int32 [rows, S]."""
-    names = [name for name in ("tokens", "positions", "segment_ids", "images") if name in rows[0]]
+    names = [name for name in ("tokens", "positions", "segment_ids", "images", "grids") if name in rows[0]]
     leaves = {name: np.stack([row[name] for row in rows]) for name in names}
     return np.asarray(run.model(**leaves))[..., :vocabulary].argmax(-1)
 

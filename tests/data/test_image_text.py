@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from image_files import gradient, plain, saved
 
-from megajax.batch import Leaf, Placeholder
+from megajax.batch import Leaf, Patches, Placeholder
 from megajax.config.errors import UserError
 from megajax.data.images.config import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
 from megajax.data.images.decoding import ArrayPicture
@@ -136,6 +136,93 @@ def test_long_text_is_truncated_but_no_image(tmp_path: Path) -> None:
     assert row["loss_mask"].sum() == 63 and row["tokens"][-1] == row["labels"][-1] == ord("x")
 
 
+def parted(*parts: dict[str, Any]) -> dict[str, Any]:
+    """A line whose question is a list of parts."""
+    return {"messages": [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "x"}]}
+
+
+def test_messages_of_parts(tmp_path: Path) -> None:
+    """The same row as of a text with markers."""
+    image, text = {"type": "image", "image": "red.png"}, {"type": "text", "text": "and"}
+    blue = {"type": "image_url", "image_url": {"url": "blue.png"}}
+    whole = {"image": ["red.png", "blue.png"], "conversations": turns("<image>and<image>?", "x")}
+    ours, theirs = (
+        build(lines(tmp_path, line)).train[0] for line in (parted(image, text, blue, text | {"text": "?"}), whole)
+    )
+    assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def patched(slots: int = 3, budget: int = 24) -> dict[str, Leaf]:
+    """The schema of a model that reads images of any size, of 4 to 16 patches of 2 x 2 pixels."""
+    stands = Placeholder(TOKEN, 4, patches=Patches(side=2, merge=2, least=4, most=16))
+    images = Leaf("uint8", (budget, 12), (None, None), placeholder=stands)
+    return text_schema(64, 258) | {"images": images, "grids": Leaf("int32", (slots, 2), (None, None))}
+
+
+def built(config: ImageTextConfig, **shape: int) -> Any:
+    options = {"tokenizer": ByteTokenizerConfig().build(), "schema": patched(**shape), "rows": Rows(None), "seed": 1}
+    return config.build(**options).train
+
+
+def test_images_of_any_size(tmp_path: Path) -> None:
+    """The patches of each image follow those of the one before; each has as many tokens as squares of patches."""
+    saved(tmp_path / "wide.png", gradient(16, 4))
+    saved(tmp_path / "large.png", plain(RED, 80, 80))
+    line = {"image": ["wide.png", "blue.png"], "caption": "x"}
+    row = built(lines(tmp_path, line, before="<", after=">"), budget=32)[0]
+    check(row, ids("<", *[TOKEN] * 4, "><", *[TOKEN] * 4, ">x", EOD), ["x", EOD])
+    assert row["grids"].tolist() == [[2, 8], [4, 4], [0, 0]]
+    first = np.asarray(gradient(16, 4))
+    for place, (top, left) in enumerate(((0, 0), (0, 2), (2, 0), (2, 2), (0, 4))):
+        assert (row["images"][place] == first[top : top + 2, left : left + 2].ravel()).all()
+    assert (row["images"][16:].reshape(-1, 3) == BLUE).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "reason"),
+    [
+        (["red.png"] * 2, "its images have 32 patches, the model's rows have room for 24"),
+        (["red.png"] * 4, "4 images, the model's rows have 3 slots"),
+    ],
+)
+def test_images_that_a_row_has_no_room_for(tmp_path: Path, images: list[str], reason: str) -> None:
+    for packing in ("lines", "best_fit"):
+        with pytest.raises(UserError, match=rf"line 1.*: {reason} \(too many images\)"):
+            built(lines(tmp_path, {"image": images, "caption": "x"}, packing=packing))[0]
+
+
+def test_packed_lines(tmp_path: Path) -> None:
+    """As many as have room for their tokens, patches and images: each is a document as it is in a row of its own."""
+    records = [{"image": "red.png", "caption": "a" * number} for number in range(1, 5)]
+    records += [{"conversations": turns("?" * number, "b")} for number in range(1, 4)]
+    config = lines(tmp_path, *records, {"image": "none.png", "caption": "x"}, packing="best_fit", on_error="skip")
+    rows, single = built(config, budget=32), built(lines(tmp_path, *records), budget=32)
+    alone = {row["tokens"].tobytes(): row for row in (single[number] for number in range(len(single)))}
+    assert rows.skipped == {"cannot be read": 1} and len(rows) == 4 and 0.3 < rows.packing.fill < 0.4
+    seen = 0
+    for row in (rows[number] for number in range(len(rows))):
+        starts = np.flatnonzero(row["positions"] == 0)
+        grids, patches = iter(row["grids"]), 0
+        for document, start in enumerate(starts):
+            inside = (row["segment_ids"] == document) & (row["positions"] == np.arange(64) - start)
+            tokens = np.zeros(64, np.int32)
+            tokens[: inside.sum()] = row["tokens"][inside]
+            other, seen = alone[tokens.tobytes()], seen + 1
+            for name in ("labels", "loss_mask"):
+                assert row[name][inside].tolist() == other[name][: inside.sum()].tolist()
+            if other["grids"].any():
+                assert next(grids).tolist() == other["grids"][0].tolist()
+                assert (row["images"][patches : patches + 16] == other["images"][:16]).all()
+                patches += 16
+    assert seen == 7
+    with pytest.raises(UserError, match=r"line 8: .*cannot be read.*data.on_error=skip"):
+        built(lines(tmp_path, *records, {"image": "none.png", "caption": "x"}, packing="best_fit"), budget=32)
+    with pytest.raises(UserError, match=r"packs whole images: use data\.tiles=1"):
+        build(lines(tmp_path, *records, packing="best_fit", tiles=2))
+    with pytest.raises(UserError, match=r"data\.tiles=2: the model reads images of any size"):
+        built(lines(tmp_path, *records, tiles=2))
+
+
 CAPTION = {"image": "red.png", "caption": "x"}
 REFUSED = [
     ({"image": ["red.png"] * 4, "caption": "x"}, "too many images", "4 images, the model's rows have 3 slots"),
@@ -155,6 +242,9 @@ REFUSED = [
     ({"image": "iVBORw0KGgoAAAA=", "caption": "x"}, "not an image", "in none of the formats"),
     ({"image": "red.png", "conversations": turns("x" * 80, "y")}, "too long", "no caption or answer in the 64"),
     ({"image": "red.png", "conversations": turns("x" * 60 + "<image>", "y")}, "too long", "end at position 68"),
+    ({"video": "a.mp4", "conversations": turns("?", "x")}, "video", "models read images alone"),
+    (parted({"type": "video", "video": "a.mp4"}), "video", "models read images alone"),
+    (parted({"type": "sound"}), "not a conversation", "a part of a message is \"{'type': 'sound'}\""),
     ("{not json", "no JSON", "Expecting"),
     ("[1, 2]", "no JSON", "expected an object"),
 ]

@@ -1,6 +1,8 @@
-"""Writes qwen3_vl.tar.xz: a tiny Qwen3-VL of transformers, with rows, their logits and greedy continuations.
+"""Writes qwen3_vl.tar.xz: a tiny Qwen3-VL of transformers, with rows, their logits and greedy continuations; and
+qwen3_vl_gradients.npz: the loss of these rows on some of their tokens, and sums of its gradients.
 
 Run with torch, torchvision and transformers 5: python tests/interop/make_qwen3_vl.py [FEATURES DEPTH FOLDER]
+Only the gradients, of the stored model: python tests/interop/make_qwen3_vl.py gradients
 """
 
 import io
@@ -16,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 IMAGE, LENGTH, LEAST, MOST = 120, 40, 16, 64
 """Token of images, tokens of a row, patches of the smallest and of the largest image."""
+SUMS = 3
 SIZES = {"text": [], "one": [(23, 30)], "several": [(16, 40), (9, 9), (60, 20)], "start": [(40, 8)], "end": [(24, 24)]}
 """Rows -> heights and widths of their images."""
 
@@ -85,7 +88,41 @@ def answers(made: Qwen3VLForConditionalGeneration, name: str, arrays: dict[str, 
     return {f"{name}.logits": logits[:length], f"{name}.greedy": np.array(greedy, np.int32)}
 
 
+def gradients() -> None:
+    """For each tensor: the length of its gradient, and its products with SUMS vectors of random signs."""
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(Path(__file__).with_name("qwen3_vl.tar.xz")) as archive:
+            archive.extractall(folder, filter="data")
+        made = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        processor, rows = Qwen2VLImageProcessorPil.from_pretrained(folder), dict(np.load(Path(folder) / "rows.npz"))
+    draw, arrays, total, count = np.random.default_rng(0), dict[str, np.ndarray](), torch.zeros(()), 0
+    for name in SIZES:
+        tokens = torch.tensor(rows[f"{name}.tokens"], dtype=torch.long)[None]
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if pictures := [rows[f"{name}.picture.{n}"] for n in range(len(SIZES[name]))]:
+            inputs |= dict(processor(pictures, return_tensors="pt", input_data_format="channels_last"))
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
+        made.model.rope_deltas = None
+        # Of the labels, which are no image tokens, most count.
+        mask = (draw.random(tokens.shape[1] - 1) < 0.7) & (tokens[0, 1:] != IMAGE).numpy()
+        arrays[f"{name}.loss_mask"] = mask
+        losses = torch.nn.functional.cross_entropy(made(**inputs).logits[0, :-1], tokens[0, 1:], reduction="none")
+        total, count = total + losses[torch.tensor(mask)].sum(), count + int(mask.sum())
+    (total / count).backward()
+    arrays["loss"] = np.array(total.item() / count)
+    parameters = sorted(made.named_parameters())
+    arrays |= {"names": np.array([name for name, _ in parameters]), "sums": np.zeros((len(parameters), 1 + SUMS))}
+    for number, (_, weight) in enumerate(parameters):
+        gradient = weight.grad.double().numpy().ravel()
+        signs = np.random.default_rng(number).choice([-1.0, 1.0], (SUMS, gradient.size))
+        arrays["sums"][number] = [np.linalg.norm(gradient), *signs @ gradient]
+    np.savez_compressed(Path(__file__).with_name("qwen3_vl_gradients.npz"), **arrays)
+    print(arrays["loss"])
+
+
 def main() -> None:
+    if sys.argv[1:] == ["gradients"]:
+        return gradients()
     features, depth = [int(n) for n in sys.argv[1].split(",")] if sys.argv[1:] else [0, 2], int((*sys.argv, 4, 4)[2])
     made = model(features, depth)
     processor = Qwen2VLImageProcessorPil(

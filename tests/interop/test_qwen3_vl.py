@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from PIL import Image
+from tiny_runs import QUICK
 
 from megajax import convert
 from megajax.checkpoint.weights.foreign import demand_fit
+from megajax.data.images.image_text import document_leaves
 from megajax.data.images.transforms import patch_image
 from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
@@ -68,29 +71,64 @@ def pictures(model: Any, rows: Any, name: str) -> list[ReadImage]:
     return [ReadImage(*picture) for picture in read]
 
 
-def test_logits(folder: Path, stored: StoredModel) -> None:
-    """Text, one image, several of different sizes, and images at the start and the end of a row."""
-    model, rows, length = stored.model, np.load(folder / "rows.npz"), 48
-    leaves = {"tokens": np.zeros((len(ROWS), length), np.int32)}
-    leaves |= {
-        name: np.zeros((len(ROWS), *leaf.shape), leaf.dtype)
-        for name, leaf in model.schema().items()
-        if name in ("images", "grids")
-    }
-    for number, name in enumerate(ROWS):
-        tokens = rows[f"{name}.tokens"]
-        leaves["tokens"][number, : len(tokens)] = tokens
-        for slot, picture in enumerate(pictures(model, rows, name)):
-            assert picture.grid == tuple(rows[f"{name}.grids"][slot][1:])
-            leaves["images"][number, slot, : len(picture.pixels)] = picture.pixels
-            leaves["grids"][number, slot] = picture.grid
-    parallel = ParallelConfig(data=1, data_sharding="replicate")
+PACKED = (("text", "one", "several"), ("start", "end"))
+"""The rows of a batch: texts of transformers' rows."""
+
+
+def batch_of(model: Any, rows: Any, masks: Any) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, slice]]]:
+    """The leaves of `PACKED`, and the place of each text."""
+    length, places = model.sequence_length, {}
+    leaves = {name: np.zeros((2, *leaf.shape), leaf.dtype) for name, leaf in model.schema().items()}
+    for number, names in enumerate(PACKED):
+        patches, grids, lengths = list[np.ndarray](), list[tuple[int, int]](), list[int]()
+        for name in names:
+            for slot, picture in enumerate(pictures(model, rows, name)):
+                assert picture.grid == tuple(rows[f"{name}.grids"][slot][1:])
+                patches, grids = [*patches, picture.pixels], [*grids, picture.grid]
+            tokens, start = rows[f"{name}.tokens"], sum(lengths)
+            place = places[name] = (number, slice(start, start + len(tokens)))
+            leaves["tokens"][place], leaves["loss_mask"][place] = tokens, np.append(masks[f"{name}.loss_mask"], 0)
+            leaves["labels"][place] = np.append(tokens[1:], 0)
+            lengths.append(len(tokens))
+        for name, values in document_leaves(lengths, length).items():
+            leaves[name][number] = values
+        pixels = np.concatenate(patches)
+        leaves["images"][number, : len(pixels)], leaves["grids"][number, : len(grids)] = pixels, grids
+    return leaves, places
+
+
+def test_logits_and_gradients(folder: Path, stored: StoredModel) -> None:
+    """Of text, one image, several of different sizes, and images at the start and the end of a text, packed into rows;
+    and no text reads another."""
+    rows, masks = np.load(folder / "rows.npz"), np.load(Path(__file__).with_name("qwen3_vl_gradients.npz"))
+    tower = replace(stored.model.vision, budget=4 * stored.model.vision.most)
+    model = replace(stored.model, vision=tower, sequence_length=64, recompute="none")
+    leaves, places = batch_of(model, rows, masks)
+    parallel, read = ParallelConfig(data=1, data_sharding="replicate"), ("tokens", "positions", "segment_ids")
     abstract = nnx.eval_shape(lambda: model.build(Layout(Plan.of(parallel))))
+
+    def loss(weights: Any, leaves: Any) -> tuple[jax.Array, jax.Array]:
+        logits = bind(abstract, weights)(**{name: leaves[name] for name in (*read, "images", "grids")})
+        scores = jnp.take_along_axis(jax.nn.log_softmax(logits), leaves["labels"][..., None], axis=-1)[..., 0]
+        return -(scores * leaves["loss_mask"]).sum() / leaves["loss_mask"].sum(), logits
+
     with jax.set_mesh(build_mesh(parallel, jax.devices()[:1])):
-        logits = jax.jit(lambda weights, leaves: bind(abstract, weights)(**leaves))(whole(stored), leaves)
-    for number, name in enumerate(ROWS):
-        expected = rows[f"{name}.logits"]
-        np.testing.assert_allclose(logits[number, : len(expected)], expected, atol=TOLERANCE, rtol=TOLERANCE)
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        compiled = step.lower(weights := whole(stored), leaves).compile(compiler_options=dict(QUICK))
+        (mean, logits), gradients = compiled(weights, leaves)
+        leaves["images"][:] = 255 - leaves["images"]
+        (_, changed), _ = compiled(weights, leaves)
+    for name, place in places.items():
+        np.testing.assert_allclose(logits[place], rows[f"{name}.logits"], atol=TOLERANCE, rtol=TOLERANCE)
+        assert np.array_equal(logits[place], changed[place]) == (name == "text")
+    np.testing.assert_allclose(mean, masks["loss"], rtol=1e-5)
+    tensors = {tensor.name: tensor for tensor in stored.table}
+    assert set(masks["names"].tolist()) == set(tensors)
+    for number, (name, (size, *sums)) in enumerate(zip(masks["names"].tolist(), masks["sums"], strict=True)):
+        pieces = [np.asarray(gradients[piece.path])[piece.index] for piece in tensors[name].pieces]
+        gradient = np.asarray(tensors[name].from_weights(pieces), np.float64).ravel()
+        signs = np.random.default_rng(number).choice([-1.0, 1.0], (len(sums), gradient.size))
+        np.testing.assert_allclose([np.linalg.norm(gradient), *signs @ gradient], [size, *sums], atol=1e-4 * size)
 
 
 def whole(stored: StoredModel) -> dict[str, np.ndarray]:
@@ -147,5 +185,5 @@ def test_greedy_tokens_of_the_engine(folder: Path) -> None:
 
 
 def test_totals_of_the_released_weights() -> None:
-    totals = {size: qwen3_vl(size).parameter_count().total for size in ("2b", "4b", "8b")}
-    assert totals == {"2b": 2_127_532_032, "4b": 4_437_815_808, "8b": 8_767_123_696}
+    totals = {size: qwen3_vl(size).parameter_count().total for size in ("2b", "4b", "8b", "32b")}
+    assert totals == {"2b": 2_127_532_032, "4b": 4_437_815_808, "8b": 8_767_123_696, "32b": 33_357_390_064}

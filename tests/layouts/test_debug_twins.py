@@ -44,6 +44,7 @@ CASES = {
     "t5": (None, 20, 0.5, SEQUENCE),
     "vit": (None, 20, 0.3, PIPELINE),
     "llava": (None, 20, 0.5, SEQUENCE),
+    "qwen3_vl": (None, 20, 0.5, SEQUENCE),
 }
 """Family -> rows of a microbatch on all devices, over which routers balance (None: any), steps, the minimum decrease of
 the loss in these steps, and settings of the layout."""

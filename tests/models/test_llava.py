@@ -212,7 +212,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
         ({"keep_class_tokens": True, "projector": ProjectorConfig(pixel_shuffle=2)}, "pixel_shuffle=2 joins squares"),
         ({"projector": ProjectorConfig(ffn=0, gated=True)}, "gated.*ffn=0 is a single matrix"),
         ({"keep_class_tokens": True, "sequence_length": 5}, "5 is too short for the 5 positions of an image"),
-        ({"slots": 5}, "5 images of 4 positions do not fit rows of 16"),
+        ({"slots": 5}, "16 is too short for 5 images of 4 positions"),
         ({"sequence_length": 4}, "4 is too short for the 4 positions of an image"),
         ({"vision": replace(llava().vision, height=9)}, r"vision.height.*9 is not divisible by patch=4"),
         ({"parallel": ParallelConfig(data=1, tensor=3)}, r"vision.*heads=4 is not divisible by parallel.tensor=3"),

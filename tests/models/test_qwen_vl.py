@@ -5,10 +5,13 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, VOCABULARY, build_program
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, differentiate
+from tiny_runs import rows as plain_rows
 
+from megajax.batch import Batch
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
+from megajax.data.images.image_text import document_leaves
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -17,21 +20,25 @@ from megajax.layers.position.config import AxialRopeConfig, InterleavedRopeConfi
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
+from megajax.models.facts import count_flops
 from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig, qwen_vl
 from megajax.models.qwen_vl.module import image_places
+from tests.models.test_encoders import assert_the_step_of_one_device
 
 IMAGE, SLOTS = VOCABULARY - 1, 2
 SEEING = AttentionConfig(heads=4, causal=False, rope=AxialRopeConfig())
 READING = AttentionConfig(heads=8, kv_heads=4, head_dim=8, rope=InterleavedRopeConfig(sections=(2, 1, 1)))
 MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
+FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
 
 
-def model() -> QwenVLConfig:
+def model(dropout: float = 0.0) -> QwenVLConfig:
     """Two images of a row, each of up to 4 x 4 patches, which are 4 positions; features of the blocks 0 and 1 of 3."""
     vision = DynamicTowerConfig(
         hidden=64,
         stack=StackConfig(
-            pattern=(BlockConfig(mixer=SEEING, mlp=DenseMLPConfig(ffn=64), norm=LayerNormConfig()),), repeats=3
+            pattern=(BlockConfig(mixer=SEEING, mlp=DenseMLPConfig(ffn=64), norm=LayerNormConfig(), dropout=dropout),),
+            repeats=3,
         ),
         height=6,
         width=6,
@@ -40,7 +47,9 @@ def model() -> QwenVLConfig:
         features=(0, 1),
         least=4,
         most=16,
+        budget=32,
         init_std=0.06,
+        dropout=dropout,
     )
     language = DecoderConfig(
         hidden=32,
@@ -51,6 +60,52 @@ def model() -> QwenVLConfig:
         loss_chunk=24,
     )
     return qwen_vl(language, vision, image_token=IMAGE, slots=SLOTS)
+
+
+def batches(seed: int) -> Batch:
+    """The rows of other tests, with up to two images in them: in one text, or in the second one of two."""
+    batch, draw = dict(plain_rows(seed)), np.random.default_rng(seed)
+    batch["tokens"] %= IMAGE
+    batch["images"] = draw.integers(0, 256, (ROWS, 32, 12), np.uint8)
+    batch["grids"] = np.zeros((ROWS, SLOTS, 2), np.int32)
+    for row, images in enumerate(draw.integers(0, 3, ROWS)):
+        first, texts = int(draw.integers(1, 6)), document_leaves([5, 9] if row % 2 else [14], LENGTH)
+        batch["positions"][row], batch["segment_ids"][row] = texts["positions"], texts["segment_ids"]
+        for image in range(images):
+            grid = batch["grids"][row, image] = 2 * draw.integers(1, 3, 2)
+            count = int(grid.prod()) // 4
+            batch["tokens"][row, first : first + count] = IMAGE
+            first += count
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("cfg", "parallel"),
+    [
+        (model(), MIXED),
+        pytest.param(replace(model(), recompute="full"), FSDP, marks=pytest.mark.slow),
+        pytest.param(model(dropout=0.1), MIXED, marks=pytest.mark.slow),
+    ],
+)
+def test_trains_like_one_device(cfg: QwenVLConfig, parallel: ParallelConfig) -> None:
+    assert_the_step_of_one_device(cfg, parallel, batches)
+    single = differentiate(cfg, ONE, microbatches=3, draw=batches)
+    for path in ("vision.patches", "vision.positions", "features.1.down", "projector.down"):
+        assert np.abs(single.gradients[path]).max() > 0, path
+
+
+def test_work_and_memory_of_the_tower() -> None:
+    """Of images as large as possible: attention within an image, other layers for all patches of a row."""
+    small, large = (replace(model(), vision=replace(model().vision, budget=patches)) for patches in (16, 64))
+    longer = [replace(cfg, sequence_length=64) for cfg in (small, large)]
+    sections = [[section for section in cfg.section_facts() if section.path] for cfg in longer]
+    assert [{(part.length, part.sequences) for part in parts} for parts in sections] == [{(16, 1)}, {(16, 4)}]
+    # Three images more: per patch 3 x 2 x (4 matrices of 64 x 64, two of 64 x 64, scores and mix over 16 patches) in 3
+    # blocks, and the patches themselves; per position the MLPs of three projectors.
+    patch = 3 * (6 * 64 * 64 + 2 * 16 * 64) + 24 * 64
+    position = 3 * (256 * 256 + 256 * 32)
+    work = [flops.full * 64 for flops in map(count_flops, longer)]
+    assert work[1] - work[0] == pytest.approx(6 * (48 * patch + 12 * position))
 
 
 def test_places_of_images() -> None:
@@ -70,12 +125,17 @@ def test_places_of_images() -> None:
         ({"vision": replace(model().vision, features=(1,))}, r"deepstack=true in the layers \[0, 1\], for 1 features"),
         ({"vision": replace(model().vision, features=(1, 3))}, "ascending numbers below the 3 blocks"),
         ({"vision": replace(model().vision, most=12)}, r"12 is not a multiple of merge\^2=4 and of 8"),
-        ({"slots": 5}, "5 images of 4 positions do not fit rows of 16"),
+        ({"vision": replace(model().vision, budget=80)}, "16 is too short for 5 images of 4 positions"),
+        ({"vision": replace(model().vision, budget=24)}, "24 is not a multiple of most=16"),
         ({"parallel": ParallelConfig(data=1, pipeline=2)}, "the model has several sections"),
+        ({"parallel": ParallelConfig(data=1, context=2)}, "parallel.context"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
     cfg = build_program(model(), ONE, microbatches=1).cfg
     parallel = changes.pop("parallel", ONE)
     with pytest.raises(ConfigError, match=message):
-        check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)
+        check(
+            replace(cfg, model=replace(cfg.model, **changes), parallel=parallel),
+            parallel.tensor * parallel.pipeline * parallel.context,
+        )

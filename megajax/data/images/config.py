@@ -265,14 +265,18 @@ class ImageTextRowsConfig(ImagesConfig):
     model's images; several tiles are followed by a small copy of the image (Chen et al. 2024, InternVL 1.5)."""
     fit: Literal["pad", "crop", "stretch"] = "pad"
     """Conversion of an image with another aspect ratio: padded with grey, cropped to the center, or stretched. Tiles
-    are always stretched."""
+    are always stretched. Not used by models that read images of any size."""
+    before: str = ""
+    """Text before each image, such as <|vision_start|>."""
+    after: str = ""
+    """Text after each image, such as <|vision_end|>."""
     prompt: str = ""
     """Text between the images and their caption, without loss."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
         text = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
-        return text | {"images": "uint8"}
+        return text | {"images": "uint8", "grids": "int32"}
 
     def problems(self) -> list[Problem]:
         return ImagesConfig.problems(self) + between("tiles", self.tiles, 1, 256)
@@ -307,8 +311,16 @@ class ImageTextConfig(ImageTextRowsConfig):
     """Placeholder of an image in messages; without any, the images precede the first message of the user."""
     template: PathText = "plain"
     """Renders conversations as text, as in ChatConfig."""
+    packing: Literal["lines", "best_fit"] = "lines"
+    """lines: a row for each line. best_fit: rows of several lines with little padding, which do not attend to each
+    other; the first start reads all lines and the sizes of their images."""
     cache_dir: PathText | None = None
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        leaves = ImageTextRowsConfig.leaves(self)
+        return leaves | {"segment_ids": "int32"} if self.packing == "best_fit" else leaves
 
     def problems(self) -> list[Problem]:
         problems = (

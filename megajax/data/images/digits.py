@@ -102,7 +102,7 @@ class DigitCaptions:
         """Only these captions."""
         return DigitCaptions(self._images.subset(items), self._config)
 
-    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
         """The images and their caption."""
         count = int(generator.integers(1, self._config.digits + 1))
         digits = [item, *generator.integers(len(self), size=count - 1).tolist()]
@@ -110,7 +110,8 @@ class DigitCaptions:
         phrasings = (DIGIT_TEXTS if count == 1 else NUMBER_TEXTS)[: self._config.phrasings]
         listed = " and ".join([", ".join(names[:-1]), names[-1]] if count > 1 else names)
         caption = phrasings[int(generator.integers(len(phrasings)))].format(listed)
-        return caption_sample([self._images.picture(digit) for digit in digits], self._config.prompt, caption)
+        pictures = [self._images.picture(digit) for digit in digits]
+        return [caption_sample(pictures, self._config.prompt, caption)]
 
 
 def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -119,7 +120,7 @@ def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schem
     Raises UserError: more digits than the model's rows have slots for.
     """
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed, augment=config.augment)
-    slots = schema["images"].shape[0]
+    slots = (schema.get("grids") or schema["images"]).shape[0]
     if config.digits > slots:
         raise UserError(f"data.digits={config.digits}, and the model's rows have {slots} slots for images.")
     captions = DigitCaptions(DigitImages(load_digits()), config)

@@ -3,10 +3,11 @@
 import base64
 import binascii
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,12 +16,13 @@ from megajax.config.errors import UserError
 from megajax.data.chat.files import BadLine, conversations_of, tokenize_parts
 from megajax.data.images.config import CropConfig, ImageTextConfig, ImageTextRowsConfig
 from megajax.data.images.decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
-from megajax.data.images.labelled import image_size
-from megajax.data.images.transforms import affordable_tiles, crop_image, fit_image, random_crop, tile_image
+from megajax.data.images.packs import Packs, packed
+from megajax.data.images.row_images import RowImages, row_images
 from megajax.data.progress_line import Progress
+from megajax.data.rows.packing import padding_lengths
 from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem, splits_from_paths
 from megajax.data.rows.splits import Rows, Splits
-from megajax.storage.index_cache import Arrays, index_folder, load_or_build
+from megajax.storage.index_cache import Arrays, content_key, index_folder, load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 IMAGE = None
@@ -38,102 +40,117 @@ class Sample(NamedTuple):
 class Samples(Items, Protocol):
     """Text with images, by number."""
 
-    def sample(self, item: int, generator: np.random.Generator) -> Sample:
-        """Raises UnreadableItem."""
+    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
+        """The texts of a row. Raises UnreadableItem."""
         ...
 
 
-class Layout(NamedTuple):
-    """The shapes of rows and how images enter them."""
+class TextWriter(NamedTuple):
+    """Makes tokens of text with images."""
+
+    tokenizer: Any
+    image_token: int
+    before: str
+    after: str
+    """Text around each image."""
+
+    def tokens(self, sample: Sample, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the whole text and their weights in the loss. counts: image tokens of each image.
+
+        Raises UnreadableItem for text that contains the image token.
+        """
+        waiting, parts = iter(counts), list[tuple[np.ndarray, np.ndarray]]()
+        for is_image, run in groupby(sample.pieces, key=lambda piece: piece is IMAGE):
+            if not is_image:
+                texts = [piece for piece in run if piece is not IMAGE]
+                parts.append(tokenize_parts(self.tokenizer, texts))
+                if (parts[-1][0] == self.image_token).any():
+                    raise UnreadableItem("image marker without image", "its text has the image token")
+                continue
+            for _ in run:
+                image = np.full(next(waiting), self.image_token, np.int32)
+                around = [self.tokenizer.encode(text) for text in (self.before, self.after)]
+                tokens = np.concatenate([around[0], image, around[1]])
+                parts.append((tokens, np.zeros(len(tokens), np.float32)))
+        if not len(parts[-1][0]) or parts[-1][0][-1] != self.tokenizer.eod:
+            parts.append((np.array([self.tokenizer.eod]), np.ones(1, np.float32)))
+        tokens, weights = zip(*parts, strict=True)
+        return np.concatenate(tokens).astype(np.int32), np.concatenate(weights)
+
+    def fitted(self, sample: Sample, counts: Sequence[int], room: int) -> tuple[np.ndarray, np.ndarray]:
+        """`tokens` in a row with this room, which has one token more for the last label. Raises UnreadableItem for
+        images beyond it, and if no caption or answer is in it."""
+        tokens, weights = self.tokens(sample, counts)
+        beyond = np.flatnonzero(tokens[room:] == self.image_token)
+        if beyond.size:
+            detail = f"its image tokens end at position {room + int(beyond[-1]) + 1}, the model's rows have {room}"
+            raise UnreadableItem("too long", detail)
+        if not weights[1 : room + 1].any():
+            detail = f"{len(tokens)} tokens, and no caption or answer in the {room} that a row has"
+            raise UnreadableItem("too long", detail)
+        return tokens[: room + 1], weights[: room + 1]
+
+
+class TextMeasure(NamedTuple):
+    """Measures texts for rows of `length` tokens."""
 
     length: int
-    """S, tokens of a row."""
-    slots: int
-    """Images and tiles of a row."""
-    size: tuple[int, int]
-    """Width and height."""
-    image_tokens: int
-    image_token: int
-    tiles: int
-    fit: Literal["pad", "crop", "stretch"]
-    augment: CropConfig | None
-    """Random crops of the images; None: whole images."""
+    images: RowImages
+    writer: TextWriter
+
+    def identity(self) -> list[str]:
+        """As in `Measure`."""
+        tokenizer, *writer = self.writer
+        return [str(self.length), repr(self.images), repr(writer), tokenizer.identity]
+
+    def __call__(self, sample: Sample) -> tuple[int, float]:
+        """As in `Measure`."""
+        counts, share = self.images.room(sample.pictures)
+        return min(len(self.writer.fitted(sample, counts, self.length)[0]), self.length), share
 
 
 class ImageTextRows(ItemRows[Samples]):
     """Rows of text with images.
 
-    tokens: int32 [S]; each image or tile is `image_tokens` image tokens, in the order of the slots. Padding is 0.
+    tokens: int32 [S]; an image or tile is as many image tokens as it has positions, in their order. Padding is 0.
     labels: int32 [S], the token after each input. Padding is 0.
     loss_mask: float32 [S], 1 where the label belongs to a caption or an answer, or ends it.
-    positions: int32 [S], from 0.
-    images: uint8 [slots, H, W, 3]; unused slots are 0.
+    positions: int32 [S], from 0 in each text; the padding continues the last one.
+    segment_ids: int32 [S], number of the text in the row; see `padding_lengths` for padding.
+    images, and more: see `RowImages`.
     """
 
-    def __init__(self, items: Samples, order: RowOrder, *, layout: Layout, tokenizer: Any):
+    def __init__(self, items: Samples, order: RowOrder, *, length: int, images: RowImages, writer: TextWriter):
         super().__init__(items, order)
-        self.layout, self._tokenizer = layout, tokenizer
-        self._positions = np.arange(layout.length, dtype=np.int32)
-        self._positions.setflags(write=False)
+        self.length, self.images, self.writer = length, images, writer
+        if isinstance(items, Packs):
+            self.packing, self.skipped = items.packing, Counter(items.skipped)
 
     def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        layout, sample = self.layout, self.items.sample(item, generator)
-        if len(sample.pictures) > layout.slots:
-            detail = f"{len(sample.pictures)} images, the model's rows have {layout.slots} slots"
-            raise UnreadableItem("too many images", detail)
-        slot_images = [self._slots(picture, len(sample.pictures), generator) for picture in sample.pictures]
-        text, counts = self._text(sample.pieces, [len(tiles) for tiles in slot_images])
-        row = {"positions": self._positions}
+        samples, length = self.items.samples(item, generator), self.length
+        counts, row = self.images.arrays([picture for sample in samples for picture in sample.pictures], generator)
         for name, dtype in (("tokens", np.int32), ("labels", np.int32), ("loss_mask", np.float32)):
-            row[name] = np.zeros(layout.length, dtype)
-        tokens, labels = text[: layout.length], text[1 : layout.length + 1]
-        row["tokens"][: len(tokens)], row["labels"][: len(labels)] = tokens, labels
-        row["loss_mask"][: len(labels)] = counts[1 : layout.length + 1]
-        if not row["loss_mask"].any():
-            detail = f"{len(text)} tokens, and no caption or answer in the {layout.length} that a row has"
-            raise UnreadableItem("too long", detail)
-        row["images"] = np.zeros((layout.slots, *layout.size[::-1], 3), np.uint8)
-        for slot, image in enumerate(image for tiles in slot_images for image in tiles):
-            row["images"][slot] = image
-        return row
+            row[name] = np.zeros(length, dtype)
+        waiting, lengths = iter(counts), list[int]()
+        for sample in samples:
+            start = sum(lengths)
+            tokens, weights = self.writer.fitted(sample, [next(waiting) for _ in sample.pictures], length - start)
+            inside = slice(start, start + len(tokens) - 1)
+            row["labels"][inside], row["loss_mask"][inside] = tokens[1:], weights[1:]
+            lengths.append(min(len(tokens), length - start))
+            row["tokens"][start : start + lengths[-1]] = tokens[: lengths[-1]]
+        return row | document_leaves(lengths, length)
 
-    def _slots(self, picture: Picture, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """The images that a picture, one of `count`, puts into slots."""
-        layout = self.layout
-        if layout.tiles > 1:
-            return tile_image(picture, layout.size, affordable_tiles(count, layout.slots, layout.tiles))
-        if layout.augment is not None:
-            return [np.asarray(crop_image(picture, random_crop(picture.size, layout.augment, generator), layout.size))]
-        return [fit_image(picture, layout.size, layout.fit)]
 
-    def _text(self, pieces: Sequence[Part | None], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the whole text and their weights in the loss. slots: number of slots of each image.
-
-        Raises UnreadableItem for images beyond the end of the row, and for text that contains the image token.
-        """
-        slot_counts, parts, counts = iter(slots), [], []
-        for is_image, run in groupby(pieces, key=lambda piece: piece is IMAGE):
-            if is_image:
-                tokens = np.full(
-                    sum(next(slot_counts) for _ in run) * self.layout.image_tokens, self.layout.image_token
-                )
-                weights = np.zeros(len(tokens), np.float32)
-            else:
-                tokens, weights = tokenize_parts(self._tokenizer, [piece for piece in run if piece is not IMAGE])
-                if (tokens == self.layout.image_token).any():
-                    raise UnreadableItem("image marker without image", "its text has the image token")
-            parts.append(tokens)
-            counts.append(weights)
-        if not len(parts[-1]) or parts[-1][-1] != self._tokenizer.eod:
-            parts.append(np.array([self._tokenizer.eod]))
-            counts.append(np.ones(1, np.float32))
-        text = np.concatenate(parts).astype(np.int32)
-        beyond = np.flatnonzero(text[self.layout.length :] == self.layout.image_token)
-        if beyond.size:
-            end = self.layout.length + int(beyond[-1]) + 1
-            detail = f"its image tokens end at position {end}, the model's rows have {self.layout.length}"
-            raise UnreadableItem("too long", detail)
-        return text, np.concatenate(counts)
+def document_leaves(lengths: Sequence[int], length: int) -> dict[str, np.ndarray]:
+    """`positions` and `segment_ids` of a row of texts of these lengths, and padding."""
+    padding = length - sum(lengths)
+    parts = np.array(lengths) if not padding else np.append(lengths, padding_lengths(padding, len(lengths)))
+    starts = np.minimum(np.cumsum(parts) - parts, sum(lengths[:-1]))
+    return {
+        "positions": (np.arange(length) - np.repeat(starts, parts)).astype(np.int32),
+        "segment_ids": np.repeat(np.arange(len(parts)), parts).astype(np.int32),
+    }
 
 
 def image_text_rows(
@@ -146,18 +163,8 @@ def image_text_rows(
     Raises:
         UserError: the image tokens of tokenizer and model differ, or an image or its tiles do not fit into a row.
     """
-    leaf, images = schema["tokens"], schema["images"]
-    if images.placeholder is None or len(images.shape) != 4:
-        raise UserError(
-            f"text with images makes images [slots, height, width, 3] that stand between tokens, the model reads "
-            f"{images.shape}: use LlavaConfig or another model of text and images"
-        )
-    if config.tiles > 1 and config.tiles >= images.shape[0]:
-        raise UserError(
-            f"data.tiles={config.tiles}: an image in tiles and the small copy take up to {config.tiles + 1} slots, and "
-            f"the model's rows have {images.shape[0]}. Use fewer tiles or more slots."
-        )
-    token, count = images.placeholder.token, images.placeholder.count
+    length, images = schema["tokens"].positions(), row_images(config, schema, augment)
+    whole, token = images if augment is None else row_images(config, schema, None), schema["images"].placeholder.token
     tokenizer_id = tokenizer.specials.get("image", token)
     if tokenizer_id != token:
         raise UserError(
@@ -170,23 +177,14 @@ def image_text_rows(
             f"{tokenizer.vocabulary_size - 1}. Use the next one, or "
             "tokenizer.type=MultimodalTokenizerConfig, which adds an image token to any tokenizer"
         )
-    if count >= leaf.positions():
-        raise UserError(
-            f"an image takes {count} positions, and the model's rows have {leaf.positions()}: lengthen the rows"
-        )
+    writer = TextWriter(tokenizer, token, config.before, config.after)
 
-    def make(items: Samples, position: int, row_count: int | None) -> ImageTextRows:
-        layout = Layout(
-            length=leaf.positions(),
-            slots=images.shape[0],
-            size=image_size(schema),
-            image_tokens=count,
-            image_token=token,
-            tiles=config.tiles,
-            fit=config.fit,
-            augment=augment if position == 0 else None,
-        )
-        return ImageTextRows(items, RowOrder.of(config, row_count, seed, position), layout=layout, tokenizer=tokenizer)
+    def make(items: Any, position: int, row_count: int | None) -> ImageTextRows:
+        if isinstance(config, ImageTextConfig) and config.packing == "best_fit":
+            measure, folder = TextMeasure(length, whole, writer), index_folder(config.cache_dir)
+            items = packed(items, length, measure, stops=config.on_error == "stop", folder=folder)
+        order, shapes = RowOrder.of(config, row_count, seed, position), images if position == 0 else whole
+        return ImageTextRows(items, order, length=length, images=shapes, writer=writer)
 
     return make
 
@@ -196,6 +194,7 @@ def caption_sample(pictures: Sequence[Picture], prompt: str, caption: str) -> Sa
     return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, 0), Part(caption, 1)])
 
 
+NO_VIDEO = "a line with a video: models read images alone"
 BLOCK = 1 << 24
 LONGEST_LINE = 1 << 30
 NEWLINE = 10
@@ -220,8 +219,8 @@ class Lines(NamedTuple):
 class ImageTextLines:
     """The lines of files."""
 
-    def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig):
-        self._paths, self.lines, self._config = paths, lines, config
+    def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig, identity: str):
+        self._paths, self.lines, self._config, self.identity = paths, lines, config, identity
         self._template = ChatTemplate(config.template)
         self.index_files: tuple[Path, ...] = ()
 
@@ -242,9 +241,10 @@ class ImageTextLines:
 
     def subset(self, items: np.ndarray) -> "ImageTextLines":
         """Only these lines."""
-        return ImageTextLines(self._paths, Lines(*(values[items] for values in self.lines)), self._config)
+        identity = f"{self.identity}:{content_key({'items': items.tolist()})}"
+        return ImageTextLines(self._paths, Lines(*(values[items] for values in self.lines)), self._config, identity)
 
-    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
         """The images and text of a line. Raises UnreadableItem."""
         del generator
         path, size = self._paths[self.lines.files[item]], int(self.lines.sizes[item])
@@ -257,11 +257,14 @@ class ImageTextLines:
         if not isinstance(line, Mapping):
             raise UnreadableItem("no JSON", f"expected an object, found {str(line)[:50]!r}")
         folder = Path(self._config.image_folder).expanduser() if self._config.image_folder else path.parent
-        return read_line(line, folder, self._template, self._config)
+        return [read_line(line, folder, self._template, self._config)]
 
 
 def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, config: ImageTextConfig) -> Sample:
     """The images and text of a line's object. Raises UnreadableItem."""
+    if "video" in line:
+        raise UnreadableItem("video", NO_VIDEO)
+    line = _with_markers(line, config.marker)
     images, caption = line.get("image"), line.get("caption")
     sources = images if isinstance(images, list) else [] if images is None else [images]
     if caption is None:
@@ -272,6 +275,31 @@ def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, con
         raise UnreadableItem("caption without an image", "a line with a caption needs an image")
     pictures = [read_picture(source, folder, config.maximum_pixels) for source in sources]
     return Sample(pictures, pieces) if caption is None else caption_sample(pictures, config.prompt, caption)
+
+
+def _with_markers(line: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
+    """A line whose messages may be lists of texts and images, as a line with markers. Raises UnreadableItem."""
+    listed, sources, messages = line.get("messages"), list[Any](), list[Any]()
+    for message in listed if isinstance(listed, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(parts, list):
+            messages.append(message)
+            continue
+        content = ""
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                content += part["text"]
+            elif kind in ("image", "image_url"):
+                source = next((part[key] for key in ("image", "path", "url", "image_url") if key in part), None)
+                sources.append(source.get("url") if isinstance(source, dict) else source)
+                content += marker
+            elif kind == "video":
+                raise UnreadableItem("video", NO_VIDEO)
+            else:
+                raise UnreadableItem("not a conversation", f"a part of a message is {str(part)[:50]!r}")
+        messages.append({**message, "content": content})
+    return {"image": sources, **line, "messages": messages} if sources or messages != (listed or []) else line
 
 
 def _conversation(
@@ -371,7 +399,8 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
     lines = Lines(**arrays)
     if not len(lines.sizes):
         raise UserError(f"{', '.join(map(str, paths))}: no lines")
-    text_lines = ImageTextLines(paths, lines, config)
+    reads = [repr(config.image_folder), config.marker, config.prompt, ChatTemplate(config.template).identity]
+    text_lines = ImageTextLines(paths, lines, config, content_key({"files": facts, "reads": reads}))
     text_lines.index_files = arrays.files
     return text_lines
 

@@ -119,7 +119,7 @@ class Shapes:
         """Name of the image in messages."""
         return f"synthetic image {item}"
 
-    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
         """An image and its caption."""
         (width, height), shape = self._size, SHAPES[item % len(SHAPES)]
         colour = list(COLOURS)[item // len(SHAPES) % len(COLOURS)]
@@ -129,7 +129,7 @@ class Shapes:
         inside = across**2 + down**2 < radius**2 if shape == "disc" else (across < radius) & (down < radius)
         noise = generator.integers(0, NOISE, (height, width, 3), dtype=np.uint8)
         pixels = np.where(inside[..., None], np.array(COLOURS[colour], np.uint8), noise)
-        return caption_sample([ArrayPicture(pixels)], self._prompt, f"a {colour} {shape}")
+        return [caption_sample([ArrayPicture(pixels)], self._prompt, f"a {colour} {shape}")]
 
 
 def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -161,29 +161,40 @@ def fit_image(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop
     return np.asarray(image)
 
 
-def patch_image(picture: Picture, patches: Patches) -> tuple[np.ndarray, tuple[int, int]]:
-    """A picture of any size as patches, uint8 [n, side * side * 3], and their rows and columns.
+def patch_grid(size: tuple[float, float], patches: Patches) -> tuple[int, int]:
+    """Rows and columns of patches of a picture of this width and height: the rule of Qwen2-VL (Wang et al. 2024).
 
-    Its sides become multiples of merge * side, for a number of patches between `least` and `most`: the rule of Qwen2-VL
-    (Wang et al. 2024). Squares of merge * merge patches follow one another. Raises UnreadableItem.
+    Its sides become multiples of merge * side, for a number of patches between `least` and `most`. Raises
+    UnreadableItem.
     """
     side, merge = patches.side, patches.merge
-    unit, pixels = side * merge, picture.size[0] * picture.size[1]
-    if max(picture.size) > LONGEST * min(picture.size):
-        detail = f"has {picture.size[0]} x {picture.size[1]} pixels, one side more than {LONGEST} times the other"
+    unit, pixels = side * merge, size[0] * size[1]
+    if max(size) > LONGEST * min(size):
+        detail = f"has {size[0]} x {size[1]} pixels, one side more than {LONGEST} times the other"
         raise UnreadableItem("too long", detail)
-    sides = [round(size / unit) for size in picture.size]
+    sides = [round(length / unit) for length in size]
     count = sides[0] * sides[1] * merge**2
     least, most = (number * side**2 for number in (patches.least, patches.most))
     if count > patches.most:
-        sides = [max(1, math.floor(size / math.sqrt(pixels / most) / unit)) for size in picture.size]
+        sides = [max(1, math.floor(length / math.sqrt(pixels / most) / unit)) for length in size]
     elif count < patches.least:
-        sides = [max(1, math.ceil(size * math.sqrt(least / pixels) / unit)) for size in picture.size]
+        sides = [max(1, math.ceil(length * math.sqrt(least / pixels) / unit)) for length in size]
     # A long image that was enlarged, or whose shorter side is a unit, may have too many.
+    sides = [max(1, length) for length in sides]
     longer = sides.index(max(sides))
     sides[longer] = min(sides[longer], patches.most // merge**2 // min(sides))
-    columns, rows = (number * merge for number in sides)
-    image = np.asarray(crop_image(picture, Crop(whole_box(picture.size)), (columns * side, rows * side), FILTER))
+    return sides[1] * merge, sides[0] * merge
+
+
+def patch_image(picture: Picture, patches: Patches, crop: Crop | None = None) -> tuple[np.ndarray, tuple[int, int]]:
+    """A picture of any size as patches, uint8 [n, side * side * 3], and their rows and columns, see `patch_grid`.
+
+    Squares of merge * merge patches follow one another. crop: the part that is used; None: all. Raises UnreadableItem.
+    """
+    crop, side, merge = crop or Crop(whole_box(picture.size)), patches.side, patches.merge
+    left, top, right, bottom = crop.box
+    rows, columns = patch_grid((right - left, bottom - top), patches)
+    image = np.asarray(crop_image(picture, crop, (columns * side, rows * side), FILTER))
     image = image.reshape(rows // merge, merge, side, columns // merge, merge, side, -1)
     return image.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1), (rows, columns)
 

@@ -31,7 +31,8 @@ def image_input(model: Any) -> ImageInput | None:
         return None
     place = leaf.placeholder
     height, width = (0, 0) if place.patches else leaf.shape[1:3]
-    return ImageInput(leaf.shape[0], place.count, place.token, height, width, place.patches, place.states)
+    most = (model.schema()["grids"] if place.patches else leaf).shape[0]
+    return ImageInput(most, place.count, place.token, height, width, place.patches, place.states)
 
 
 def image_leaves(model: Any) -> tuple[CacheLeaf, ...]:

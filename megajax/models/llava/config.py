@@ -119,17 +119,19 @@ class LlavaConfig(DecoderConfig):
             count = self.image_positions()
             message = f"{self.sequence_length} is too short for the {count} positions of an image and text"
             problems.append(Problem("sequence_length", message, "use longer rows or projector.pixel_shuffle"))
-        elif shuffle > 0 and self.slots * self.image_positions() > self.sequence_length:
-            message = (
-                f"{self.slots} images of {self.image_positions()} positions do not fit rows of {self.sequence_length}"
-            )
-            most = self.sequence_length // self.image_positions()
-            problems.append(Problem("slots", message, f"use {most}, or a longer sequence_length"))
+        elif shuffle > 0 and self.row_image_positions() > self.sequence_length:
+            count = self.row_image_positions() // self.image_positions()
+            message = f"{self.sequence_length} is too short for {count} images of {self.image_positions()} positions"
+            problems.append(Problem("sequence_length", message, "use longer rows, or room for fewer images"))
         return problems
 
     def image_positions(self) -> int:
         """Positions of a row per image."""
         return self.kept_class_tokens() + self.vision.patches() // self.projector.pixel_shuffle**2
+
+    def row_image_positions(self) -> int:
+        """Positions that the images of a row take at most."""
+        return self.slots * self.image_positions()
 
     def kept_class_tokens(self) -> int:
         """Class tokens of an image that the decoder reads."""
@@ -146,7 +148,7 @@ class LlavaConfig(DecoderConfig):
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The tower, run for each image of a row, and the decoder with the projector."""
         (tower,), (decoder,) = self.vision.section_facts(), DecoderConfig.section_facts(self)
-        share = self.slots * self.image_positions() / self.sequence_length
+        share = self.row_image_positions() / self.sequence_length
         weights, matmuls = self.projector.facts(self.vision.hidden, self.hidden, share)
         return (
             replace(tower, path="vision", sequences=self.slots, weights=prefixed("vision", tower.weights)),

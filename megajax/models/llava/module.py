@@ -77,11 +77,10 @@ class Llava(DecoderLM):
         return super().enter(x, ctx)
 
 
-def keys_of_images(model: Llava, batch: Rows, key: Array | None, fold: int) -> Array | None:
-    """Random keys of all images [B * N, 2], from the run's key folded with a number; None without dropout."""
+def image_keys(model: Llava, batch: Rows, key: Array | None, fold: int, slots: int) -> Array | None:
+    """Random keys of the tower's rows [B * slots, 2], from the run's key folded with a number; None without dropout."""
     if key is None or not (model.cfg.vision.has_dropout() or model.cfg.drops_inputs()):
         return None
-    slots = batch["images"].shape[1]
     numbers = batch[SAMPLE][:, None] * slots + jnp.arange(slots, dtype=jnp.uint32)[None]
     return keys_of_rows(jax.random.fold_in(key, fold), numbers.reshape(-1))
 
@@ -95,7 +94,7 @@ class VisionSection:
     def context(self, batch: Rows, key: Array | None) -> Context:
         """Every patch attends to all patches of its image."""
         rows, slots = batch["images"].shape[:2]
-        return self.tower.image_context(rows * slots, keys_of_images(self.model, batch, key, VISION))
+        return self.tower.image_context(rows * slots, image_keys(self.model, batch, key, VISION, slots))
 
     def embed(self, batch: Rows) -> Array:
         """Embedded patches [B * N, P, C]."""

@@ -6,12 +6,14 @@ from typing import Any, ClassVar
 
 from megajax.batch import Leaf, Patches, Placeholder
 from megajax.config.errors import Problem
+from megajax.kernels.attention.capability import Request
 from megajax.layers.facts import Elements, Matmul, Weight, prefixed
 from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig, blocks_of, stack_of
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
+from megajax.models.transformer import TransformerConfig
 from megajax.models.vision.config import VisionTowerConfig
 
 
@@ -35,7 +37,10 @@ class DynamicTowerConfig(VisionTowerConfig):
     least: int = 256
     """Smaller images are enlarged to this many patches."""
     most: int = 2304
-    """Maximum number of patches of an image: larger images are reduced. Every image takes the memory of this many."""
+    """Maximum number of patches of an image: larger images are reduced."""
+    budget: int | None = None
+    """Room for all images of a row of training, in patches; none: `most`, for one image of the largest size or several
+    smaller ones. Images fill it one after the other, and every row takes the time and memory of this many patches."""
 
     def problems(self) -> list[Problem]:
         problems = VisionTowerConfig.problems(self)
@@ -45,6 +50,9 @@ class DynamicTowerConfig(VisionTowerConfig):
         elif self.most < square or self.most % square or self.most % self.positions_multiple:
             message = f"{self.most} is not a multiple of merge^2={square} and of {self.positions_multiple}"
             problems.append(Problem("most", message, "it is the length of the tower's rows"))
+        elif self.row_patches() % self.most or self.row_patches() < 1:
+            message = f"{self.budget} is not a multiple of most={self.most}, the patches of the largest image"
+            problems.append(Problem("budget", message))
         elif not 0 <= self.least <= self.most:
             problems.append(Problem("least", f"must be between 0 and most={self.most}, got {self.least}"))
         if self.class_tokens:
@@ -67,24 +75,28 @@ class DynamicTowerConfig(VisionTowerConfig):
         )
 
     def image_leaf(self) -> Leaf:
-        """The patches of one image, squares of `merge` x `merge` one after another; rows of pixels in each patch."""
-        return Leaf("uint8", (self.most, self.patch_size() // self.frames), (None, None))
+        """The patches of a row's images, squares of `merge` x `merge` one after another; rows of pixels in each."""
+        return Leaf("uint8", (self.row_patches(), self.patch_size() // self.frames), (None, None))
+
+    def row_patches(self) -> int:
+        """Patches of a row."""
+        return self.most if self.budget is None else self.budget
 
     def patch_size(self) -> int:
         """Number of values in a patch, all frames included."""
         return VisionTowerConfig.patch_size(self) * self.frames
 
     def positions(self) -> int:
-        """Patches of the largest image."""
-        return self.most
+        """Patches of a row."""
+        return self.row_patches()
 
     def padding(self) -> int:
         """0: images may fill their rows."""
         return 0
 
-    def pads_rows(self) -> bool:
-        """True: smaller images are padded."""
-        return True
+    def known_rows(self, stack: str, request: Request) -> Request:
+        """The images of a row are documents."""
+        return replace(TransformerConfig.known_rows(self, stack, request), documents=True)
 
     def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
         """None: the table of positions fits images of all sizes."""
@@ -92,14 +104,17 @@ class DynamicTowerConfig(VisionTowerConfig):
         return None
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """A section for each stage; the first one has the input layers."""
+        """A section for each stage; the first one has the input layers. Rows are full of images of the largest size."""
         (tower,) = VisionTowerConfig.section_facts(self)
         matmul = Matmul(inputs=Elements(replicated=self.patch_size()), outputs=Elements(replicated=self.hidden))
         sections = [
             replace(tower, path=f"stages.{number}", stack=stack, norm=IdentityNormConfig(), weights=(), matmuls=())
             for number, stack in enumerate(self.stages())
         ]
-        sections = [replace(section, adds_positions=False) for section in sections]
+        sections = [
+            replace(section, length=self.most, sequences=self.row_patches() // self.most, adds_positions=False)
+            for section in sections
+        ]
         sections[0] = replace(sections[0], weights=tower.weights, matmuls=(matmul,), adds_positions=True)
         sections[-1] = replace(sections[-1], norm=self.norm)
         return tuple(sections)
@@ -140,17 +155,22 @@ class QwenVLConfig(LlavaConfig):
         """Positions of a row that the largest image takes."""
         return self.vision.most // self.vision.merge**2
 
+    def row_image_positions(self) -> int:
+        """Positions that the images of a row take at most."""
+        return self.vision.row_patches() // self.vision.merge**2
+
     def merged(self) -> int:
         """Width of merged patches."""
         return self.vision.hidden * self.vision.merge**2
 
     def schema(self) -> dict[str, Leaf]:
         """Text, the patches of its images, and rows and columns of patches of each; 0 for empty slots."""
-        tower, images = self.vision, LlavaConfig.schema(self)["images"]
+        tower = self.vision
         patches = Patches(tower.patch, tower.merge, tower.least, tower.most)
         stands = Placeholder(self.image_token, self.image_positions(), 1 + len(tower.features), patches)
         grids = Leaf("int32", (self.slots, 2), (None, None))
-        return {**DecoderConfig.schema(self), "images": replace(images, placeholder=stands), "grids": grids}
+        images = replace(tower.image_leaf(), placeholder=stands)
+        return {**DecoderConfig.schema(self), "images": images, "grids": grids}
 
     def projectors(self) -> dict[str, ProjectorConfig]:
         """Name in the module -> config, of the tower's output and of each of its features."""
@@ -158,20 +178,15 @@ class QwenVLConfig(LlavaConfig):
         return {"projector": self.projector} | {f"features.{n}": features for n in range(len(self.vision.features))}
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """The stages of the tower, run for each image of a row, and the decoder with the projectors."""
+        """The stages of the tower, and the decoder with the projectors."""
         (decoder,) = DecoderConfig.section_facts(self)
-        share = self.slots * self.image_positions() / self.sequence_length
+        share = self.row_image_positions() / self.sequence_length
         weights, matmuls = list[Weight](decoder.weights), list[Matmul]()
         for name, projector in self.projectors().items():
             inner, products = projector.facts(self.merged(), self.hidden, share)
             weights, matmuls = [*weights, *prefixed(name, inner)], [*matmuls, *products]
         stages = [
-            replace(
-                stage,
-                path=f"vision.{stage.path}",
-                sequences=self.slots,
-                weights=prefixed("vision", stage.weights),
-            )
+            replace(stage, path=f"vision.{stage.path}", weights=prefixed("vision", stage.weights))
             for stage in self.vision.section_facts()
         ]
         return (*stages, replace(decoder, weights=tuple(weights), matmuls=tuple(matmuls)))
@@ -180,10 +195,6 @@ class QwenVLConfig(LlavaConfig):
         """The stages of the tower, and the decoder's blocks."""
         stages = {f"vision.stages.{number}": stack for number, stack in enumerate(self.vision.stages())}
         return {**stages, "": self.stack}
-
-    def sampler(self) -> str | None:
-        """No samples at the end of a run."""
-        return None
 
 
 def qwen_vl(language: DecoderConfig, vision: DynamicTowerConfig, *, image_token: int, **more: Any) -> QwenVLConfig:

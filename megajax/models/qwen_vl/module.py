@@ -1,11 +1,11 @@
 """Qwen3-VL (Bai et al. 2025): a tower for images of any size, projectors, and a decoder with DeepStack.
 
-B rows, S positions of the decoder, N images of a row, P patches of the largest image, C hidden of the tower, D hidden,
-M patches of a position.
+B rows, S positions of the decoder, N images of a row at most, P patches of a row, C hidden of the tower, D hidden,
+M patches of a position. The patches of a row's images follow one another, and padding them.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +17,7 @@ from megajax.layers.norm.config import IdentityNormConfig
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM, layer_settings
-from megajax.models.llava.module import VISION, Llava, keys_of_images
+from megajax.models.llava.module import VISION, Llava, image_keys
 from megajax.models.protocol import Section, last_output, with_memory
 from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig
 from megajax.models.vision.module import RESIDUAL, normalised_pixels, tower_settings
@@ -35,11 +35,11 @@ class QwenVL(Llava):
 
     @property
     def sections(self) -> Mapping[str, Section]:
-        return {**self.stage_sections(self.cfg.slots), "": self}
+        return {**self.stage_sections(), "": self}
 
-    def stage_sections(self, slots: int) -> dict[str, "StageSection"]:
-        """The stages of the tower as sections. slots: images of a row."""
-        return {f"vision.stages.{n}": StageSection(self, n, slots) for n in range(len(self.vision.stages))}
+    def stage_sections(self) -> dict[str, "StageSection"]:
+        """The stages of the tower as sections."""
+        return {f"vision.stages.{n}": StageSection(self, n) for n in range(len(self.vision.stages))}
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class QwenVL(Llava):
         images: Array | None = None,
         grids: Array | None = None,
     ) -> Array:
-        """tokens int32 [B, S] with images uint8 [B, N, P, pixels], grids int32 [B, N, 2] -> logits float32 [B, S, V].
+        """tokens int32 [B, S] with images uint8 [B, P, pixels], grids int32 [B, N, 2] -> logits float32 [B, S, V].
 
         grids: rows and columns of patches of each image, 0 for none. Without images: plain text.
         """
@@ -62,8 +62,8 @@ class QwenVL(Llava):
 
     def image_states(self, images: Array, grids: Array) -> Array:
         """Images uint8 [B, P, pixels] and grids int32 [B, 2] -> states [B, P / M, (1 + features) * D]."""
-        batch, memory = {"images": images[:, None], "grids": grids[:, None]}, None
-        for section in self.stage_sections(1).values():
+        batch, memory = {"images": images, "grids": grids[:, None]}, None
+        for section in self.stage_sections().values():
             ctx = with_memory(section.context(batch, None), memory)
             memory = section.leave(section.stack(section.enter(section.embed(batch), ctx), ctx), ctx)
         assert memory is not None
@@ -71,15 +71,17 @@ class QwenVL(Llava):
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, with the index of the image position at each `image_token`, and positions."""
-        ctx, of_image = DecoderLM.context(self, batch, key), batch["tokens"] == self.cfg.image_token
+        ctx, of_image = Llava.context(self, batch, key), batch["tokens"] == self.cfg.image_token
         number, inside, before = image_places(of_image, batch["grids"] // self.vision.cfg.merge)
+        # A document has no images before its first token, whatever the row has.
+        first = jnp.maximum(ctx.index[None] - ctx.positions, 0)
+        before = before - jnp.take_along_axis(before, first, axis=1)
         columns = jnp.take_along_axis(batch["grids"][..., 1] // self.vision.cfg.merge, number, axis=1)
         across = jnp.where(of_image, inside % jnp.maximum(columns, 1), 0)
         down = jnp.where(of_image, inside // jnp.maximum(columns, 1), 0)
         # The first position of the image, for text its own.
         start = ctx.positions - inside + before
-        splice = jnp.where(of_image, number * self.cfg.image_positions() + inside, -1).astype(jnp.int32)
-        return ctx._replace(splice=splice, rotary=jnp.stack([start, start + down, start + across], axis=-1))
+        return ctx._replace(rotary=jnp.stack([start, start + down, start + across], axis=-1))
 
 
 def image_places(of_image: Array, grids: Array) -> tuple[Array, Array, Array]:
@@ -112,18 +114,18 @@ class DynamicTower(nnx.Module):
         norms = [*[IdentityNormConfig()] * (len(stacks) - 1), cfg.norm]
         self.stages = nnx.List([Stage(*pair, cfg, settings) for pair in zip(stacks, norms, strict=True)])
 
-    def embed_images(self, images: Array) -> Array:
-        """uint8 [B, P, pixels] -> embeddings of patches [B, P, C]."""
+    def embed_images(self, images: Array, grids: Array) -> Array:
+        """Images uint8 [B, P, pixels], grids int32 [B, N, 2] -> embedded patches with their positions [B, P, C].
+
+        The corners of the table of positions are those of every image.
+        """
         pixels = normalised_pixels(self.cfg, images.reshape(*images.shape[:2], -1, len(self.cfg.mean)))
         pixels = jnp.tile(pixels.reshape(images.shape), (1, 1, self.cfg.frames)).astype(self.patches.dtype)
-        return self.layout.act(jnp.einsum("bsp,pd->bsd", pixels, self.patches[...]), *RESIDUAL)
-
-    def enter(self, x: Array, ctx: Context) -> Array:
-        """Adds the learned positions to [B, P, C]; the corners of the table are those of every image."""
-        assert ctx.rotary is not None
-        table, weights, last = self.positions[...], [], jnp.maximum(ctx.rotary.max(1, keepdims=True), 1)
+        x = self.layout.act(jnp.einsum("bsp,pd->bsd", pixels, self.patches[...]), *RESIDUAL)
+        places, table, weights = patch_places(grids, images.shape[1], self.cfg.merge), self.positions[...], []
         for axis, side in enumerate(self.cfg.grid()):
-            place = ctx.rotary[..., axis].astype(jnp.float32) * (side - 1) / last[..., axis]
+            last = jnp.maximum(places.grids[..., axis] - 1, 1)
+            place = places.inside[..., axis].astype(jnp.float32) * (side - 1) / last
             low = jnp.clip(jnp.floor(place), 0, side - 1)
             weights.append(((low, 1 - (place - low)), (jnp.minimum(low + 1, side - 1), place - low)))
         start = jnp.zeros(x.shape, jnp.float32)
@@ -133,21 +135,43 @@ class DynamicTower(nnx.Module):
                 start = start + table[index].astype(jnp.float32) * (down * across)[..., None]
         start = start + self.patch_bias[...].astype(jnp.float32)[None, None] if self.cfg.patch_bias else start
         x = x.astype(jnp.float32) if self.cfg.residual == "float32" else x
-        x = self.layout.act(x + start.astype(x.dtype), *RESIDUAL)
-        return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
+        return self.layout.act(x + start.astype(x.dtype), *RESIDUAL)
 
-    def context(self, grids: Array, row_keys: Array | None = None) -> Context:
-        """The context of images with these rows and columns of patches, int32 [B, 2]; the rest of a row is padding."""
-        side, index = self.cfg.merge, jnp.arange(self.cfg.most)
-        square, inside = index // side**2, index % side**2
-        squares = jnp.maximum(grids[:, 1:] // side, 1)
-        rows = square[None] // squares * side + inside[None] // side
-        columns = square[None] % squares * side + inside[None] % side
-        used = index[None] < (grids[:, :1] * grids[:, 1:])
-        rotary = jnp.where(used[..., None], jnp.stack([rows, columns], axis=-1), 0)
-        return Context(
-            jnp.broadcast_to(index[None], used.shape), index, used.astype(jnp.int32), row_keys, rotary=rotary
-        )
+    def context(self, grids: Array, patches: int, row_keys: Array | None = None) -> Context:
+        """The context of rows with images of these rows and columns of patches, int32 [B, N, 2]. patches: P.
+
+        Images are documents, and so are parts of the padding that are not longer than the largest image.
+        """
+        places, index = patch_places(grids, patches, self.cfg.merge), jnp.arange(patches)
+        segments = jnp.where(places.number < grids.shape[1], places.number, grids.shape[1] + index // self.cfg.most)
+        positions = jnp.broadcast_to(index[None], segments.shape)
+        return Context(positions, index, segments.astype(jnp.int32), row_keys, rotary=places.inside)
+
+
+class PatchPlaces(NamedTuple):
+    """Where the patches of a row are in its images. int32."""
+
+    number: Array
+    """[B, P]: of the image; N or more for padding."""
+    inside: Array
+    """[B, P, 2]: row and column in the image; 0 for padding."""
+    grids: Array
+    """[B, P, 2]: rows and columns of the image."""
+
+
+def patch_places(grids: Array, patches: int, merge: int) -> PatchPlaces:
+    """The places of P patches, in squares of merge * merge, of images with these grids, int32 [B, N, 2]."""
+    counts, index = grids[..., 0] * grids[..., 1], jnp.arange(patches)
+    ends = jnp.cumsum(counts, axis=1)
+    number = (index[None, :, None] >= ends[:, None]).sum(-1)
+    image = jnp.minimum(number, grids.shape[1] - 1)
+    sides = jnp.take_along_axis(grids, image[..., None], axis=1)
+    place = index[None] - jnp.take_along_axis(ends - counts, image, axis=1)
+    square, corner = place // merge**2, place % merge**2
+    squares = jnp.maximum(sides[..., 1] // merge, 1)
+    rows, columns = square // squares * merge + corner // merge, square % squares * merge + corner % merge
+    inside = jnp.where((number == image)[..., None], jnp.stack([rows, columns], axis=-1), 0)
+    return PatchPlaces(number, inside, sides)
 
 
 class Stage(nnx.Module):
@@ -161,39 +185,37 @@ class Stage(nnx.Module):
 class StageSection:
     """A stage as a section. It outputs its states after those of earlier stages; the last one projects them all."""
 
-    def __init__(self, model: QwenVL, number: int, slots: int):
-        self.model, self.tower, self.number, self.slots = model, model.vision, number, slots
+    def __init__(self, model: QwenVL, number: int):
+        self.model, self.tower, self.number = model, model.vision, number
         self.stage = self.tower.stages[number]
         self.stack = self.stage.stack
 
     def context(self, batch: Rows, key: Array | None) -> Context:
         """Every patch attends to all patches of its image."""
-        keys = keys_of_images(self.model, batch, key, VISION + self.number)
-        return self.tower.context(batch["grids"].reshape(-1, 2), keys)
+        keys = image_keys(self.model, batch, key, VISION + self.number, 1)
+        return self.tower.context(batch["grids"], batch["images"].shape[1], keys)
 
     def embed(self, batch: Rows) -> Array:
-        """Embedded patches [B * N, P, C]; later stages read the states of the one before."""
-        images = batch["images"]
-        images = images.reshape(-1, *images.shape[2:])
+        """Embedded patches [B, P, C]; later stages read the states of the one before."""
         if self.number == 0:
-            return self.tower.embed_images(images)
-        return jnp.zeros((images.shape[0], 1, 1), self.tower.patches.dtype)
+            return self.tower.embed_images(batch["images"], batch["grids"])
+        return jnp.zeros((batch["images"].shape[0], 1, 1), self.tower.patches.dtype)
 
     def enter(self, x: Array, ctx: Context) -> Array:
-        """The first layer's input [B * N, P, C]."""
+        """The first layer's input [B, P, C]."""
         if ctx.memory is None:
-            return self.tower.enter(x, ctx)
+            return dropout(x, self.tower.cfg.dropout, ctx, EMBEDDING_PLACE, self.tower.layout)
         return ctx.memory[..., -self.tower.cfg.hidden :]
 
     def leave(self, x: Array, ctx: Context) -> Array:
-        """The states of all stages so far [B * N, P, stages * C]; of the last one, states for the decoder's positions
-        [B, N * P / M, (1 + features) * D]: of the tower's output, then of its features."""
+        """The states of all stages so far [B, P, stages * C]; of the last one, states for the decoder's positions
+        [B, P / M, (1 + features) * D]: of the tower's output, then of its features."""
         states = x if ctx.memory is None else jnp.concatenate([ctx.memory, x], axis=-1)
         if self.number < len(self.tower.stages) - 1:
             return states
-        cfg, width = self.model.cfg, self.tower.cfg.hidden
-        merged = (x.shape[0], cfg.image_positions(), width * self.tower.cfg.merge**2)
+        width, square = self.tower.cfg.hidden, self.tower.cfg.merge**2
+        merged = (x.shape[0], x.shape[1] // square, width * square)
         outputs = [self.model.projector(self.stage.norm(x).reshape(merged))]
         for number, projector in enumerate(self.model.features):
             outputs.append(projector(states[..., number * width : (number + 1) * width].reshape(merged)))
-        return jnp.concatenate(outputs, axis=-1).reshape(-1, self.slots * merged[1], len(outputs) * cfg.hidden)
+        return jnp.concatenate(outputs, axis=-1)

@@ -97,6 +97,7 @@ def _read_tower(settings: Settings, language: DecoderConfig, slots: int) -> Dyna
         features=tuple(inner.take("deepstack_visual_indexes", [8, 16, 24])),
         least=settings.take("least_patches", min(most, size["shortest_edge"] // patch**2)),
         most=most,
+        budget=settings.take("row_patches", None),
         positions_multiple=POSITIONS,
         mean=tuple(inner.take("image_mean", (0.5, 0.5, 0.5))),
         deviation=tuple(inner.take("image_std", (0.5, 0.5, 0.5))),
@@ -134,6 +135,7 @@ def _write(cfg: Any) -> dict[str, Any]:
         "slots": cfg.slots,
         "least_patches": cfg.vision.least,
         "most_patches": cfg.vision.most,
+        **({} if cfg.vision.budget is None else {"row_patches": cfg.vision.budget}),
         "image_mean": list(cfg.vision.mean),
         "image_std": list(cfg.vision.deviation),
     }
