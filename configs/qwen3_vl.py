@@ -9,7 +9,7 @@ Plan:     python -m megajax.plan --config=qwen3_vl.py --devices=h100:8
 Run:      python -m megajax.train --config=qwen3_vl.py \
               --checkpoint.weights='[{hf: models/Qwen3-VL-4B-Instruct}]'
 Laptop:   python -m megajax.train --config=qwen3_vl.py:debug
-Hardware: one host of 8 GPUs with 80 GB for 2B and 4B, two for 8B. Planned for virtual H100s, not run on one
+Hardware: one host of 8 GPUs with 80 GB. Planned for virtual H100s, not run on one
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def qwen3_vl_4b() -> mj.RunConfig:
 
 
 def qwen3_vl_8b() -> mj.RunConfig:
-    """8.8 B parameters. 16 GPUs with 80 GB, FSDP."""
+    """8.8 B parameters. 8 GPUs with 80 GB, FSDP."""
     return _run("8b", mj.ParallelConfig(data_sharding="fsdp"), lr=1e-5)
 
 
@@ -83,7 +83,7 @@ def _run(size: str, parallel: mj.ParallelConfig, *, lr: float) -> mj.RunConfig:
             weight_decay=0.0, trainable=("projector.*", "features.*", "tokens", "stack.*", "norm.*", "head")
         ),
         schedule=mj.ScheduleConfig(lr=lr, warmup_fraction=0.03),
-        batch=mj.BatchConfig(global_size=64, micro_size=1),
+        batch=mj.BatchConfig(global_size=64, micro_size=2),
         evaluation=mj.EvaluationConfig(every=500, batches=8),
         checkpoint=mj.CheckpointConfig(every=500),
         steps=5000,

@@ -163,8 +163,13 @@ def image_text_rows(
     Raises:
         UserError: the image tokens of tokenizer and model differ, or an image or its tiles do not fit into a row.
     """
-    length, images = schema["tokens"].positions(), row_images(config, schema, augment)
-    whole, token = images if augment is None else row_images(config, schema, None), schema["images"].placeholder.token
+    length, images, place = (
+        schema["tokens"].positions(),
+        row_images(config, schema, augment),
+        schema["images"].placeholder,
+    )
+    assert place is not None
+    whole, token = images if augment is None else row_images(config, schema, None), place.token
     tokenizer_id = tokenizer.specials.get("image", token)
     if tokenizer_id != token:
         raise UserError(
