@@ -42,11 +42,24 @@ def qwen3_vl_8b() -> mj.RunConfig:
     return _run("8b", mj.ParallelConfig(data_sharding="fsdp"), lr=1e-5)
 
 
+def qwen3_vl_2b_debug() -> mj.RunConfig:
+    """qwen3_vl_2b in a tiny size, as qwen3_vl_4b_debug."""
+    return _debug(qwen3_vl_2b())
+
+
 def qwen3_vl_4b_debug() -> mj.RunConfig:
     """qwen3_vl_4b in a tiny size on captions of one or two handwritten digits, in crops of several shapes."""
+    return _debug(qwen3_vl_4b())
+
+
+def qwen3_vl_8b_debug() -> mj.RunConfig:
+    """qwen3_vl_8b in a tiny size, as qwen3_vl_4b_debug."""
+    return _debug(qwen3_vl_8b())
+
+
+def _debug(cfg: mj.RunConfig) -> mj.RunConfig:
     model = mj.qwen3_vl("debug", sequence_length=48, vocabulary_size=258, slots=2)
     model = replace(model, vision=replace(model.vision, least=16, most=24, budget=48))
-    cfg = qwen3_vl_4b()
     return mj.debug_config(
         cfg,
         model,
