@@ -82,7 +82,9 @@ def test_a_run_on_images_from_start_to_export(tmp_path: Path, capsys: pytest.Cap
     stored, trained = open_stored(f"hf:{tmp_path / 'theirs'}"), whole(open_step(halved).weights())
     exported = whole(stored.weights)
     assert exported.keys() == trained.keys()
-    assert all((exported[path] == trained[path]).all() for path in exported)
+    ids = load("qwen3_vl.py:debug").model.vocabulary_size
+    different = {path for path, weight in exported.items() if (weight != trained[path]).any()}
+    assert different <= {"tokens"} and (exported["tokens"][:ids] == trained["tokens"][:ids]).all()
 
     optimizer = replace(load("qwen3_vl.py:debug").optimizer, trainable=("projector.*", "features.*"))
     start = CheckpointConfig(load=Path(f"hf:{tmp_path / 'theirs'}"), parts="weights")

@@ -69,8 +69,10 @@ class TextWriter(NamedTuple):
                 continue
             for _ in run:
                 image = np.full(next(waiting), self.image_token, np.int32)
-                around = [self.tokenizer.encode(text) for text in (self.before, self.after)]
-                tokens = np.concatenate([around[0], image, around[1]])
+                before, after = (
+                    self.tokenizer.encode(text) if text else image[:0] for text in (self.before, self.after)
+                )
+                tokens = np.concatenate([before, image, after])
                 parts.append((tokens, np.zeros(len(tokens), np.float32)))
         if not len(parts[-1][0]) or parts[-1][0][-1] != self.tokenizer.eod:
             parts.append((np.array([self.tokenizer.eod]), np.ones(1, np.float32)))
@@ -163,11 +165,8 @@ def image_text_rows(
     Raises:
         UserError: the image tokens of tokenizer and model differ, or an image or its tiles do not fit into a row.
     """
-    length, images, place = (
-        schema["tokens"].positions(),
-        row_images(config, schema, augment),
-        schema["images"].placeholder,
-    )
+    length, images = schema["tokens"].positions(), row_images(config, schema, augment)
+    place = schema["images"].placeholder
     assert place is not None
     whole, token = images if augment is None else row_images(config, schema, None), place.token
     tokenizer_id = tokenizer.specials.get("image", token)
@@ -267,7 +266,7 @@ class ImageTextLines:
 
 def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, config: ImageTextConfig) -> Sample:
     """The images and text of a line's object. Raises UnreadableItem."""
-    if "video" in line:
+    if line.get("video"):
         raise UnreadableItem("video", NO_VIDEO)
     line = _with_markers(line, config.marker)
     images, caption = line.get("image"), line.get("caption")
