@@ -2,8 +2,7 @@
 
 import json
 import tarfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +97,13 @@ def batch_of(model: Any, rows: Any, masks: Any) -> tuple[dict[str, np.ndarray], 
     return leaves, places
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The model of transformers on the rows of `PACKED`."""
-
-    compiled: Callable[..., Any]
-    weights: dict[str, np.ndarray]
-    leaves: dict[str, np.ndarray]
-    places: dict[str, tuple[int, slice]]
-    truth: Any
-    """qwen3_vl_gradients.npz."""
-
-
-def packed(folder: Path, stored: StoredModel, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Packed:
-    """wrap: what to compile of a function (weights, leaves) -> (loss, logits)."""
-    truth = np.load(Path(__file__).with_name("qwen3_vl_gradients.npz"))
+def test_logits_and_gradients(folder: Path, stored: StoredModel) -> None:
+    """Of text, one image, several of different sizes, and images at the start and the end of a text, packed into rows;
+    and no text reads another."""
+    rows, truth = np.load(folder / "rows.npz"), np.load(Path(__file__).with_name("qwen3_vl_gradients.npz"))
     tower = replace(stored.model.vision, budget=4 * stored.model.vision.most)
     model = replace(stored.model, vision=tower, sequence_length=64, recompute="none")
-    leaves, places = batch_of(model, np.load(folder / "rows.npz"), truth)
+    leaves, places = batch_of(model, rows, truth)
     parallel, read = ParallelConfig(data=1, data_sharding="replicate"), ("tokens", "positions", "segment_ids")
     abstract = nnx.eval_shape(lambda: model.build(Layout(Plan.of(parallel))))
 
@@ -125,33 +113,19 @@ def packed(folder: Path, stored: StoredModel, wrap: Callable[[Callable[..., Any]
         return -(scores * leaves["loss_mask"]).sum() / leaves["loss_mask"].sum(), logits
 
     with jax.set_mesh(build_mesh(parallel, jax.devices()[:1])):
-        compiled = jax.jit(wrap(loss)).lower(weights := whole(stored), leaves).compile(compiler_options=dict(QUICK))
-    return Packed(compiled, weights, leaves, places, truth)
-
-
-def test_logits(folder: Path, stored: StoredModel) -> None:
-    """Of text, one image, several of different sizes, and images at the start and the end of a text, packed into rows;
-    and no text reads another."""
-    run, rows = packed(folder, stored, lambda loss: loss), np.load(folder / "rows.npz")
-    mean, logits = run.compiled(run.weights, run.leaves)
-    np.testing.assert_allclose(mean, run.truth["loss"], rtol=1e-5)
-    pixels = run.leaves["images"].copy()
-    first = run.leaves["grids"][0, 0].prod()
-    pixels[0, :first] = 255 - pixels[0, :first]
-    _, changed = run.compiled(run.weights, run.leaves | {"images": pixels})
-    for name, place in run.places.items():
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        compiled = step.lower(weights := whole(stored), leaves).compile(compiler_options=dict(QUICK))
+        (mean, logits), gradients = compiled(weights, leaves)
+        pixels, first = leaves["images"].copy(), leaves["grids"][0, 0].prod()
+        pixels[0, :first] = 255 - pixels[0, :first]
+        (_, changed), _ = compiled(weights, leaves | {"images": pixels})
+    for name, place in places.items():
         np.testing.assert_allclose(logits[place], rows[f"{name}.logits"], atol=TOLERANCE, rtol=TOLERANCE)
         assert np.array_equal(logits[place], changed[place]) == (name != "one")
-
-
-@pytest.mark.slow
-def test_gradients(folder: Path, stored: StoredModel) -> None:
-    """Of the loss on some tokens of the same rows, by every weight."""
-    run = packed(folder, stored, lambda loss: jax.grad(loss, has_aux=True))
-    gradients, _ = run.compiled(run.weights, run.leaves)
-    names, tensors = run.truth["names"].tolist(), {tensor.name: tensor for tensor in stored.table}
+    np.testing.assert_allclose(mean, truth["loss"], rtol=1e-5)
+    names, tensors = truth["names"].tolist(), {tensor.name: tensor for tensor in stored.table}
     assert set(names) == set(tensors)
-    for number, (name, (size, *sums)) in enumerate(zip(names, run.truth["sums"], strict=True)):
+    for number, (name, (size, *sums)) in enumerate(zip(names, truth["sums"], strict=True)):
         pieces = [np.asarray(gradients[piece.path])[piece.index] for piece in tensors[name].pieces]
         gradient = np.asarray(tensors[name].from_weights(pieces), np.float64).ravel()
         signs = np.random.default_rng(number).choice([-1.0, 1.0], (len(sums), gradient.size))

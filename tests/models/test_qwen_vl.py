@@ -79,12 +79,13 @@ def batches(seed: int) -> Batch:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "parallel"),
     [
-        (model(features=(0,)), MIXED),
-        pytest.param(replace(model(), recompute="full"), FSDP, marks=pytest.mark.slow),
-        pytest.param(model(dropout=0.1), MIXED, marks=pytest.mark.slow),
+        (model(), MIXED),
+        (replace(model(features=(0,)), recompute="full"), FSDP),
+        (model(dropout=0.1, features=(0,)), MIXED),
     ],
 )
 def test_trains_like_one_device(cfg: QwenVLConfig, parallel: ParallelConfig) -> None:
