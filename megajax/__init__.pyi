@@ -76,6 +76,7 @@ from megajax.layers.mamba.config import Mamba1Config as Mamba1Config
 from megajax.layers.mamba.config import Mamba2Config as Mamba2Config
 from megajax.layers.mlp.config import DenseMLPConfig as DenseMLPConfig
 from megajax.layers.mlp.config import GatedMLPConfig as GatedMLPConfig
+from megajax.layers.mlp.config import XieluMLPConfig as XieluMLPConfig
 from megajax.layers.moe.config import CapacityConfig as CapacityConfig
 from megajax.layers.moe.config import DispatchConfig as DispatchConfig
 from megajax.layers.moe.config import MoEConfig as MoEConfig
@@ -88,6 +89,7 @@ from megajax.layers.norm.config import LayerNormConfig as LayerNormConfig
 from megajax.layers.norm.config import LayerScaleConfig as LayerScaleConfig
 from megajax.layers.norm.config import RMSNormConfig as RMSNormConfig
 from megajax.layers.norm.config import SumWeightsConfig as SumWeightsConfig
+from megajax.layers.position.config import AlibiConfig as AlibiConfig
 from megajax.layers.position.config import AxialRopeConfig as AxialRopeConfig
 from megajax.layers.position.config import InterleavedRopeConfig as InterleavedRopeConfig
 from megajax.layers.position.config import Llama3ScalingConfig as Llama3ScalingConfig

@@ -75,6 +75,8 @@ class Device:
     """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
     scan: float = 0.15
     """Share of the rates of matmuls and memory that the scans of state spaces reach, in several kernels a layer."""
+    recurrences: bool = True
+    """Whether the Triton kernels of recurrences run on it (megajax.kernels.ssm.capability)."""
     attention_forward: float = 0.60
     """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
     attention_backward: float = 0.50
@@ -252,7 +254,7 @@ _HOPPER: dict[str, Any] = {
 }  # fmt: skip
 _BLACKWELL: dict[str, Any] = {
     "cores": 148, "lanes": 128, "capability": (10, 0), "shared_kib": 228, "l2_mib": 126, "clock_ghz": 1.965,
-    "links": 18, "peak_float32": 75e12, "nvlink": 900e9,
+    "links": 18, "peak_float32": 75e12, "nvlink": 900e9, "recurrences": False,
     # At its power limit: published runs in bfloat16 and of long rows.
     "matmul": 0.54, "attention_forward": 0.52, "attention_backward": 0.39,
     "matmul_fp8": 0.559,  # fitted

@@ -1,8 +1,7 @@
 """Facts of a layer that follow from its config: weights, matmuls, operations, saved tensors, legal mesh sizes.
 
 Parameter counts, FLOPs, plans, memory reports, config checks and the start banner use only these facts. A new mixer or
-feed-forward layer is a config class with the methods of `Layer` (and of `Mixer`). Importing this module imports neither
-jax nor flax.
+feed-forward layer is a config class with the methods of `Layer` (and of `Mixer`). This imports neither jax nor flax.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -369,11 +368,12 @@ class KernelWork(NamedTuple):
     """Work of a mixer between its matmuls, per query token."""
 
     multiply_adds: float
-    """Including masked scores."""
+    """Including masked scores; `unmasked`: without."""
     unmasked: float
-    """Without masked scores."""
     scores: float
     """Scores of all heads, one per key. For a state space: weights of the other positions of a chunk."""
+    moved: float = 0.0
+    """Elements that a fused kernel of a recurrence moves beside its inputs and outputs, forward and backward."""
 
 
 class MixerFacts(NamedTuple):

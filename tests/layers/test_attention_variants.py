@@ -15,7 +15,7 @@ from megajax.layers.context import Context
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.position.config import RelativeBiasConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.position.config import AlibiConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.position.module import bucket
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
@@ -85,6 +85,16 @@ def test_relative_bias_is_looked_up_by_distance():
     number = np.array([0, 1, 2, 3, 4, 4, 5])[np.maximum(distance, 0)]
     bias = w["core.relative.table"][number].transpose(2, 0, 1)
     np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.5, bias), w["output"]), atol=1e-4)
+
+
+def test_alibi_falls_with_the_distance_by_the_slope_of_each_head():
+    """Slopes of 5 heads: those of 4, and the first of 8."""
+    actual, w = layer_output(AttentionConfig(heads=5, head_dim=4, relative=AlibiConfig(factor=0.5)))
+    q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
+    slopes = np.array([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2]) / 2
+    bias = (np.arange(LENGTH) - np.arange(LENGTH)[:, None]) * slopes[:, None, None]
+    np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.5, bias), w["output"]), atol=1e-4)
+    assert AlibiConfig().slopes(12)[8:] == [2 ** (-0.5 * i) for i in (1, 3, 5, 7)]
 
 
 def test_buckets_equal_those_of_t5():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.layers.context import Context
-from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, XieluMLPConfig
 from megajax.layers.norm.config import L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
@@ -222,6 +222,20 @@ def test_gated_mlp(activation, bias):
     assert len(w) == (6 if bias else 3)
     exact = EXACT[activation](gate) * up @ w["down"] + w.get("down_bias", 0)
     np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_xielu_has_a_slope_of_each_side():
+    module, w = weighted(XieluMLPConfig(ffn=20, bias=True))
+    x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        actual = module(x, ANYWHERE)
+    up = x.astype(np.float64) @ w["up"] + w["up_bias"]
+    above, below = (
+        np.log1p(np.exp(w["positive"])) * up**2,
+        (np.expm1(up) - up) * (0.5 + np.log1p(np.exp(w["negative"]))),
+    )
+    inner = np.where(up > 0, above, below) + 0.5 * up
+    np.testing.assert_allclose(actual, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
 
 
 def test_a_clamped_gated_mlp_clips_the_gate_above_and_the_other_on_both_sides():

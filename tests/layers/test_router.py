@@ -22,6 +22,7 @@ from megajax.layers.moe.router import (
     load_measures,
     report_measures,
     sinkhorn,
+    sparse_mixer,
     within_capacity,
 )
 from megajax.mesh.layer_metrics import layer_values
@@ -119,6 +120,34 @@ def test_a_bias_of_softmax_is_added_to_probabilities_and_weights_sum_to_one():
     expected = chosen * SOFTMAX / (chosen * SOFTMAX).sum(-1, keepdims=True)
     np.testing.assert_allclose(chosen_experts(RouterConfig(balance_rate=0.1), bias=bias), expected, rtol=1e-5)
     assert not np.array_equal(chosen, best(SOFTMAX)) and not np.array_equal(chosen, best(LOGITS + bias))
+
+
+def test_sparse_mixer_chooses_one_expert_after_another_among_those_near_the_best():
+    """SparseMixer with a distance of 0.1: its thresholds are relative to the larger of a logit's size and the best."""
+    logits = np.array([[2.0, 1.7, 1.5, 1.4], [1.0, -0.9, 0.95, 0.1]])
+    routing = jax.jit(lambda logits: sparse_mixer(logits, 2, 0.1, None))(jnp.asarray(logits, jnp.float32))
+    np.testing.assert_array_equal(routing.experts, [[0, 1], [0, 2]])
+    # Near 2.0 is 1.7; near 1.7 are 1.5 and 1.4; near 1.0 is 0.95, which is alone then.
+    pairs = [[(2.0, 1.7), (1.7, 1.5, 1.4)], [(1.0, 0.95), (0.95,)]]
+    shares = [[np.exp(near[0]) / np.exp(near).sum() for near in row] for row in pairs]
+    np.testing.assert_allclose(routing.weights, shares, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_sparse_mixer_draws_in_training_and_its_gradient_is_that_of_the_share():
+    """An expert that is not the best counts a third, or wholly in one of four cases."""
+    logits = jnp.asarray([[1.0, 0.9, 0.2]] * 4000, jnp.float32)
+    draws = jax.random.uniform(jax.random.key(0), (4000, 1, 4))
+    (weights, gradients) = jax.value_and_grad(lambda x: sparse_mixer(x, 1, 0.1, draws).weights.sum())(logits)
+    routing = sparse_mixer(logits, 1, 0.1, draws)
+    share, second = 1 / (1 + np.exp(-0.1)), np.asarray(routing.experts[:, 0] == 1)
+    np.testing.assert_allclose(second.mean(), 1 - share, atol=0.03)
+    whole = np.asarray(draws[:, 0, 3] > 0.75)
+    expected = np.where(second, (1 - share) * np.where(whole, 1, 1 / 3), share)
+    np.testing.assert_allclose(routing.weights[:, 0], expected, rtol=1e-5)
+    slope = share * (1 - share) * np.where(second, -1, 1)
+    np.testing.assert_allclose(gradients, np.stack([slope, -slope, 0 * slope], 1), atol=1e-6)
+    np.testing.assert_allclose(weights, expected.sum(), rtol=1e-5)
 
 
 def test_forced_balance_gives_each_expert_the_same_number_of_tokens():

@@ -15,10 +15,11 @@ from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
-from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.mlp.config import GatedMLPConfig, XieluMLPConfig
 from megajax.layers.norm.config import FixedScaleConfig, L2NormConfig, LayerNormConfig, RMSNormConfig, SumWeightsConfig
 from megajax.layers.param import Normal, specs
 from megajax.layers.position.config import (
+    AlibiConfig,
     LongRopeScalingConfig,
     RelativeBiasConfig,
     RopeConfig,
@@ -70,7 +71,7 @@ FAMILIES = (
         mixer=replace(PLAIN, head_dim=4, rope=RopeConfig(base=100.0, scaling=LONG)),
         layer_scale=FixedScaleConfig(factor=0.4),
     ),
-    replace(BLOCK, norm=LayerNormConfig(bias=False), norm_placement="parallel"),
+    replace(BLOCK, mlp=XieluMLPConfig(ffn=24), norm=LayerNormConfig(bias=False), norm_placement="parallel"),
     replace(BLOCK, mixer=replace(PLAIN, chunk=4, qk_norm=L2NormConfig()), norm_placement="output"),
     replace(BLOCK, mixer=replace(PLAIN, rope=None, temperature=TemperatureConfig(scale=0.5, length=3))),
     replace(BLOCK, mixer=ShortConvConfig(channels=24, bias=True, conv_bias=True)),
@@ -119,7 +120,9 @@ MODELS = {
         Mamba2Config(**SPACE, groups=2),  # Groups are cut.
         Mamba2Config(**SPACE, groups=1, bias=True, conv_bias=False, norm_before_gate=True),  # The group is copied.
         Mamba1Config(inner=24, rank=3, state=4, bias=True, chunk=5, inner_norm=CENTRED),
-        replace(PLAIN, qk_norm=CENTRED),
+        replace(PLAIN, qk_norm=CENTRED, rope=None, relative=AlibiConfig()),
+        embedding_norm=LayerNormConfig(),
+        first_position=2,
         prediction=PredictionConfig(depth=2, weight=0.5),
         learned_positions=True,
         tied=True,

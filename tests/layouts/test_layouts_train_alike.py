@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, differentiate, gpt, llama, rows, train
 
-from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.position.config import AlibiConfig, RelativeBiasConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 
 
-def with_relative(relative: RelativeBiasConfig) -> DecoderConfig:
+def with_relative(relative: RelativeBiasConfig | AlibiConfig | None) -> DecoderConfig:
     """Four layers with relative biases in place of rotary positions."""
     plain = llama("selective", repeats=4)
     block = plain.stack.pattern[0]
@@ -97,6 +97,17 @@ def test_a_table_shared_by_all_layers_has_the_gradients_of_all():
     assert actual.state.params["stack.relative.table"].shape == (8, 8)
     apart = train(with_relative(RelativeBiasConfig(buckets=8)), ONE, microbatches=4, steps=0)
     assert abs(apart.before / actual.before - 1) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(data=1, tensor=2, context=2), ParallelConfig(pipeline=2, data=1, tensor=2)]
+)
+def test_alibi_has_the_slopes_of_its_heads_and_the_distances_of_whole_rows(parallel):
+    model = with_relative(AlibiConfig())
+    expected = train(model, ONE, microbatches=4)
+    assert_same_training(train(model, parallel, microbatches=4), expected)
+    assert abs(train(with_relative(None), ONE, microbatches=4, steps=0).before / expected.before - 1) > 1e-6
 
 
 def test_evaluation_is_the_training_loss_without_dropout():

@@ -33,6 +33,7 @@ WINDOWS = {"sliding_window": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 5.0]}
+WHOLE = {"original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 DELTA = {"num_hidden_layers": 4, "head_dim": 8, "full_attention_interval": 2, "linear_key_head_dim": 8}
 DELTA |= {"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -50,6 +51,9 @@ FACTORS |= {"num_local_experts": 4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
 LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 4}
+TEMPERED = YARN | {"original_max_position_embeddings": 8, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+TEMPERED |= {"llama_4_scaling_beta": 0.5}
+OF_FALCON = {"intermediate_size": None, "num_key_value_heads": None, "ffn_hidden_size": 40}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         "Gemma3ForCausalLM",
@@ -293,11 +297,72 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
         {"keep": True},
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        TWO | {"hidden_size": 36, "num_attention_heads": 6, "intermediate_size": None},
+        {"hidden_size": None, "n_embed": 36, "seq_length": 64, "max_position_embeddings": None, "n_inner": None},
+    ),
+    "bloom-normalised": (
+        "BloomForCausalLM",
+        TWO | {"intermediate_size": None, "apply_residual_connection_post_layernorm": True},
+        {},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        TWO
+        | {"intermediate_size": None, "max_position_embeddings": None, "max_seq_len": 64}
+        | {"attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.3}},
+        {},
+    ),
+    "falcon": ("FalconForCausalLM", TWO | OF_FALCON, {}),
+    "falcon-grouped": (
+        "FalconForCausalLM",
+        TWO | OF_FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {},
+    ),
+    "falcon-alibi": (
+        "FalconForCausalLM",
+        TWO | OF_FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        {"rope_theta": None, "rope_scaling": None},
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", TWO | {"intermediate_size": None, "n_inner": 40}, {}),
+    "codegen": (
+        "CodeGenForCausalLM",
+        TWO | {"n_positions": 64, "num_attention_heads": 8, "rotary_dim": 2, "intermediate_size": None},
+        {},
+    ),
+    "opt": ("OPTForCausalLM", TWO | {"intermediate_size": None, "ffn_dim": 48}, {}),
+    "dbrx": (
+        "DbrxForCausalLM",
+        TWO
+        | {"num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None, "max_seq_len": 64}
+        | {"hidden_size": None, "d_model": 32}
+        | {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 5e5},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        }
+        | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
+        {},
+    ),
+    "phimoe": (
+        "PhimoeForCausalLM",
+        TWO
+        | {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2}
+        # transformers 5.24 has the short factors for texts of any length.
+        | {"rope_parameters": LONGROPE | WHOLE | {"short_mscale": 1.2, "long_mscale": 1.2}},
+        {},
+    ),
+    "apertus": ("ApertusForCausalLM", TWO | {"head_dim": 8, "hidden_act": "xielu"}, {}),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        TWO | {"head_dim": 12, "rope_parameters": TEMPERED},
+        {},
+    ),
     "sarvam_mla": ("DeepseekV3ForCausalLM", TWO | ROUTED | LATENT | {"n_group": 1, "first_k_dense_replace": 1}, {}),
     "youtu": ("YoutuForCausalLM", TWO | LATENT | {"pad_token_id": None}, {}),
 }
-"""Name -> class, settings, None for those that the class lacks, and further settings of older config.json, None for
-those that it lacks."""
+"""Name, with a note after a dash -> class, settings, None for those that the class lacks, and further settings of older
+config.json, None for those that it lacks."""
 
 
 def older(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +396,9 @@ def randomise(model: torch.nn.Module) -> None:
 
 def opened(folder: Path) -> Any:
     """The model in float32, with its tables of rotary positions made anew."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    # Falcon's eager attention adds its biases twice.
+    kind = "sdpa" if folder.name.startswith("falcon") else "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind)
     return model.eval()
 
 
@@ -348,7 +415,7 @@ def make(root: Path, name: str) -> None:
     kind, folder, other = getattr(transformers, architecture), root / name, root / f"{name}_published"
     shutil.rmtree(folder, ignore_errors=True)
     given = {setting: value for setting, value in (SIZES | settings).items() if value is not None}
-    model = kind(transformers.AutoConfig.for_model(name, **given))
+    model = kind(transformers.AutoConfig.for_model(name.partition("-")[0], **given))
     randomise(model)
     # MiniMax' decays follow from the number of a layer; float16 would round them.
     kept = {name: x for name, x in model.half().state_dict().items() if not name.endswith(("slope_rate", "_decay"))}

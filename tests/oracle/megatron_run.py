@@ -150,9 +150,10 @@ class OneDevice:
         return self(compute, self.checked(params), tokens)
 
     def context(self, tokens: Any) -> Context:
-        """The loss of training where it matters: the reference ran in training mode."""
+        """The loss of training where it matters: the reference ran in training mode, but for SparseMixer's draws."""
         index, keys = jnp.arange(tokens.shape[1]), jnp.zeros((tokens.shape[0], 2), jnp.uint32)
-        training = self.cfg.has_dropout()
+        routers = [getattr(block.mlp, "router", None) for block in self.cfg.stack.pattern]
+        training = self.cfg.has_dropout() and not any(router and router.sparse_mixer for router in routers)
         return Context(jnp.broadcast_to(index[None], tokens.shape), index, row_keys=keys if training else None)
 
     def kept(self) -> dict[str, np.ndarray]:

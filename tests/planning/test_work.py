@@ -8,6 +8,8 @@ from descriptions import STAGES_70B, STAGES_405B, TENSOR_4, llama3_8b
 
 from megajax.compiled.gpus import GPUS
 from megajax.config import load
+from megajax.layers.block.config import mixer_facts
+from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
@@ -55,6 +57,28 @@ def test_bytes_are_those_of_compiled_programs(case: str) -> None:
     assert formula["copies"] + formula["elementwise"] == pytest.approx(streamed, rel=0.25)
     assert formula["matmul"] == pytest.approx(matmul, rel=0.12)
     assert formula["total"] == pytest.approx(sum(formula.values()) - formula["total"])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "gibibytes"), [(GatedDeltaNetConfig(heads=32, key_heads=16), 2.6), (KimiDeltaConfig(heads=32), 6.5)]
+)
+def test_bytes_of_the_kernels_of_delta_nets_are_those_of_compiled_programs(
+    mixer: GatedDeltaNetConfig, gibibytes: float
+) -> None:
+    """A row of 8192 positions in bfloat16, forward and backward (`compiled_kernels --parts=delta_rule`)."""
+    facts = mixer_facts(mixer, mixer.tensors(2048), 2048, 8192, "bfloat16")
+    assert facts.fused and not mixer.with_kernel("chunks").kernel_work(2048, 8192).moved
+    elements = 3 * sum(part.total for part in facts.tensors) + facts.work.moved
+    assert 2 * 8192 * elements / 2**30 == pytest.approx(gibibytes, rel=0.1)
+
+
+def test_delta_nets_have_the_rates_of_the_kernel_where_it_runs() -> None:
+    cfg: Any = load("qwen3_next.py", "model.sequence_length=4096")
+    plain = [f"model.stack.pattern.{number}.mixer.kernel=chunks" for number in range(3)]
+    other: Any = load("qwen3_next.py", "model.sequence_length=4096", *plain)
+    for gpu, faster in (("h100", 2), ("b200", 1)):
+        seconds = [estimate(describe(run, GPUS[gpu], 64)).attention_seconds for run in (cfg, other)]
+        assert seconds[0] * faster <= seconds[1]
 
 
 def run(**changes: Any) -> Description:

@@ -198,6 +198,13 @@ ATTENTION = [*MIXER, *NORMS]
 """Attention and the norms of a block."""
 
 
+PREFIXES = (
+    (r"^(embed_tokens|layers|norm|decoder)\.", r"model.\1."),
+    (r"^(wte|wpe|h|ln_f|word_embeddings|word_embeddings_layernorm)\.", r"transformer.\1."),
+)
+"""The class without a head, in which BLOOM and embedding models are stored, has no prefix."""
+
+
 def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **parts: Any) -> Family:
     """A family whose head may be tied, and whose older files have tables of rotary angles."""
     return Family(
@@ -206,8 +213,7 @@ def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **par
         task="CAUSAL_LM",
         heads={"lm_head.weight": "model.embed_tokens.weight"},
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq", *ignored),
-        # The class without a head, in which embedding models are stored, has no prefix.
-        renamed=((r"^(embed_tokens|layers|norm)\.", r"model.\1."),),
+        renamed=PREFIXES,
         **parts,
     )
 

@@ -74,8 +74,8 @@ ACTIVATIONS: Mapping[str, str] = {
 
 
 def activation_name(activation: str) -> str:
-    """The first name in transformers of an activation function."""
-    return next(name for name, value in ACTIVATIONS.items() if value == activation)
+    """The first name in transformers of an activation function; its own if a family names it otherwise."""
+    return next((name for name, value in ACTIVATIONS.items() if value == activation), activation)
 
 
 def layers_of(model: Any) -> tuple[Any, ...]:

@@ -54,17 +54,15 @@ class Kin(NamedTuple):
 
 
 KINDS = (
-    Kin("mpt bloom", "a decoder with ALiBi positions", ("gpt2",)),
-    Kin("opt gpt_neo gpt_bigcode openai-gpt xglm biogpt", "a decoder with other positions or attention", ("gpt2",)),
-    Kin("codegen falcon", "a decoder with rotary positions and parallel sub-layers", ("gptj", "gpt_neox", "phi")),
+    Kin("gpt_neo openai-gpt xglm biogpt", "a decoder with other positions or attention", ("gpt2", "opt")),
     Kin("gemma3n_text gemma4_text", "a decoder with norms after sub-layers", ("gemma2", "gemma3_text")),
     Kin("qwen chatglm", "a decoder with other rotary positions, norms or biases", ("qwen2", "glm")),
     Kin(
-        "minicpm internlm internlm2 baichuan apertus ministral3 nanochat aquila stablelm_epoch bitnet",
+        "minicpm internlm internlm2 baichuan nanochat aquila stablelm_epoch bitnet",
         "a decoder with rotary positions and RMSNorm, but settings of its own",
         ("llama",),
     ),
-    Kin("phimoe dbrx jetmoe grok-1", "a decoder with experts", ("mixtral",)),
+    Kin("jetmoe grok-1", "a decoder with experts", ("mixtral",)),
     Kin("mimo_v2_flash", "a decoder with experts and windows", ("qwen3_moe", "gpt_oss", "mellum")),
     Kin("deepseek", "a decoder with shared experts", ("qwen2_moe", "glm4_moe")),
     Kin("deepseek_v32 longcat_flash glm_moe_dsa", "a decoder with latent attention", ("deepseek_v3",)),
@@ -72,6 +70,7 @@ KINDS = (
     Kin("olmo_hybrid", "a decoder with gated delta nets", ("qwen3_next", "qwen3_5_text")),
     Kin("qwen3_5 qwen3_5_moe", "a model of images and text", ("qwen3_5_text", "qwen3_5_moe_text")),
     Kin("zamba zamba2 falcon_h1", "a hybrid of Mamba and attention", ("bamba", "jamba", "nemotron_h")),
+    Kin("recurrent_gemma", "a hybrid of gated linear recurrences and attention", ("gemma",)),
     Kin(
         "roberta xlm-roberta camembert distilbert electra albert deberta deberta-v2 modernbert mobilebert mpnet ernie "
         "nomic_bert roformer big_bird longformer rembert",

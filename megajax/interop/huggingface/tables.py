@@ -226,6 +226,7 @@ BALANCED_BY_KINDS = Experts(_read_balanced, _write_by_kinds, [balanced_experts.B
 
 PLACES: Mapping[str, Mapping[str, str]] = {
     "pre": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+    "input": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
     "parallel": {"input_layernorm": "norm"},
     "parallel_norms": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
     "output": {"post_attention_layernorm": "mixer_norm", "post_feedforward_layernorm": "mlp_norm"},
@@ -244,6 +245,8 @@ FUSED_MIXER = [
     *(row for row in MIXER if not re.search(r"\.[qkv]_proj\.", row.tensor)),
 ]
 """Attention with queries, keys and values in one tensor."""
+OUTPUT = [row for row in MIXER if ".o_proj." in row.tensor or "_norm." in row.tensor]
+"""Attention without queries, keys and values."""
 SINKS = Row(f"{LAYER}.self_attn.sinks", "stack.*.mixer.core.sink")
 FEED_FORWARD = [
     *gated(f"{LAYER}.mlp", "stack.*.mlp"),
@@ -256,6 +259,29 @@ FUSED_FEED_FORWARD = [
     Row(f"{LAYER}.mlp.down_proj.weight", "stack.*.mlp.down", "o i -> i o"),
 ]
 """Gate and up in one tensor."""
+
+
+def fused(
+    tensor: str, groups: Callable[[AttentionConfig], int], order: Sequence[str] = QKV
+) -> Callable[[list[Row], DecoderConfig], list[Row]]:
+    """`Decoder.finish` for queries, keys and values in one tensor, in this order for each group of heads."""
+
+    def finish(rows: list[Row], cfg: DecoderConfig) -> list[Row]:
+        parts: dict[str, Any] = {"axis": 1, "sizes": {"g": groups(layers_of(cfg)[0].mixer)}}
+        paths, biases = tuple(order), tuple(f"{path}_bias" for path in order)
+        return [
+            *rows,
+            Row(f"{tensor}.weight", paths, "g (n h) d -> d (g n) h", split="(g x) d -> g x d", **parts),
+            Row(f"{tensor}.bias", biases, "g (n h) -> (g n) h", split="(g x) -> g x", **parts),
+        ]
+
+    return finish
+
+
+def one_group(settings: Settings) -> None:
+    """For classes without grouped queries and without a head size, whatever config.json says of them."""
+    for name in ("num_key_value_heads", "head_dim"):
+        settings.remaining.pop(name, None)
 
 
 class Decoder(NamedTuple):

@@ -15,7 +15,7 @@ from megajax.layers.attention.core import CoreAttention
 from megajax.layers.cache_spec import SCALE
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, rows_of, write
-from megajax.layers.position.module import bucket
+from megajax.layers.position.module import bias_of
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import LogicalAxes
 from megajax.precision.quantization import rounded
@@ -77,7 +77,7 @@ def attend_by_groups(
             core.scale,
             cfg.window,
             sink,
-            None if bias is None else lambda after: weights["table"][bucket(bias, after)],
+            None if bias is None else lambda after: bias_of(bias, weights["table"], after),
             core.cap,
             core.chunk,
         )

@@ -13,6 +13,7 @@ from megajax.layers.checks import above_zero, below_one, head_devices, head_prob
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.norm.config import NormConfig
 from megajax.layers.position.config import (
+    AlibiConfig,
     AxialRopeConfig,
     InterleavedRopeConfig,
     RelativeBiasConfig,
@@ -191,8 +192,8 @@ class AttentionConfig(MultiHeadConfig):
     clipping."""
     rope: RopeConfig | InterleavedRopeConfig | AxialRopeConfig | None = None
     """Rotary positions; none: no rotation."""
-    relative: RelativeBiasConfig | None = None
-    """Learned bias on scores by distance; none: no bias."""
+    relative: RelativeBiasConfig | AlibiConfig | None = None
+    """Bias on scores by distance, learned or fixed; none: no bias."""
     causal: bool = True
     """Causal mask: queries do not attend to later tokens; false in encoders."""
     window: int | None = None
@@ -332,7 +333,7 @@ class AttentionConfig(MultiHeadConfig):
             for name, side in zip(("query_norm", "key_norm"), self.qk_norm_sides(hidden), strict=True):
                 weights += prefixed(name, self.qk_norm.weights(*side))
         if self.relative is not None and not self.relative.shared:
-            weights.append(Weight("core.relative.table", (self.relative.buckets, heads), (None, "heads")))
+            weights += prefixed("core.relative", self.relative.weights(heads))
         return (*weights, *self.kernel_weights())
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:

@@ -35,7 +35,7 @@ from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConf
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import FeedForwardConfig
 from megajax.layers.norm.config import FixedScaleConfig, LayerScaleConfig, NormConfig, RMSNormConfig, SumWeightsConfig
-from megajax.layers.position.config import RelativeBiasConfig
+from megajax.layers.position.config import AlibiConfig, RelativeBiasConfig
 from megajax.layers.recompute import Part
 
 type MixerConfig = (
@@ -275,10 +275,12 @@ def mixer_facts(
     """A mixer with these tensors on rows of `length` tokens; memory_ratio: keys for each of them."""
     request = Request(dtype=dtype, length=length, key_length=round(memory_ratio * length))
     choice = mixer.kernel_choice(hidden, request, None)
+    chosen = mixer.with_kernel(choice.kernel) if isinstance(mixer, HasKernel) else mixer
+    work = chosen.kernel_work(hidden, length * memory_ratio)
     return MixerFacts(
-        work=mixer.kernel_work(hidden, length * memory_ratio),
+        work=work,
         heads=mixer.heads,
-        fused=choice.kernel in FUSED,
+        fused=choice.kernel in FUSED or work.moved > 0,
         tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),
     )
 
@@ -291,12 +293,12 @@ class RelativelyBiased(Protocol):
     def heads(self) -> int: ...
 
     @property
-    def relative(self) -> RelativeBiasConfig | None: ...
+    def relative(self) -> RelativeBiasConfig | AlibiConfig | None: ...
 
 
 def shared_bias(block: BlockConfig) -> tuple[int, RelativeBiasConfig] | None:
     """Heads and settings of the table that a block shares with others of its stack."""
     for mixer in block.own_mixers().values():
-        if isinstance(mixer, RelativelyBiased) and mixer.relative is not None and mixer.relative.shared:
-            return mixer.heads, mixer.relative
+        if isinstance(mixer, RelativelyBiased) and isinstance(mixer.relative, RelativeBiasConfig):
+            return (mixer.heads, mixer.relative) if mixer.relative.shared else None
     return None

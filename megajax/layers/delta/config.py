@@ -16,6 +16,9 @@ from megajax.layers.recompute import Part
 
 DIRECT = 16
 """Positions whose products the kernel of decays by channel makes channel by channel: its BLOCK."""
+STATE_PASSES, PAIR_PASSES, CHANNEL_PASSES = 6.5, 39.0, 56.0
+"""Passes of the Triton kernels, in elements of the compute dtype, over states of chunks, squares of chunks and decays
+by channel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +164,17 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         chunk = min(self.chunk, keys)
         pairs = chunk * (2 * self.keys + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
         states = 3 * self.inner * self.key_dim
-        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads)
+        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads, self.moved(chunk))
+
+    def moved(self, chunk: float) -> float:
+        """`KernelWork.moved` of the Triton kernels, else 0: states of chunks, and squares of chunks between kernels.
+
+        The passes are those of compiled programs, in bfloat16 (docs/models.md#kernel-of-gated-delta-nets).
+        """
+        if self.kernel != "triton":
+            return 0.0
+        by_channel = CHANNEL_PASSES * self.heads * self.key_dim * (len(self.decays) > 1)
+        return STATE_PASSES * self.inner * self.key_dim / chunk + PAIR_PASSES * chunk * self.heads + by_channel
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel, and the gate."""
@@ -250,7 +263,9 @@ class KimiDeltaConfig(GatedDeltaNetConfig):
         chunk, channels = min(self.chunk, keys), self.heads * self.key_dim
         pairs = chunk * (2 * channels + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
         states = 3 * self.inner * self.key_dim
-        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels)
+        return KernelWork(
+            pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels, self.moved(chunk)
+        )
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel, the gate, and the results of low rank."""

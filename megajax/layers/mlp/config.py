@@ -107,4 +107,28 @@ class GatedMLPConfig(FeedForward):
         return above_zero(ffn=self.ffn, clamp=self.clamp)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class XieluMLPConfig(FeedForward):
+    """Two matrices with xIELU between them (Huang and Schlag 2024), whose two slopes each layer learns, as in Apertus.
+
+    Example: `mj.XieluMLPConfig(ffn=21504)`
+    """
+
+    target: ClassVar[str] = "megajax.layers.mlp.module:XieluMLP"
+    inner: ClassVar[tuple[str, ...]] = ("up",)
+    activation: ClassVar[str] = "xielu"
+    ffn: int
+    """Width between the matrices."""
+    bias: bool = False
+    """Biases on both matrices."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(ffn=self.ffn)
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Those of the matrices, and the two slopes."""
+        slopes = (Weight(name, (1,), (None,)) for name in ("positive", "negative"))
+        return (*FeedForward.weights(self, hidden), *slopes)
+
+
 type MLPConfig = DenseMLPConfig | GatedMLPConfig

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.context import Context
-from megajax.layers.mlp.config import DenseMLPConfig, MLPConfig
-from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
+from megajax.layers.mlp.config import DenseMLPConfig, MLPConfig, XieluMLPConfig
+from megajax.layers.param import ZEROS, Constant, LayerSettings, Normal, matrix, param
 from megajax.layers.remat import save_only_inputs
 
 
@@ -56,7 +57,7 @@ def activated(cfg: MLPConfig, inputs: Sequence[Array], scale: Array | None = Non
 class MLP(nnx.Module):
     """activation(x up) down, or gated: (activation(x gate) * (x up + offset)) down; [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, cfg: MLPConfig, settings: LayerSettings):
+    def __init__(self, cfg: MLPConfig | XieluMLPConfig, settings: LayerSettings):
         self.cfg, self.layout = cfg, settings.layout
         for name in cfg.inner:
             setattr(self, name, matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp")))
@@ -69,11 +70,45 @@ class MLP(nnx.Module):
     def __call__(self, x: Array, ctx: Context) -> Array:
         del ctx
         inputs = [checkpoint_name(self.product(name, x), "mlp") for name in self.cfg.inner]
-        inner = checkpoint_name(activated(self.cfg, inputs), "activation")
+        inner = checkpoint_name(self.activate(inputs), "activation")
         y = self.layout.dot("bsf,fd->bsd", inner, self.down, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
+
+    def activate(self, inputs: Sequence[Array]) -> Array:
+        """The products of `cfg.inner`, [B, S, F] each -> the input of `down`."""
+        cfg: Any = self.cfg
+        return activated(cfg, inputs)
 
     def product(self, name: str, x: Array) -> Array:
         """[B, S, D] by the matrix of this name, with its bias -> [B, S, F]."""
         y = self.layout.dot("bsd,df->bsf", x, getattr(self, name), "batch", "seq", "mlp")
         return y + getattr(self, f"{name}_bias")[...][None, None] if self.cfg.bias else y
+
+
+class XieluMLP(MLP):
+    """xielu(x up) down, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, cfg: XieluMLPConfig, settings: LayerSettings):
+        super().__init__(cfg, settings)
+        # softplus of these, plus CURVE for the negative side, is 0.8.
+        self.positive = param((1,), (None,), init=Constant(math.log(math.expm1(0.8))), role="bias")
+        self.negative = param((1,), (None,), init=Constant(math.log(math.expm1(0.8 - CURVE))), role="bias")
+
+    def activate(self, inputs: Sequence[Array]) -> Array:
+        return save_only_inputs(xielu)(*inputs, self.positive[...], self.negative[...])
+
+
+CURVE = 0.5
+"""Slope of xIELU at 0."""
+
+
+def xielu(x: Array, positive: Array, negative: Array) -> Array:
+    """a x^2 + x / 2 above 0, else b (exp(min(x, -1e-6)) - 1 - x) + x / 2 (Huang and Schlag 2024), in float32 within.
+
+    a is the softplus of `positive` [1], b that of `negative` [1], plus 1/2.
+    """
+    full, shape = x.astype(jnp.float32), (1,) * x.ndim
+    a = jax.nn.softplus(positive.astype(jnp.float32)).reshape(shape)
+    b = CURVE + jax.nn.softplus(negative.astype(jnp.float32)).reshape(shape)
+    below = b * (jnp.expm1(jnp.minimum(full, -1e-6)) - full)
+    return (jnp.where(full > 0, a * jnp.square(full), below) + CURVE * full).astype(x.dtype)

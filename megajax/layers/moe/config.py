@@ -12,7 +12,7 @@ from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choo
 from megajax.layers.checks import above_zero, below_one
 from megajax.layers.expert_facts import ExpertFacts, Way
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
-from megajax.layers.mlp.config import MLPConfig
+from megajax.layers.mlp.config import MLPConfig, XieluMLPConfig
 from megajax.layers.recompute import Part
 
 
@@ -67,6 +67,10 @@ class RouterConfig:
     """Coefficient of the mean squared logarithm of the partition function of the logits (Zoph et al. 2022)."""
     sinkhorn: bool = False
     """In training, experts are chosen by logits that Sinkhorn's algorithm balances (Clark et al. 2022)."""
+    sparse_mixer: float | None = None
+    """Experts are chosen one after another (SparseMixer, Liu et al. 2024, as in Phi-3.5-MoE), each among those whose
+    logits differ from the best by at most twice this, relative to the larger of the two. Its weight is its share among
+    them; in training it is drawn by these shares, and gradients are Heun's estimate. none: top_k at once."""
     jitter: float = 0.0
     """In training, the input of the router is multiplied by random factors from 1 - jitter to 1 + jitter."""
     force_balance: bool = False
@@ -75,7 +79,7 @@ class RouterConfig:
     """A limit on the tokens of each expert; none: no token is dropped."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(scale=self.scale, balance_rate=self.balance_rate)
+        problems = above_zero(scale=self.scale, balance_rate=self.balance_rate, sparse_mixer=self.sparse_mixer)
         if self.group_scores is not None and self.groups is None:
             problems.append(
                 Problem("group_scores", "needs groups of experts, but groups=none", "set groups, or set this to none")
@@ -90,6 +94,10 @@ class RouterConfig:
         if self.sinkhorn and (balancing or self.groups is not None):
             message = "balances experts itself and excludes losses, groups and balance_rate"
             problems.append(Problem("sinkhorn", message, "set these losses to 0, the others to none"))
+        others = self.sinkhorn or self.groups is not None or self.balance_rate is not None
+        if self.sparse_mixer is not None and (others or self.score != "softmax"):
+            message = "needs scores by softmax, and no sinkhorn, groups or balance_rate"
+            problems.append(Problem("sparse_mixer", message, "set it to none"))
         return problems
 
     def expert_problems(self, experts: int, top_k: int) -> Iterator[Problem]:
@@ -191,7 +199,8 @@ class MoEConfig(Builds):
 
     def draws_numbers(self) -> bool:
         """Whether training draws random numbers."""
-        return self.router.jitter > 0 or self.router.sinkhorn
+        router = self.router
+        return router.jitter > 0 or router.sinkhorn or router.sparse_mixer is not None
 
     def compares_rows(self) -> dict[str, Literal["rows", "order"]]:
         """Settings that make tokens depend on the other rows of a microbatch, or on their order."""
@@ -360,4 +369,4 @@ class MoEConfig(Builds):
         return f"{self.top_k} of {self.experts} experts of {self.expert.summary(self.width(hidden))}{shared}"
 
 
-type FeedForwardConfig = MLPConfig | MoEConfig
+type FeedForwardConfig = MLPConfig | XieluMLPConfig | MoEConfig

@@ -34,7 +34,7 @@ from megajax.mesh.layer_observations import Observed, observe
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along, manual_axes
 
-JITTER_PLACE = 5
+JITTER_PLACE, CHOICE_PLACE = 5, 6
 TOKENS = ("batch", "seq_residual", "embed")
 """Layout of the input: each device routes its own tokens."""
 
@@ -142,6 +142,8 @@ class MixtureOfExperts(nnx.Module):
         if cfg.router.bias:
             weights["router_bias"] = self.router_bias[...]
         axes = {name: (None,) * w.ndim for name, w in weights.items()}
+        if cfg.router.sparse_mixer is not None and ctx.row_keys is not None:
+            weights["keys"], axes["keys"] = fold_rows(ctx.row_keys, CHOICE_PLACE), ("batch", None)
         tokens_axes = ("batch", "seq_residual", None)
         step_axes = None if ctx.rows is None else ctx.rows.axes()
         ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes(), step_axes
@@ -221,7 +223,11 @@ class MixtureOfExperts(nnx.Module):
         if balanced is not None:
             logits = add_gradient(logits, balanced.gradient * (scale * self.layout.token_weight / copies))
             report |= {name: value / copies for name, value in balanced.values.items()}
-        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index)
+        draws = None
+        if "keys" in arrays:
+            draws = drawn(arrays["keys"], index, (cfg.top_k, cfg.experts + 1), 0, 1)
+            draws = draws.reshape(-1, *draws.shape[2:])
+        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index, draws=draws)
         tokens = counts(routing.experts, cfg.experts)
         if cfg.router.capacity is not None:
             routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)
@@ -235,12 +241,18 @@ class MixtureOfExperts(nnx.Module):
         if jitter == 0 or ctx.row_keys is None:
             return x
 
-        def factors(row: Array, index: Array) -> Array:
-            key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
-            return jax.random.uniform(key, x.shape[-1:], minval=1 - jitter, maxval=1 + jitter)
-
-        noise = jax.vmap(jax.vmap(factors, (None, 0)), (0, None))(fold_rows(ctx.row_keys, JITTER_PLACE), ctx.index)
+        noise = drawn(fold_rows(ctx.row_keys, JITTER_PLACE), ctx.index, x.shape[-1:], 1 - jitter, 1 + jitter)
         return (x * self.layout.act(noise, *TOKENS)).astype(x.dtype)
+
+
+def drawn(row_keys: Array, index: Array, shape: tuple[int, ...], low: float, high: float) -> Array:
+    """Uniform numbers of each token, [B, S, *shape], from keys of rows uint32 [B, 2] and positions int32 [S]."""
+
+    def of_token(row: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
+        return jax.random.uniform(key, shape, minval=low, maxval=high)
+
+    return jax.vmap(jax.vmap(of_token, (None, 0)), (0, None))(row_keys, index)
 
 
 class ExpertAxes(NamedTuple):

@@ -99,8 +99,9 @@ def choose(
     *,
     training: bool,
     index: Array | None = None,
+    draws: Array | None = None,
 ) -> Routing:
-    """The experts of tokens with these logits [T, E]. bias: of `State`.
+    """The experts of tokens with these logits [T, E]. bias: of `State`; draws: of `sparse_mixer`.
 
     index: int32 [S], the device's positions within the row, used by force_balance; None if it holds whole rows.
     """
@@ -114,6 +115,9 @@ def choose(
         probabilities = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
         experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else probabilities, k)
         return Routing(jnp.take_along_axis(probabilities, experts, -1) * cfg.scale, experts)
+    if cfg.sparse_mixer is not None:
+        routing = sparse_mixer(logits, k, cfg.sparse_mixer, draws)
+        return routing._replace(weights=routing.weights * cfg.scale)
     by_logits = cfg.score == "softmax" and cfg.normalise == "chosen" and cfg.balance_rate is None
     compared = lax.stop_gradient(logits if by_logits else scores(cfg, logits))
     if cfg.balance_rate is not None:
@@ -123,6 +127,31 @@ def choose(
 
 def _best(compared: Array, k: int) -> Array:
     return lax.top_k(lax.stop_gradient(compared), k)[1]
+
+
+def sparse_mixer(logits: Array, k: int, distance: float, draws: Array | None) -> Routing:
+    """Experts chosen one after another (Liu et al. 2024, "GRIN", section 2): see `RouterConfig.sparse_mixer`.
+
+    logits [T, E]; draws: uniform numbers [T, k, E + 1] for training, E to draw an expert and one for the rule of third
+    order; None: the best expert, without estimates. An expert other than the best counts a third in 3 of 4 cases; the
+    gradient is that of its share.
+    """
+    number, left, weights, experts = logits.shape[1], logits, [], []
+    for turn in range(k):
+        best = lax.stop_gradient(left.max(-1, keepdims=True))
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * distance
+        near = jnp.where(lax.stop_gradient(far), -jnp.inf, left)
+        expert = first = jnp.argmax(left, axis=-1)
+        if draws is not None:
+            expert = jnp.argmax(near - jnp.log(-jnp.log(draws[:, turn, :number])), axis=-1)
+        weight = jnp.take_along_axis(jax.nn.softmax(near), expert[:, None], -1)[:, 0]
+        if draws is not None:
+            whole = (expert == first) | (draws[:, turn, number] > 0.75)
+            weight = weight + lax.stop_gradient(jnp.where(whole, 0, -2 / 3) * weight)
+        left = jnp.where(jax.nn.one_hot(expert, number, dtype=bool), -jnp.inf, left)
+        weights.append(weight)
+        experts.append(expert.astype(jnp.int32))
+    return Routing(jnp.stack(weights, -1), jnp.stack(experts, -1))
 
 
 def _weighed(cfg: RouterConfig, logits: Array, experts: Array) -> Routing:

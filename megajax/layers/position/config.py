@@ -7,6 +7,7 @@ from typing import ClassVar
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.layers.checks import above_zero
+from megajax.layers.facts import Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +205,7 @@ class AxialRopeConfig(RopeConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemperatureConfig:
-    """A factor on queries that grows with their position p: 1 + scale ln(1 + floor((p + 1) / length)), as in Llama 4.
+    """A factor on queries that grows with their position p: 1 + scale ln(1 + floor((p + first) / length)) (Llama 4).
 
     It keeps attention over long texts as sharp as over short ones (Nakanishi 2025).
 
@@ -215,6 +216,8 @@ class TemperatureConfig:
     """Factor on the logarithm."""
     length: int = 8192
     """Positions from one value of the factor to the next."""
+    first: int = 1
+    """What the first position counts as: 1 in Llama 4, 0 in Ministral 3."""
 
     def problems(self) -> list[Problem]:
         return above_zero(scale=self.scale, length=self.length)
@@ -248,3 +251,38 @@ class RelativeBiasConfig(Builds):
                 )
             ]
         return []
+
+    def weights(self, heads: int) -> tuple[Weight, ...]:
+        """The table."""
+        return (Weight("table", (self.buckets, heads), (None, "heads")),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlibiConfig(Builds):
+    """A fixed bias on scores: minus the distance times a slope of each head (ALiBi, Press et al. 2022).
+
+    With n heads, a power of two, slopes are 2^(-8 i / n) for i from 1 to n. Further heads have those of twice as
+    many heads with odd i.
+
+    Example: `mj.AttentionConfig(heads=32, relative=mj.AlibiConfig())`
+    """
+
+    target: ClassVar[str] = "megajax.layers.position.module:Alibi"
+    shared: ClassVar[bool] = False
+    both_ways: ClassVar[bool] = True
+    factor: float = 1.0
+    """Factor on all slopes; 1 / sqrt(head size) in Falcon."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(factor=self.factor)
+
+    def weights(self, heads: int) -> tuple[Weight, ...]:
+        """None."""
+        del heads
+        return ()
+
+    def slopes(self, heads: int) -> list[float]:
+        """The slope of each head."""
+        even = 1 << (heads.bit_length() - 1)
+        exponents = [*(i / even for i in range(1, even + 1)), *(i / (2 * even) for i in range(1, 2 * even, 2))]
+        return [self.factor * 2 ** (-8 * exponent) for exponent in exponents[:heads]]

@@ -10,6 +10,7 @@ from jax import Array
 
 from megajax.layers.param import LayerSettings, Normal, param
 from megajax.layers.position.config import (
+    AlibiConfig,
     InterleavedRopeConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,
@@ -114,7 +115,7 @@ class AxialRope(Rope):
 
 def tempered(q: Array, positions: Array, cfg: TemperatureConfig) -> Array:
     """Queries [B, S, N, H] at positions int32 [B, S], times the factor of their position."""
-    steps = ((positions + 1) // cfg.length).astype(jnp.float32)
+    steps = ((positions + cfg.first) // cfg.length).astype(jnp.float32)
     return (q * (1 + cfg.scale * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
 
 
@@ -153,10 +154,29 @@ class RelativeBias(nnx.Module):
         self.table = param((cfg.buckets, heads), (None, "heads"), init=Normal(settings.std))
 
 
-def biases(cfg: RelativeBiasConfig, table: Array, query_index: Array, key_index: Array) -> Array:
-    """table [buckets, local heads], positions in the row int32 [S] and [T] -> [local heads, S, T]."""
-    values = table[bucket(cfg, key_index[None, :] - query_index[:, None])]
-    return jnp.moveaxis(values, -1, 0)
+class Alibi:
+    """The slope of each head, float32 [N]."""
+
+    def __init__(self, cfg: AlibiConfig, settings: LayerSettings, *, heads: int):
+        del settings
+        self.slopes = tuple(cfg.slopes(heads))
+
+    @property
+    def table(self) -> Array:
+        return jnp.asarray(self.slopes, jnp.float32)
+
+
+def biases(cfg: RelativeBiasConfig | AlibiConfig, table: Array, query_index: Array, key_index: Array) -> Array:
+    """table: of local heads, see `bias_of`; positions in the row int32 [S] and [T] -> [local heads, S, T]."""
+    return jnp.moveaxis(bias_of(cfg, table, key_index[None, :] - query_index[:, None]), -1, 0)
+
+
+def bias_of(cfg: RelativeBiasConfig | AlibiConfig, table: Array, after: Array) -> Array:
+    """Biases [..., N] of keys that are `after` the query, int32 [...]. table: [buckets, N] or the slopes [N]."""
+    if isinstance(cfg, AlibiConfig):
+        distance = jnp.abs(after)[..., None].astype(jnp.float32)
+        return -distance * jnp.expand_dims(table, tuple(range(after.ndim)))
+    return table[bucket(cfg, after)]
 
 
 def bucket(cfg: RelativeBiasConfig, after: Array) -> Array:

@@ -27,8 +27,6 @@ class BertConfig(DecoderConfig):
     """A learned embedding for each of the sequence_length positions."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
     """Normalisation after the stack."""
-    embedding_norm: NormConfig | LayerBuilder | None = None
-    """Normalisation of the sum of embeddings; none: no normalisation."""
     head_norm: NormConfig | LayerBuilder | None = None
     """Normalisation in the masked-token head; none: the same as `norm`."""
     head_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
@@ -96,11 +94,10 @@ class BertConfig(DecoderConfig):
         return self.norm if self.head_norm is None else self.head_norm
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """The section of a decoder, with a table of token types and a norm of the embeddings."""
+        """The section of a decoder, with a table of token types."""
         (section,) = DecoderConfig.section_facts(self)
         types = Weight("types", (self.token_types, self.hidden), (None, "embed"))
-        norm = norm_weights("embedding_norm", self.embedding_norm, self.hidden)
-        return (replace(section, weights=(*section.weights, *[types] * (self.token_types > 0), *norm)),)
+        return (replace(section, weights=(*section.weights, *[types] * (self.token_types > 0))),)
 
     def head_facts(self) -> HeadFacts:
         """The masked-token head has one more matrix than a decoder's; the next-sentence head reads one position."""

@@ -11,7 +11,7 @@ from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.bert.config import BertConfig
-from megajax.models.decoder.module import DecoderLM, in_order, layer_settings
+from megajax.models.decoder.module import DecoderLM, in_order
 from megajax.models.reduction import LossReduction
 
 RESIDUAL = ("batch", "seq_residual", "embed")
@@ -23,11 +23,8 @@ class Bert(DecoderLM):
     def __init__(self, cfg: BertConfig, layout: Layout):
         super().__init__(cfg, layout)
         self.cfg: BertConfig = cfg
-        settings = layer_settings(cfg, layout)
         if cfg.token_types:
             self.types = param((cfg.token_types, cfg.hidden), (None, "embed"), init=Normal(cfg.init_std))
-        if cfg.embedding_norm is not None:
-            self.embedding_norm = cfg.embedding_norm.build(settings)
 
     def add_head(self, settings: LayerSettings) -> None:
         super().add_head(settings)
@@ -67,10 +64,6 @@ class Bert(DecoderLM):
         """Embeddings of tokens and of their types [B, S, D]."""
         x = self.embed_tokens(batch["tokens"])
         return x + self.layout.act(self.types[...][batch["token_types"]], *RESIDUAL) if self.cfg.token_types else x
-
-    def embedded(self, x: Array) -> Array:
-        """The sum of all embeddings, after `embedding_norm` if there is one."""
-        return x if self.cfg.embedding_norm is None else self.layout.act(self.embedding_norm(x), *RESIDUAL)
 
     def masked_states(self, x: Array) -> Array:
         """Normalised output of the stack [B, S, D] -> states that are scored against the table [B, S, D]."""

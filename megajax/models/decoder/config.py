@@ -12,7 +12,7 @@ from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import CacheLeaf, paged_requests, stack_leaves
 from megajax.layers.checks import LARGEST, above_zero, below_one
-from megajax.layers.facts import LayerBuilder, Weight
+from megajax.layers.facts import LayerBuilder, Weight, norm_weights
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.quantization.config import QuantizationConfig
@@ -118,6 +118,10 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """The padded vocabulary is a multiple of this; pipeline x tensor devices must divide it."""
     learned_positions: bool = False
     """A learned embedding for each of the sequence_length positions."""
+    first_position: int = 0
+    """Row of the first position in the table of learned positions: 2 in OPT."""
+    embedding_norm: NormConfig | LayerBuilder | None = None
+    """Normalisation of the sum of embeddings, as in BLOOM; none: no normalisation."""
     norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
     """Normalisation before the head."""
     tied: bool = False
@@ -238,6 +242,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         weights = [Weight("tokens", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))]
         if self.learned_positions:
             weights.append(Weight("positions", (self.position_count(), self.hidden), (None, "embed")))
+        weights += norm_weights("embedding_norm", self.embedding_norm, self.hidden)
         section = SectionFacts(
             path="",
             hidden=self.hidden,
@@ -265,7 +270,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def position_count(self) -> int:
         """Rows of the table of learned positions."""
-        return self.sequence_length
+        return self.sequence_length + self.first_position
 
     def positions(self) -> int:
         """Tokens in a row."""

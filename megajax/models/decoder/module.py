@@ -43,6 +43,8 @@ class DecoderLM(nnx.Module):
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
         if cfg.learned_positions:
             self.positions = param((cfg.position_count(), cfg.hidden), (None, "embed"), init=init)
+        if cfg.embedding_norm is not None:
+            self.embedding_norm = cfg.embedding_norm.build(settings)
         self.stack = cfg.stack.build(settings, recomputing=cfg.recomputing(), unroll=cfg.unroll)
         self.norm = cfg.norm.build(settings)
         self.add_head(settings)
@@ -107,13 +109,16 @@ class DecoderLM(nnx.Module):
         """Positions and dropout, [B, S, D] -> [B, S, D] laid out (batch, seq_residual, embed)."""
         x = x.astype(jnp.float32) if self.cfg.residual == "float32" else x
         if self.cfg.learned_positions:
-            x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
+            x = x + self.layout.act(
+                self.positions[...][ctx.positions + self.cfg.first_position], "batch", "seq_residual", "embed"
+            )
         x = self.embedded(scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding))
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
 
     def embedded(self, x: Array) -> Array:
-        """Hook on the sum of all embeddings [B, S, D], before dropout; the identity in a decoder."""
-        return x
+        """The sum of all embeddings [B, S, D] after `embedding_norm`, before dropout."""
+        norm = self.cfg.embedding_norm
+        return x if norm is None else self.layout.act(self.embedding_norm(x), "batch", "seq_residual", "embed")
 
     def final_norm(self, x: Array) -> Array:
         """Output of the stack [B, S, D] -> normalised, laid out (batch, seq_residual, embed)."""

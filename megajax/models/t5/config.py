@@ -10,6 +10,7 @@ from megajax.kernels.attention.capability import Request
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
+from megajax.layers.position.config import RelativeBiasConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts
@@ -54,7 +55,7 @@ class T5Config(DecoderConfig):
         problems = []
         for setting, mixer in self.own_mixers("encoder", "stack").items():
             relative, reads = getattr(mixer, "relative", None), setting.startswith("encoder")
-            if relative is not None and relative.both_ways != reads:
+            if isinstance(relative, RelativeBiasConfig) and relative.both_ways != reads:
                 message = "is needed in an encoder" if reads else "has buckets for later tokens, which are masked"
                 problems.append(Problem(f"{setting}.relative.both_ways", message, f"set it to {str(reads).lower()}"))
         return problems

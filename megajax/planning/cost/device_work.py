@@ -237,10 +237,16 @@ def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halv
     for mixer in block.mixers:
         queries = 2.0 * tower.tokens / tensor
         once = tower.tokens * run.width * sum(elements.local(tensor) for elements in mixer.tensors)
-        if mixer.fused:
+        moved = tower.tokens * run.width * mixer.work.moved / tensor
+        if mixer.fused and (device.recurrences or not moved):
             repeat = recomputed(policy, "core_attention")
             seconds = queries * mixer.work.unmasked / device.attention_rate(backward=False)
             behind = ATTENTION_BACKWARD * queries * mixer.work.unmasked / device.attention_rate(backward=True)
+            # Kernels of recurrences keep little on the chip: as if no transfer were hidden.
+            seconds, behind = (
+                time + share * moved / device.memory_rate for time, share in ((seconds, 1 / 3), (behind, 2 / 3))
+            )
+            once += moved / 3
         else:
             repeat = policy.parts is not None  # scores have no name: only recompute=none saves them
             scores = tower.tokens * mixer.work.scores / tensor * SCORE_BYTES * run.width / 2

@@ -26,7 +26,7 @@ EXPERTS = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "dow
 """Names of tensors of experts."""
 
 
-def _longrope(settings: Settings) -> None:
+def longrope(settings: Settings) -> None:
     """The original length stands beside the factors."""
     original = settings.take("original_max_position_embeddings", kind=int)
     for name in ("rope_scaling", "rope_parameters"):
@@ -66,7 +66,7 @@ MORE = [
     ),
     Decoder(
         "phi3", "Phi3ForCausalLM", sizes(32064, 3072, 8192, 32, 32, None, None, 4096, rms_norm_eps=1e-5),
-        positions=Positions(fraction=1.0), windows=EVERYWHERE, prepare=_longrope, written=_original_length,
+        positions=Positions(fraction=1.0), windows=EVERYWHERE, prepare=longrope, written=_original_length,
         mixer_rows=FUSED_MIXER, mlp_rows=FUSED_FEED_FORWARD,
     ),
 ]  # fmt: skip

@@ -1,29 +1,45 @@
 """Decoders without experts that differ from Llama in biases, norms, positions or the feed-forward."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import MIXER
+from megajax.interop.huggingface.decoders import LAYER
 from megajax.interop.huggingface.family import Settings, layers_of
+from megajax.interop.huggingface.rotary import rope_settings
 from megajax.interop.huggingface.tables import (
     EVERYWHERE,
+    FEED_FORWARD,
     FUSED_FEED_FORWARD,
-    QKV,
+    OUTPUT,
     Decoder,
+    Experts,
+    FeedForwardOf,
     LayeredPositions,
     LayerPositions,
     Positions,
     SlidingPositions,
     Windows,
     all_but_every,
+    fused,
+    one_group,
     sizes,
 )
+from megajax.layers.mlp.config import XieluMLPConfig
 from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
-from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
+from megajax.layers.position.config import TemperatureConfig, YarnScalingConfig
+from megajax.models.decoder.config import WidthScalingConfig
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+APERTUS = LLAMA3 | {"rope_theta": 12e6, "factor": 8.0}
+MINISTRAL3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+MINISTRAL3 |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+XIELU = [Row(f"{LAYER}.mlp.act_fn.alpha_{name[0]}", f"stack.*.mlp.{name}") for name in ("positive", "negative")]
+XIELU_FIXED = ("model.layers.*.mlp.act_fn.beta", "model.layers.*.mlp.act_fn.eps")
+"""Constants that transformers stores: 0.5 and -1e-6."""
 GLM = sizes(151552, 4096, 13696, 40, 32, 2, 128, 131072, rms_norm_eps=1.5625e-7, attention_bias=True)
 OLMO2 = sizes(50304, 4096, 11008, 32, 32, None, None, 2048, rms_norm_eps=1e-5)
 COHERE = sizes(256000, 8192, 22528, 40, 64, None, None, 8192, rms_norm_eps=1e-5, tie_word_embeddings=True)
@@ -34,7 +50,6 @@ COHERE_NOTES = (
 )  # fmt: skip
 """Notes on the architecture that transformers does not read."""
 TWO_MATRICES = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-OUTPUT = [row for row in MIXER if ".o_proj." in row.tensor or "_norm." in row.tensor]
 GLM4_NORMS = {
     "input_layernorm": "mixer_norm",
     "post_self_attn_layernorm": "mixer_output_norm",
@@ -55,6 +70,8 @@ BY_HEAD = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
+OF_NEOX = "gpt_neox.layers.{layer}.attention.query_key_value"
+OF_PERSIMMON = "model.layers.{layer}.self_attn.query_key_value"
 LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
 
 
@@ -66,26 +83,6 @@ def fixed_alpha(settings: Settings) -> None:
         if isinstance(values, dict) and isinstance(values.get("alpha"), int | float) and size > 2:
             base = values.get("rope_theta") or settings.remaining.get("rope_theta") or 10000.0
             settings.remaining[name] = {"rope_theta": base * values["alpha"] ** (size / (size - 2))}
-
-
-def _one_group(settings: Settings) -> None:
-    """Classes without grouped queries and without a head size, whatever config.json says of them."""
-    for name in ("num_key_value_heads", "head_dim"):
-        settings.remaining.pop(name, None)
-
-
-def _gptj(settings: Settings) -> None:
-    _one_group(settings)
-    settings.only("rope_theta", 10000.0)
-    settings.only("rope_scaling", None)
-    if settings.remaining.get("intermediate_size") is None:
-        settings.remaining["intermediate_size"] = 4 * settings.peek("hidden_size")
-    decoders.rotary_dim(settings)
-
-
-def _gptj_written(cfg: Any) -> dict[str, Any]:
-    mixer = layers_of(cfg)[0].mixer
-    return {"rotary_dim": mixer.rope.rotated(mixer.size(cfg.hidden))}
 
 
 def _olmo(settings: Settings) -> None:
@@ -102,20 +99,6 @@ def _neox(settings: Settings) -> dict[str, Any]:
     return {"norm_placement": "parallel_norms" if settings.take("use_parallel_residual", True) else "pre"}
 
 
-def _fused_by_head(rows: list[Row], cfg: DecoderConfig) -> list[Row]:
-    """Queries, keys and values of a head follow one another in one tensor, named after the layer's output matrix."""
-    tensor = next(row.tensor for row in rows if row.tensor.endswith(".dense.weight")).replace(
-        "dense", "query_key_value"
-    )
-    parts: dict[str, Any] = {"axis": 1, "sizes": {"n": layers_of(cfg)[0].mixer.heads}}
-    biases = tuple(f"{path}_bias" for path in QKV)
-    return [
-        *rows,
-        Row(tensor, QKV, "n h d -> d n h", split="(n x) d -> n x d", **parts),
-        Row(tensor.replace("weight", "bias"), biases, split="(n x) -> n x", **parts),
-    ]
-
-
 def _stablelm(settings: Settings) -> dict[str, Any]:
     settings.only("qk_layernorm", False)
     return {"norm_placement": "parallel"} if settings.take("use_parallel_residual", False) else {}
@@ -125,6 +108,47 @@ def _cohere(settings: Settings) -> dict[str, Any]:
     settings.only("use_qk_norm", False)
     hidden, scale = settings.peek("hidden_size"), settings.need("logit_scale", float)
     return {"width_scaling": WidthScalingConfig(base_hidden=hidden, score_power=0.5, output=scale)}
+
+
+def _xielu(settings: Settings) -> None:
+    """The layers below have the function: the tables know those without weights."""
+    settings.only("hidden_act", "xielu")
+
+
+def _read_xielu(settings: Settings, mlp: Any) -> FeedForwardOf:
+    del settings
+    layer = XieluMLPConfig(ffn=mlp.ffn, bias=mlp.bias)
+    return lambda _: layer
+
+
+def _scaled(settings: Settings) -> None:
+    """The factor on queries stands among the rotary positions."""
+    if not settings.remaining.get("rope_parameters") and not settings.remaining.get("rope_scaling"):
+        settings.remaining["rope_parameters"] = MINISTRAL3
+    for name in ("rope_scaling", "rope_parameters"):
+        positions = settings.remaining.get(name)
+        if isinstance(positions, dict):
+            positions = dict(positions)
+            positions.pop("max_position_embeddings", None)
+            settings.remaining["llama_4_scaling_beta"] = positions.pop("llama_4_scaling_beta", None)
+            settings.remaining[name] = positions
+
+
+def _tempered(settings: Settings, attention: Sequence[Any]) -> Sequence[Any]:
+    scale, scaling = settings.take("llama_4_scaling_beta", kind=float), attention[0].rope.scaling
+    if not scale:
+        return attention
+    if not isinstance(scaling, YarnScalingConfig):
+        settings.refuse("llama_4_scaling_beta", scale, "needs the original length of YaRN")
+        return attention
+    temperature = TemperatureConfig(scale=scale, length=scaling.original, first=0)
+    return [replace(mixer, temperature=temperature) for mixer in attention]
+
+
+def _write_tempered(cfg: Any) -> dict[str, Any]:
+    mixer = layers_of(cfg)[0].mixer
+    scaling = rope_settings(mixer.rope)["rope_scaling"]
+    return {"rope_scaling": scaling and {**scaling, "llama_4_scaling_beta": mixer.temperature.scale}}
 
 
 TABLES = [
@@ -231,7 +255,8 @@ TABLES = [
         {"model.embed_tokens": "gpt_neox.embed_in", "lm_head": "embed_out", "model.norm": "gpt_neox.final_layer_norm"}
         | {"model.layers": "gpt_neox.layers"} | BY_HEAD,
         bias="attention_bias", mlp_bias=True, gate=False, norm=LayerNormConfig(), positions=Positions(fraction=0.25),
-        prepare=_one_group, model=_neox, mixer_rows=OUTPUT, finish=_fused_by_head, unused=("classifier_dropout",),
+        prepare=one_group, model=_neox, mixer_rows=OUTPUT, finish=fused(OF_NEOX, lambda mixer: mixer.heads),
+        unused=("classifier_dropout",),
         written=lambda cfg: {"use_parallel_residual": layers_of(cfg)[0].norm_placement == "parallel_norms"},
         parts={"ignored": ("gpt_neox.layers.*.attention.*bias", "gpt_neox.layers.*.attention.rotary_emb.inv_freq")},
     ),
@@ -241,7 +266,7 @@ TABLES = [
         LAYER_NORM, BY_HEAD | {"self_attn.o_proj": "self_attn.dense", "model.norm": "model.final_layernorm"}
         | {"q_norm": "q_layernorm", "k_norm": "k_layernorm"},
         bias=True, mlp_bias=True, gate=False, norm=LayerNormConfig(), positions=Positions(base=25000.0, fraction=0.5),
-        prepare=_one_group, mixer=_head_norms, mixer_rows=OUTPUT, finish=_fused_by_head,
+        prepare=one_group, mixer=_head_norms, mixer_rows=OUTPUT, finish=fused(OF_PERSIMMON, lambda mixer: mixer.heads),
         written=lambda cfg: {"qk_layernorm": layers_of(cfg)[0].mixer.qk_norm is not None},
     ),
     Decoder(
@@ -254,19 +279,17 @@ TABLES = [
         written=lambda cfg: {"qk_layernorm": layers_of(cfg)[0].mixer.qk_norm is not None},
     ),
     Decoder(
-        "gptj", "GPTJForCausalLM", sizes(50400, 4096, None, 28, 16, None, None, 2048, rms_norm_eps=1e-5)
-        | {"hidden_act": "gelu_new", "rotary_dim": 64},
-        {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-        | {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
-        | {"activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
-        {"model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f"}
-        | {"input_layernorm": "ln_1", "self_attn.o_proj": "attn.out_proj", "self_attn": "attn"}
-        | {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"},
-        mlp_bias=True, gate=False, norm=LayerNormConfig(), placement="parallel", prepare=_gptj,
-        positions=Positions(interleaved=True, fraction=1.0), model=lambda _: {"head_bias": True},
-        written=_gptj_written, unused=("summary_*", "scale_attn_weights", "gradient_checkpointing", "rotary",
-                                       "partial_rotary_factor"),
-        parts={"ignored": ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")},
+        "apertus", "ApertusForCausalLM", sizes(131072, 4096, 14336, 32, 32, None, None, 65536, rms_norm_eps=1e-5),
+        {}, {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
+        bias="attention_bias", qk_norm="head", gate=False, positions=Positions(base=12e6, assumed=APERTUS),
+        prepare=_xielu, mlp_rows=[*FEED_FORWARD, *XIELU],
+        experts=Experts(_read_xielu, lambda cfg: {"hidden_act": "xielu"}),
+        parts={"ignored": XIELU_FIXED, "extra": XIELU_FIXED},
+    ),
+    Decoder(
+        "ministral3", "Ministral3ForCausalLM", sizes(131072, 4096, 14336, 34, 32, 8, 128, 262144, rms_norm_eps=1e-5),
+        positions=Positions(base=1e6), windows=EVERYWHERE, prepare=_scaled, mixers=_tempered,
+        written=_write_tempered,
     ),
     Decoder(
         "jais2", "Jais2ForCausalLM",
