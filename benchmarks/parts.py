@@ -63,6 +63,7 @@ PARTS = {
     "predict": Part(COMPILED, "gpu.predict:predict", "predictions for gpu_check, into benchmarks/predictions.json",
                     prints=True, own_file=True),
     "data": Part(DATA, "data.loading:data", "index, reading, batching, packing"),
+    "streams": Part(DATA, "data.streams:streams", "rows of streamed Parquet beside datasets and torch"),
     "masked_data": Part(DATA, "data.loading:masked_data", "rows for BERT and T5 per second and core"),
     "context_balance": Part(DATA, "data.balance:context_balance", "balance of rows over context and data groups",
                             prints=True),

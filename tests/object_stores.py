@@ -128,6 +128,7 @@ class FaultyProxy:
                 with proxy.lock:
                     faulty, proxy.count = proxy.count > 0, proxy.count - (proxy.count > 0)
                     proxy.requests += 1
+                    proxy.log.append((self.command, self.path, self.headers.get("Range", "")))
                 if faulty:
                     return FAULTS[proxy.fault](self)
                 headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
@@ -149,6 +150,8 @@ class FaultyProxy:
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any
 
         self.fault, self.count, self.requests, self.lock = "503", 0, 0, threading.Lock()
+        self.log = list[tuple[str, str, str]]()
+        """Method, path and range of each request."""
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin
 from megajax.config import field_types
 from megajax.config.class_references import error_text, own_class, reference, resolve
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
-from megajax.config.file_paths import holds_path, may_be_stored, store_url, url_problem
+from megajax.config.file_paths import holds_path, may_be_stored, names_store, url_problem
 from megajax.config.hints import did_you_mean, either
 from megajax.config.overrides import (
     Additions,
@@ -229,7 +229,7 @@ class _Builder:
 
     def _scalar(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
         options = field_types.kinds(annotation)
-        stored = may_be_stored(annotation) and isinstance(raw, str | Path) and store_url(raw) is not None
+        stored = may_be_stored(annotation) and isinstance(raw, str | Path) and names_store(raw)
         if holds_path(annotation) and not stored and (problem := url_problem(raw)) is not None:
             return self.fault(where, *problem)
         if type(raw) in options and raw == raw:

@@ -19,6 +19,8 @@ type StoredText = str
 STORE = re.compile(r"(s3|gs):/+([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(/+[^?#]*)?")
 """A URL of an object store; Path("s3://bucket") has lost a slash. A user's name and password are not part of it."""
 FORMAT = re.compile(r"([a-z]\w*):")
+STORED_FORMAT = re.compile(r"(hf|peft):")
+"""Formats of folders that are read from stores."""
 URL = re.compile(
     r"(?:[a-z]\w*:)?"  # the format of another library, before a path
     # Path("s3://bucket") has lost a slash. Other schemes need both, because a folder may be called a:.
@@ -37,6 +39,11 @@ def store_url(path: str | Path) -> str | None:
     """The URL of an object store, without "/" at its end; None for other paths."""
     match = STORE.fullmatch(str(path))
     return None if match is None else f"{match[1]}://{match[2]}{re.sub('/+', '/', match[3] or '').rstrip('/')}"
+
+
+def names_store(name: str | Path) -> bool:
+    """Whether a name is the URL of an object store, or that of a model's folder there after its format."""
+    return store_url(STORED_FORMAT.sub("", str(name))) is not None
 
 
 def holds_path(annotation: Any) -> bool:

@@ -6,12 +6,16 @@ up.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.storage.reading import with_retries
+from megajax.storage.stores import open_store
 
 BLOCK = 1 << 16
 """Bytes of a block of a sample."""
@@ -94,7 +98,11 @@ def group_files(files: Sequence[str]) -> list[Group]:
     blocks = max(LEAST_BLOCKS, min(BLOCKS, BLOCKS_OF_ALL // max(1, len(files))))
     if len(files) <= SAMPLED_FILES:
         return [Group(file, (file,), blocks) for file in files]
-    return [Group(os.path.commonpath(files), tuple(files), blocks, sampled=SAMPLED_FILES)]
+    try:
+        folder = os.path.commonpath(files)
+    except ValueError:  # some are in stores
+        folder = ""
+    return [Group(folder, tuple(files), blocks, sampled=SAMPLED_FILES)]
 
 
 def sample_checksums(groups: Sequence[Group], numbers: Iterable[int] | None = None) -> dict[int, FileSum]:
@@ -124,8 +132,7 @@ def _sample(path: str, group: Group) -> tuple[int, bytes]:
     blocks, length = group.blocks, group.block
 
     def read() -> tuple[int, bytes]:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+        with _opened(path) as (size, part):
             digest = hashlib.sha256(size.to_bytes(8, "little"))
             last = max(0, size - length)
             if size <= blocks * length:
@@ -133,10 +140,33 @@ def _sample(path: str, group: Group) -> tuple[int, bytes]:
             else:
                 offsets = [last * block // (blocks - 1) for block in range(blocks)]
             for offset in offsets:
-                digest.update(os.pread(file.fileno(), length, offset))
+                digest.update(part(offset, length))
             return size, digest.digest()
 
     return with_retries(read, path)
+
+
+@contextmanager
+def _opened(path: str) -> Generator[tuple[int, Callable[[int, int], bytes]]]:
+    """The size of a file or an object of a store, and how to read bytes of it: first byte, number of bytes.
+
+    Raises OSError, UserError for an object that gets shorter, StoreError.
+    """
+    if (url := store_url(path)) is None:
+        with open(path, "rb", buffering=0) as file:
+            yield os.fstat(file.fileno()).st_size, lambda start, count: os.pread(file.fileno(), count, start)
+        return
+    place, _, name = url.rpartition("/")
+    store = open_store(place)
+    size = store.size(name)
+
+    def part(start: int, count: int) -> bytes:
+        try:
+            return store.read(name, start, min(start + count, size)) if start < size else b""
+        except ValueError as error:
+            raise UserError(f"{url} was replaced while it was read. The same command goes on") from error
+
+    yield size, part
 
 
 def full_checksums(
@@ -159,7 +189,7 @@ def full_checksums(
         (number, place, file, start)
         for number, group in enumerate(groups)
         for place, file in enumerate(group.files)
-        for start in range(0, max(1, with_retries(lambda file=file: os.stat(file).st_size, file)), PART)
+        for start in range(0, max(1, with_retries(lambda file=file: _size(file), file)), PART)
     ][process::processes]
     sums, read_bytes = [0] * len(groups), 0
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -177,10 +207,15 @@ def _part(place: int, path: str, start: int) -> tuple[int, int]:
     def read() -> tuple[int, int]:
         digest = hashlib.sha256(place.to_bytes(8, "little") + start.to_bytes(8, "little"))
         size = 0
-        with open(path, "rb", buffering=0) as file:
-            while size < PART and (data := os.pread(file.fileno(), PART - size, start + size)):
+        with _opened(path) as (_, part):
+            while size < PART and (data := part(start + size, PART - size)):
                 digest.update(data)
                 size += len(data)
         return size, int.from_bytes(digest.digest(), "little")
 
     return with_retries(read, path)
+
+
+def _size(path: str) -> int:
+    with _opened(path) as (size, _):
+        return size

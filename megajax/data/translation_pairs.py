@@ -45,7 +45,7 @@ class PairedTokens:
         """Tokens of both texts of a pair."""
         return [side.document(number) for side in self.sides]
 
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Path | str, ...]:
         """The files that are read."""
         return tuple(file for side in self.sides for file in side.files())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megajax.config.class_references import resolve
-from megajax.config.file_paths import format_prefix
+from megajax.config.file_paths import format_prefix, store_url
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +117,17 @@ def split_name(name: str | Path) -> tuple[str, Path]:
     return (prefix, Path(str(name).partition(":")[2])) if prefix in FORMATS and prefix else ("", Path(name))
 
 
+def local_name(name: str | Path) -> str:
+    """The name; of FORMAT:URL of a folder in an object store, that of a local copy of its files.
+
+    Raises UserError for a URL without such files, or a copy that can't be written; StoreError.
+    """
+    prefix, folder = split_name(name)
+    if not prefix or store_url(folder) is None:
+        return str(name)
+    return f"{prefix}:{resolve('megajax.storage.local_copies:local_folder')(folder)}"
+
+
 def format_of(name: str | Path) -> Format:
     """The format of FORMAT:DIR or of a run."""
     return FORMATS[split_name(name)[0]]
@@ -124,4 +135,4 @@ def format_of(name: str | Path) -> Format:
 
 def open_stored(name: str | Path, reading: Reading | None = None) -> Any:
     """The `StoredModel` of FORMAT:DIR or of a run. Raises UserError if it does not exist or can't be read."""
-    return format_of(name).read(str(name), reading or Reading())
+    return format_of(name).read(local_name(name), reading or Reading())

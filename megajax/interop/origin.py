@@ -15,6 +15,7 @@ from megajax.config.read_limits import read_json
 from megajax.inference.config import GenerationConfig, InferenceConfig
 from megajax.inference.request import Pooling
 from megajax.inference.sampling_settings import Sampling
+from megajax.interop.formats import local_name, split_name
 from megajax.tokenizers.chat_template import is_missing
 
 TRUST_FLAG = Flag(TRUST.removeprefix("--"), help="let configs of runs name classes, files and programs that are not of "
@@ -27,7 +28,7 @@ MODEL_FLAGS = (
         StoredPath | None,
         help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder",
     ),
-    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
+    Flag("hf", StoredPath | None, help="a Hugging Face model folder instead of a run"),
     Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
     IGNORE_FLAG,
     TRUST_FLAG,
@@ -36,7 +37,7 @@ MODEL_FLAGS = (
 DRAFT_FLAGS = (
     Flag("draft-run", StoredPath | None, help="a run of a smaller model with the same tokenizer, which drafts tokens; "
          "needs inference.speculate"),
-    Flag("draft-hf", Path | None, help="the same from a Hugging Face model folder"),
+    Flag("draft-hf", StoredPath | None, help="the same from a Hugging Face model folder"),
 )  # fmt: skip
 """The flags that `draft_origin` reads."""
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
@@ -80,7 +81,12 @@ def origin_of(flags: Mapping[str, Any]) -> Origin:
     if run is None and hf is None:
         raise ConfigError([Problem("--run", "must be given, or --hf=DIR", "name one model")], "command line")
     demand_folder(flags["ignore"], hf)
-    return Origin(run, hf, adapter, trusted, flags["ignore"])
+    return Origin(run, hf and _local(hf), adapter, trusted, flags["ignore"])
+
+
+def _local(hf: Path) -> Path:
+    """A Hugging Face folder, or the local copy of one in an object store."""
+    return split_name(local_name(f"hf:{hf}"))[1]
 
 
 def draft_origin(flags: Mapping[str, Any], inference: InferenceConfig) -> Origin | None:
@@ -102,6 +108,7 @@ def draft_origin(flags: Mapping[str, Any], inference: InferenceConfig) -> Origin
     if inference.drafts == "mtp":
         message = f"is mtp, and {flag}={folder} is given"
         raise ConfigError([Problem("inference.drafts", message, "let one of them draft")], "command line")
+    folder = _local(folder) if name == "draft_hf" else folder
     return Origin(**{name.removeprefix("draft_"): folder}, trusted=flags["trust_code"], ignore=flags["ignore"])
 
 

@@ -11,7 +11,7 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
 from megajax.interop.tokenizer_json import parsed, tokenizer_json
 from megajax.storage.safe_paths import demand_inside
-from megajax.tokenizers.base import LIMITS, Tokenizer, read_file, sentinel_name
+from megajax.tokenizers.base import LIMITS, Tokenizer, local_path, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
@@ -81,7 +81,7 @@ def _file_settings(config: Any) -> Mapping[str, str]:
 
 def vocabulary_files(config: Any) -> dict[str, Path]:
     """The files that a tokenizer config names: usual name -> path."""
-    paths = {name: Path(getattr(config, setting)) for setting, name in _file_settings(config).items()}
+    paths = {name: local_path(getattr(config, setting)) for setting, name in _file_settings(config).items()}
     return {name: path / name if path.is_dir() else path for name, path in paths.items()}
 
 

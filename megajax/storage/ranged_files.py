@@ -2,31 +2,35 @@
 
 A block is a file of its own, named after the object, its generation and the block's number: an object that was
 replaced has other blocks. Its last four bytes are a checksum. Processes of a machine share the blocks; when they exceed
-the limit, the ones not opened for longest are deleted, by whichever process notices.
+the limit, the ones not opened for longest are deleted, by whichever process notices. So are copies of whole objects,
+other than indices of token files, which are mapped as long as a run lasts.
 """
 
 import hashlib
+import io
 import os
-import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Buffer, Callable, Sequence
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.display.text import byte_size
 from megajax.storage.disk import write_whole
 from megajax.storage.index_cache import user_cache
 from megajax.storage.reading import ChangedFile
-from megajax.storage.stores import Store, StoreError, in_parallel
+from megajax.storage.stores import Store, in_parallel
 
 BLOCK = 1 << 20
 """Bytes of a block: rows of a shuffled run need some 10 kB each, from anywhere, and a request takes some 30 ms."""
 CHECKSUM = 4
-NAME = re.compile(r"[0-9a-f]{8}")
-"""Names of blocks: their numbers."""
+MANY_BLOCKS = 4
+"""Blocks of one read from which on they are requested side by side."""
+INDEX = ".idx"
+"""Suffix of the copies that stay."""
 GIB = 1 << 30
 SWEEP = 1 / 128
 """Share of the limit that each process may write before it looks at the sizes of all blocks again."""
@@ -39,11 +43,13 @@ class BlockCache:
 
     Attributes:
         folder: where they are; made on the first write.
+        generations: URL -> generation, of objects that were looked at, here or in process 0: only they are read.
     """
 
     def __init__(self, folder: Path | None = None, gib: float = 64.0):
         """folder: None: in the user's cache folder. gib: size limit, GiB."""
         self.folder = user_cache() / "blocks" if folder is None else folder
+        self.generations = dict[str, bytes]()
         self._limit, self._wanted = gib * GIB, 0
         self._since_sweep = self._limit  # the first write looks
         self._checked = set[Path]()
@@ -89,19 +95,31 @@ class BlockCache:
         try:
             write_whole(path, content + _checksum(content))
             self._checked.add(path)
-            self._since_sweep += len(content)
-            if self._since_sweep >= self._limit * SWEEP:
-                self._sweep()
+            self.wrote(len(content))
         except OSError as error:
             self._works = False
             line = f"{self.folder}: {error.strerror}: blocks of token files are not kept here, and are read again"
             print(line, file=sys.stderr, flush=True)
 
+    def demand_limit(self, url: str, size: int) -> None:
+        """Raises UserError for a copy beyond the limit."""
+        if size > self._limit:
+            raise UserError(
+                f"{url} has {byte_size(size)} and is kept whole on the local disk, but data.cache_gib="
+                f"{self._limit / GIB:.3g} allows less: raise it, or copy the file to a disk and give its path"
+            )
+
+    def wrote(self, size: int) -> None:
+        """Deletes old files if there are too many after so many more bytes. Raises OSError."""
+        self._since_sweep += size
+        if self._since_sweep >= self._limit * SWEEP:
+            self._sweep()
+
     def _sweep(self) -> None:
         """Delete the oldest blocks beyond the limit."""
         self._since_sweep, files = 0.0, list[tuple[float, int, Path]]()
         for path in self.folder.glob("*/*"):
-            if not NAME.fullmatch(path.name):
+            if path.suffix == INDEX or path.name.startswith("."):
                 continue  # the copy of an index, or a block that is being written
             try:
                 facts = path.stat()
@@ -146,12 +164,14 @@ class StoredFile:
         """size: bytes that it should have. Raises UserError for no such object or another size, StoreError."""
         self.path, self.size, self._name, self._store = f"{store.url}/{name}", size, name, store
         self._blocks = blocks
-        if (fault := store.wrong_size(name, size, "its index says")) is not None:
-            raise UserError(f"{self.path}: {fault}")
-        try:
-            self._generation: bytes = store.part(name, size - 1, size)[1] if size else b""
-        except ValueError:  # not all servers say the size, which `wrong_size` compares
-            raise UserError(f"{self.path}: is shorter than the {size} bytes that its index says") from None
+        if self.path not in blocks.generations:
+            if (fault := store.wrong_size(name, size, "its index says")) is not None:
+                raise UserError(f"{self.path}: {fault}")
+            try:
+                blocks.generations[self.path] = store.part(name, size - 1, size)[1] if size else b""
+            except ValueError:  # not all servers say the size, which `wrong_size` compares
+                raise UserError(f"{self.path}: is shorter than the {size} bytes that its index says") from None
+        self._generation = blocks.generations[self.path]
         self._place = blocks.place(self.path, self._generation)
 
     def size_now(self) -> int:
@@ -164,13 +184,15 @@ class StoredFile:
         return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype)
 
     def _pieces(self, offset: int, size: int) -> list[bytes]:
-        pieces, stop = list[bytes](), offset + size
-        for number in range(offset // BLOCK, -(-stop // BLOCK)):
+        stop = offset + size
+
+        def piece(number: int) -> bytes:
             first = number * BLOCK
             inside = max(offset - first, 0), min(stop - first, BLOCK)
-            path = self._place / f"{number:08x}"
-            pieces.append(self._blocks.read(path, *inside, lambda first=first: self._fetched(first)))
-        return pieces
+            return self._blocks.read(self._place / f"{number:08x}", *inside, lambda: self._fetched(first))
+
+        numbers = range(offset // BLOCK, -(-stop // BLOCK))
+        return in_parallel(piece, numbers) if len(numbers) >= MANY_BLOCKS else [piece(number) for number in numbers]
 
     def prefetch(self, show: Callable[[int, float], None]) -> None:
         """Read all blocks that are not on the disk. show: of the number of blocks there, and their share.
@@ -205,33 +227,39 @@ class StoredFile:
 
     def changed(self, missing: str) -> ChangedFile:
         """The error for an object that was replaced."""
-        return ChangedFile(
-            f"{self.path}: {missing}. Another program has replaced it during the run. Restore the object; the same "
-            "command goes on from the last checkpoint."
-        )
+        return replaced(self.path, missing)
 
 
-def local_copy(store: Store, name: str, blocks: BlockCache) -> Path:
-    """A copy of a small object beside its blocks: read from the store once by the processes of a machine.
+def replaced(url: str, missing: str) -> ChangedFile:
+    """The error for an object that has changed since it was looked at. missing: what shows it."""
+    return ChangedFile(
+        f"{url}: {missing}. Another program has replaced it during the run. Restore the object; the same command goes "
+        "on from the last checkpoint."
+    )
 
-    Raises UserError for no such object, StoreError.
-    """
-    try:
-        content, generation = store.part(name, 0, 1)
-    except FileNotFoundError:
-        raise UserError(
-            f"{store.url}/{name}: no such object. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
-            "(python -m megajax.preprocess writes them; copy both there)."
-        ) from None
-    except ValueError:
-        raise UserError(f"{store.url}/{name}: is empty. Write it again.") from None
-    path = blocks.place(f"{store.url}/{name}", generation) / name
-    if not path.exists():
-        content, now = store.part(name)
-        if now != generation:
-            raise StoreError(f"{store.url}/{name} was replaced while it was read. The same command goes on")
-        try:
-            write_whole(path, content)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: set data.cache_dir to a folder with more room") from error
-    return path
+
+class StoredStream(io.RawIOBase):
+    """A stored file as a file of Python, open for reading."""
+
+    def __init__(self, file: StoredFile):
+        self._file, self._place = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._file.size}[whence])
+        return self._place
+
+    def readinto(self, buffer: Buffer) -> int:
+        target = memoryview(buffer).cast("B")
+        count = max(0, min(len(target), self._file.size - self._place))
+        target[:count] = self._file.read([(self._place, count)], np.dtype(np.uint8), str).data
+        self._place += count
+        return count

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,26 @@ CURL_LIMITS = {"CONNECT_TIMEOUT_SECONDS": "15", "LOW_SPEED_TIME_SECONDS": "20", 
 REQUESTS = 8
 """Requests of `in_parallel` at a time."""
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GOOGLE_AUTH_TOKEN_FOR_TESTING")
+SECRET_FILES = MappingProxyType(
+    {
+        "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+        "AWS_CONFIG_FILE": "~/.aws/config",
+        "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
+    }
+)
+"""Variable -> the file that credentials are read from without it."""
+SECRET_LINES = re.compile(
+    r"aws_(?:access_key_id|secret_access_key|session_token)\s*=\s*(\S+)"
+    r'|"(?:private_key|private_key_id|refresh_token|client_secret)"\s*:\s*"([^"]+)"'
+)
+SECRET_FORMS = re.compile(r"(?:AKIA|ASIA)[A-Z0-9]{12,}|[\w.+/=~-]{60,}")
+"""Identifiers of keys; tokens and signatures, such as those of a machine's role, which no file has."""
+TOTAL = re.compile(r"total size (\d+)|ObjectSize>(\d+)<")
+"""The size of an object in an answer about a range outside of it."""
+FAR = 1 << 43
+"""A place that no object reaches."""
+NEAR = 1 << 20
+"""Bytes of an object that a request about its end may read."""
 REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Expired|AccessKeyId|Signature|Token|redential")
 
 
@@ -91,6 +112,13 @@ class Store:
             raise FileNotFoundError(2, os.strerror(2), f"{self.url}/{name}")
         return result.value, result.stamp.generation
 
+    def stamp(self, name: str) -> Any:
+        """The generation of an object. Raises FileNotFoundError, StoreError."""
+        try:
+            return self.part(name, 0, 1)[1]
+        except ValueError:  # it is empty
+            return self.part(name)[1]
+
     def generation(self, name: str) -> tuple[bytes, str]:
         """Content of a small object, b"" if there is none, and its generation, for `replace`. Raises StoreError."""
         result = self._wait(self._objects.read(self._prefix + name), name, "read")
@@ -131,12 +159,42 @@ class Store:
         try:
             content = self.read(name, max(size - 1, 0), size + 1)
         except ValueError as error:
-            match = re.search(r"total size (\d+)|ObjectSize>(\d+)", str(error))
-            actual = int(match[1] or match[2]) if match else None
+            actual = _total(error)
             return None if actual in (None, size) else f"{actual} bytes, {source} {size}"
         except OSError as error:
             return str(error.strerror)
         return f"more than {size} bytes" if content else None
+
+    def size(self, name: str) -> int:
+        """Bytes of an object. Raises FileNotFoundError, StoreError.
+
+        Lists have no sizes. S3 says it about a range outside of the object; otherwise some 20 requests of a byte each
+        find a range that the object ends in, about which every answer says it.
+        """
+        low, high, total = 0, FAR, self._ending(name, FAR, FAR + 1)
+        if total is None:
+            power = bisect_left(range(FAR.bit_length()), 1, key=lambda place: self._has_no(name, 1 << place))
+            low, high = (1 << power) // 2, 1 << power
+            while high - low > NEAR:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self._has_no(name, middle) else (middle, high)
+            total = self._ending(name, low, high + 1)
+        return total or 0
+
+    def _has_no(self, name: str, place: int) -> bool:
+        try:
+            self.read(name, place, place + 1)
+        except ValueError:
+            return True
+        return False
+
+    def _ending(self, name: str, start: int, stop: int) -> int | None:
+        """The size of an object that ends before `stop`; None if the answer does not say it."""
+        try:
+            self.read(name, start, stop)
+        except ValueError as error:
+            return _total(error)
+        return None
 
     def _wait(self, future: Any, name: str, action: str) -> Any:
         try:
@@ -154,11 +212,34 @@ def _range(prefix: str) -> Any:
     return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else ts.KvStore.KeyRange()
 
 
+def _total(error: ValueError) -> int | None:
+    match = TOTAL.search(str(error))
+    return None if match is None else int(match[1] or match[2])
+
+
+def _secrets() -> set[str]:
+    """The credentials in use, as far as they are in the environment or in files."""
+    found = {value for name in SECRETS if (value := os.environ.get(name))}
+    for name, usual in SECRET_FILES.items():
+        try:
+            text = Path(os.environ.get(name) or usual).expanduser().read_text(encoding="utf-8")
+        except (OSError, RuntimeError, ValueError):
+            continue
+        found.update(part for pair in SECRET_LINES.findall(text) for part in pair if part)
+    return found
+
+
+def _without_secrets(text: str) -> str:
+    """A server's answer, which may echo the credentials that it was sent."""
+    for secret in sorted(_secrets(), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return SECRET_FORMS.sub("***", text)
+
+
 def _message(url: str, action: str, error: Exception) -> str:
     cause = re.split(r" \[\w[\w-]*=", (str(error).splitlines() or [""])[0])[0]
     cause = cause or f"no answer within {REQUEST_SECONDS:g} s"
-    for secret in filter(None, map(os.environ.get, SECRETS)):
-        cause = cause.replace(secret, "***")
+    cause = _without_secrets(cause)
     advice = (
         "Check the credentials (AWS_ACCESS_KEY_ID or a profile; GOOGLE_APPLICATION_CREDENTIALS) and their rights"
         if REFUSED.search(cause)
@@ -199,6 +280,24 @@ def open_store(path: Path | str) -> Store:
     except Exception as error:
         raise StoreError(_message(url, "opened", error)) from None
     return Store(url, objects, f"{prefix}/" if prefix else "")
+
+
+def open_pattern(pattern: str) -> Store:
+    """The store of the folder that all names are in that match the URL of a pattern. Raises UserError, StoreError."""
+    place = re.split(r"[*[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    if place.count("/") < 2:
+        raise UserError(f"{pattern} names no objects: give s3://BUCKET/FOLDER/*.parquet or the like")
+    return open_store(place)
+
+
+def matching(store: Store, pattern: str) -> list[str]:
+    """Sorted names in the store of `open_pattern` that match, with *, ** and [...] as in `glob`. Raises StoreError."""
+    wanted = pattern[len(store.url) + 1 :]
+    parts = re.split(r"(\*\*/|\*\*|\*|\[[^]]+\])", wanted)
+    forms = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
+    texts = [re.sub(r"^\[!", "[^", part) if part[:1] == "[" and part[-1:] == "]" else re.escape(part) for part in parts]
+    form = re.compile("".join(forms.get(part, text) for part, text in zip(parts, texts, strict=True)))
+    return [name for name in store.names(re.split(r"[*[]", wanted, maxsplit=1)[0]) if form.fullmatch(name)]
 
 
 def fetched(store: Store, wanted: Iterable[str]) -> Path:

@@ -3,13 +3,16 @@
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from megajax.config import read_limits
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.config.read_limits import Limits
+from megajax.storage.local_copies import local_folder
 
 
 class Tokenizer(Protocol):
@@ -143,10 +146,21 @@ LIMITS = Limits(bytes=2**29)
 """Of a tokenizer's file; the largest published ones have less than 2**26 bytes."""
 
 
+def local_path(path: str) -> Path:
+    """The path of a tokenizer's file or folder; of one in a store, that of a copy, with the files beside it.
+
+    Raises UserError for no such object, and for a copy that can't be written.
+    """
+    if (url := store_url(path)) is None:
+        return Path(path)
+    folder, _, name = url.rpartition("/")
+    return local_folder(folder) / name if "." in name else local_folder(url)
+
+
 def read_file(path: str, kind: str) -> bytes:
     """Content of a tokenizer's file. Raises UserError that names the file and its expected `kind`."""
     try:
-        return read_limits.read_file(path, LIMITS)
+        return read_limits.read_file(local_path(path), LIMITS)
     except OSError as error:
         text = f"{path}: cannot read this {kind}: {error.strerror or error}."
         raise UserError(f"{text} Set the path in the tokenizer's settings.") from error

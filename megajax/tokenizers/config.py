@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import StoredText
 
 
 class TokenizerBuilder(Protocol):
@@ -36,9 +36,9 @@ class GPT2TokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.gpt2:GPT2Tokenizer"
 
-    vocabulary: PathText
+    vocabulary: StoredText
     """Path of vocab.json, which maps tokens to ids."""
-    merges: PathText
+    merges: StoredText
     """Path of merges.txt, with one merge per line in order of rank."""
     eod: str = "<|endoftext|>"
     """Token that ends a document."""
@@ -53,8 +53,8 @@ class HuggingFaceTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.huggingface:HuggingFaceTokenizer"
 
-    path: PathText
-    """Path of tokenizer.json or of its folder."""
+    path: StoredText
+    """Path of tokenizer.json or of its folder. Here and in other tokenizers also in an object store, s3:// or gs://."""
     eod: str | None = None
     """Token that ends a document; none: the first of the usual names in the vocabulary."""
     special_tokens_in_text: bool = True
@@ -91,7 +91,7 @@ class SentencePieceTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.sentencepiece:SentencePieceTokenizer"
 
-    path: PathText
+    path: StoredText
     """Path of the .model file."""
     eod: str | None = None
     """Token that ends a document; none: the model's end of a sentence."""
@@ -115,7 +115,7 @@ class TiktokenTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.tiktoken:TiktokenTokenizer"
 
-    path: PathText
+    path: StoredText
     """Path of a JSON list of rank and token_bytes, or of lines with a token in base64 and its rank."""
     pattern: str = "v2"
     """Pattern that splits the text before pairs are merged: v1 or v2 (Megatron-LM's), or a regular expression."""
@@ -150,7 +150,7 @@ class WordPieceTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.wordpiece:WordPieceTokenizer"
 
-    vocabulary: PathText
+    vocabulary: StoredText
     """Path of vocab.txt, with one token in each line."""
     lower: bool = True
     """Lower-case the text and strip accents; false for a cased vocabulary."""

@@ -13,7 +13,15 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import parse_json
-from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinels_of, usual_specials
+from megajax.tokenizers.base import (
+    Tokenizer,
+    check_ids,
+    end_of_document,
+    local_path,
+    read_file,
+    sentinels_of,
+    usual_specials,
+)
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.tokenizers.gpt2 import printable_bytes
 
@@ -55,7 +63,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     def __init__(self, config: HuggingFaceTokenizerConfig):
         tokenizers = require("tokenizers", "The Hugging Face tokenizer")
-        path = os.path.join(config.path, "tokenizer.json") if os.path.isdir(config.path) else config.path
+        path = str(local_path(config.path))
+        path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         data = read_file(path, "tokenizer.json")
         try:
             self.engine = tokenizers.Tokenizer.from_str(data.decode("utf-8"))

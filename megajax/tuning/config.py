@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import PathText, StoredText
 from megajax.data.rows.config import LoaderConfig, at_least, between
 from megajax.data.text.config import text_leaves
 from megajax.inference.config import InferenceConfig, InferenceParallelConfig
@@ -24,7 +24,7 @@ class RolloutsConfig(Builds):
 
     target: ClassVar[str] = "megajax.tuning.prompts:build_splits"
 
-    paths: tuple[PathText, ...] = ()
+    paths: tuple[StoredText, ...] = ()
     """Files of JSON lines with prompts."""
     rewards: tuple[str, ...] = ()
     """Reward functions, FILE.py:NAME or MODULE:NAME. Each is called as function(prompt, answer, row), with the prompt

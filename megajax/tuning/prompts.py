@@ -13,6 +13,7 @@ from megajax.config.errors import UserError
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
 from megajax.inference.prompts import Prompt, encode
+from megajax.storage.local_copies import local_file
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
@@ -86,7 +87,7 @@ def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
     lines = list[PromptLine]()
     for path in cfg.paths:
         try:
-            texts = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+            texts = local_file(path).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"data.paths={path}: cannot be read: {error}") from error
         before = len(lines)

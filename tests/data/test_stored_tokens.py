@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_disk_and_blocks_are_kept(bucket: str, tmp_path: P
     assert starts == begins
     assert stored.identity(tmp_path / "indices") == local.identity(tmp_path / "indices")
     # A second run finds the blocks: only the sizes and generations are asked for.
-    (kept,) = {path.parent for path in blocks.folder.glob("*/*") if path.suffix != ".idx"}
+    (kept,) = {path.parent for path in blocks.folder.glob("*/0000????")}
     assert len(list(kept.iterdir())) == -(-local.total * 2 // 1024)
     stores.open_store(url.rpartition("/")[0]).delete("text.bin")
     uploaded(tmp_path / "text", url)
@@ -142,7 +142,7 @@ def test_a_damaged_block_is_read_again_and_old_blocks_are_deleted(bucket: str, t
     tokens = IndexedTokens(f"{bucket}/text", blocks=small)
     for number, document in enumerate(DOCUMENTS):
         np.testing.assert_array_equal(tokens.document(number), document)
-    sizes = [path.stat().st_size for path in small.folder.glob("*/????????") if path.suffix != ".idx"]
+    sizes = [path.stat().st_size for path in small.folder.glob("*/0000????")]
     assert 0 < sum(sizes) <= 4 * 1100
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import PathText, StoredText
 from megajax.data.rows.config import LoaderConfig, at_least, paths_problems, split_problems
 from megajax.data.text.config import text_leaves
 
@@ -22,13 +22,13 @@ class ChatConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.chat.rows:build_splits"
 
-    paths: tuple[PathText, ...] = ()
+    paths: tuple[StoredText, ...] = ()
     """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
-    train_paths: tuple[PathText, ...] = ()
+    train_paths: tuple[StoredText, ...] = ()
     """Files of training data only, instead of `paths`."""
-    valid_paths: tuple[PathText, ...] = ()
+    valid_paths: tuple[StoredText, ...] = ()
     """Files of validation data only."""
-    test_paths: tuple[PathText, ...] = ()
+    test_paths: tuple[StoredText, ...] = ()
     """Files of test data only."""
     split: str = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""

@@ -11,6 +11,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.text_files import open_text
 from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
+from megajax.storage.local_copies import local_file
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
 
@@ -276,7 +277,7 @@ def _shared(beginning: np.ndarray, tokens: np.ndarray) -> int:
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, numbered from 1."""
-    with open_text(path) as (stream, _):
+    with open_text(str(local_file(path))) as (stream, _):
         for number, line in enumerate(stream, 1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
@@ -285,11 +286,12 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 def _digest(folder: Path, path: str, example: str) -> str:
     """SHA-256 of a file. Raises UserError, with an example of a line, if it cannot be read."""
+    file = local_file(path)
     try:
-        open(path, "rb").close()
+        file.open("rb").close()
     except OSError as error:
         raise UserError(
             f"data: {path} cannot be read: {error.strerror} (looked for in {Path.cwd()}). It must be a file of JSON "
             f"lines such as {example}"
         ) from error
-    return content_digest(folder, Path(path)).hex()
+    return content_digest(folder, file).hex()

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Buffer, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
@@ -219,7 +219,7 @@ class _Damaged(Exception):
 class _ZstandardText(io.RawIOBase):
     """Text of a Zstandard file of one or more frames; unlike the package's reader, detects a missing end."""
 
-    def __init__(self, file: BinaryIO, path: str):
+    def __init__(self, file: io.BufferedIOBase, path: str):
         zstandard = require("zstandard", f"{path}, a .zst file,")
         self._file, self._error, self._unpacker = file, zstandard.ZstdError, zstandard.ZstdDecompressor()
         self._frame = None
@@ -259,13 +259,19 @@ def open_text(path: str) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]
         file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    with file:
-        stream: io.BufferedIOBase = file
-        if path.endswith(".gz"):
-            stream = gzip.GzipFile(fileobj=file)
-        elif path.endswith(".zst"):
-            stream = io.BufferedReader(_ZstandardText(file, path), 1 << 17)
-        try:
-            yield stream, file.tell
-        except (EOFError, zlib.error, gzip.BadGzipFile, _Damaged) as error:
-            raise UserError(f"{path}: damaged after {file.tell()} bytes: {error}. Copy or pack it again.") from error
+    with file, unpacked(file, path) as stream:
+        yield stream, file.tell
+
+
+@contextmanager
+def unpacked(file: io.BufferedIOBase, path: str) -> Generator[io.BufferedIOBase]:
+    """The text of an open file, decompressed by the suffix of its path. Raises UserError as `open_text`."""
+    stream: io.BufferedIOBase = file
+    if path.endswith(".gz"):
+        stream = gzip.GzipFile(fileobj=file)
+    elif path.endswith(".zst"):
+        stream = io.BufferedReader(_ZstandardText(file, path), 1 << 17)
+    try:
+        yield stream
+    except (EOFError, zlib.error, gzip.BadGzipFile, _Damaged) as error:
+        raise UserError(f"{path}: damaged after {file.tell()} bytes: {error}. Copy or pack it again.") from error

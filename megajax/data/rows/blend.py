@@ -13,6 +13,7 @@ from megajax.data.rows.balancing import lengths_of_row
 from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
+from megajax.data.text.stored_indices import share_indices
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build
 from megajax.storage.ranged_files import BlockCache
 
@@ -221,6 +222,10 @@ class BlendBuilder[Data: Dataset]:
             UserError: missing or damaged files, an empty split with requested rows, or too few tokens.
         """
         config = self.config
+        requested = [name for name, count in rows._asdict().items() if count is None or count > 0]
+        lists = [config.paths] if config.paths else [getattr(config, f"{name}_paths") for name in requested]
+        read = [prefix for items in lists if items for prefix in parse_paths(items)[0]]
+        share_indices([file for prefix in read for file in config.token_files(prefix)], self.blocks)
         if config.paths:
             prefixes, weights = parse_paths(config.paths)
             files = [self.read(prefix) for prefix in prefixes]

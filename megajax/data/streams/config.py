@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import PathText, StoredText
 from megajax.data.rows.config import LoaderConfig, at_least
 from megajax.data.rows.splits import parse_paths
 from megajax.data.text.config import text_leaves
@@ -22,12 +22,12 @@ class StreamConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.streams.rows:build_splits"
 
-    paths: tuple[PathText, ...]
+    paths: tuple[StoredText, ...]
     """Patterns of training files with *, each a part of the mixture: "a/*.parquet,b/*.tar", or with weights
-    "0.3,a/*.parquet,0.7,b/*.tar"."""
-    valid_paths: tuple[PathText, ...] = ()
+    "0.3,a/*.parquet,0.7,b/*.tar". Also in an object store: s3://BUCKET/FOLDER/*.parquet, or gs://."""
+    valid_paths: tuple[StoredText, ...] = ()
     """Patterns of validation files, in the same form."""
-    test_paths: tuple[PathText, ...] = ()
+    test_paths: tuple[StoredText, ...] = ()
     """Patterns of test files, in the same form."""
     text: str = "text"
     """Column or JSON key of a document's text; in tar files, also the suffix .txt of a file that is one. Empty: a
@@ -40,8 +40,10 @@ class StreamConfig(Builds):
     isolate_documents: bool = False
     """Mask attention between documents of one row and restart positions at each."""
     cache_dir: PathText | None = None
-    """Folder for the token counts of chunks, with which a resumed run finds its place without reading what came before;
-    none: the user's cache folder."""
+    """Folder for the token counts of chunks, with which a resumed run finds its place without reading what came before,
+    and for what is kept of files in object stores; none: the user's cache folder."""
+    cache_gib: float = 64.0
+    """Size limit of what is kept of files in object stores, GiB on each host."""
     seed: int | None = None
     """Seed for the order of chunks and documents; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -52,7 +54,7 @@ class StreamConfig(Builds):
         return text_leaves(self.isolate_documents)
 
     def problems(self) -> list[Problem]:
-        problems = at_least("lanes", self.lanes, 1)
+        problems = at_least("lanes", self.lanes, 1) + at_least("cache_gib", self.cache_gib, 0)
         for name in ("paths", "valid_paths", "test_paths"):
             try:
                 parse_paths(getattr(self, name) or ("unset",))

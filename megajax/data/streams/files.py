@@ -9,14 +9,77 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import parse_json
-from megajax.data.preprocessing.text_files import open_text
+from megajax.data.preprocessing.text_files import unpacked
+from megajax.mesh.processes.reading_once import read_by_first
+from megajax.storage.local_copies import local_copy
+from megajax.storage.ranged_files import BlockCache, StoredFile, StoredStream
+from megajax.storage.stores import Store, in_parallel, matching, open_pattern
 
 LINES_BYTES = 2**22
 """Bytes of JSON lines in a chunk."""
 RECORDS = 1024
 """Records of ArrayRecord in a chunk."""
+BUFFER = 1 << 20
+"""Bytes of an object that are read at a time."""
+
+
+class Source(Protocol):
+    """A file on a disk or in a store."""
+
+    name: str
+    """Path or URL."""
+    size: int
+    version: tuple[Any, ...]
+    """Changes with the content."""
+
+    def open(self) -> io.BufferedIOBase:
+        """The file, open for reading. Raises OSError, UserError."""
+        ...
+
+    def seekable(self) -> Any:
+        """The file for pyarrow: its path, or an open file that reads only the parts that are asked for."""
+        ...
+
+    def local(self) -> Path:
+        """The whole file on the local disk."""
+        ...
+
+
+class DiskFile:
+    """A file on a disk."""
+
+    def __init__(self, path: Path):
+        facts, self.name, self._path = path.stat(), str(path), path
+        self.size, self.version = facts.st_size, (str(path.absolute()), facts.st_size, facts.st_mtime_ns)
+
+    def open(self) -> io.BufferedIOBase:
+        return self._path.open("rb")
+
+    def seekable(self) -> Path:
+        return self._path
+
+    def local(self) -> Path:
+        return self._path
+
+
+class StoreFile:
+    """An object of a store, of the generation that `blocks` knows."""
+
+    def __init__(self, store: Store, key: str, size: int, blocks: BlockCache):
+        self.name, self.size, self._store, self._key, self._blocks = f"{store.url}/{key}", size, store, key, blocks
+        self.version = (self.name, size, blocks.generations[self.name].hex())
+
+    def open(self) -> io.BufferedIOBase:
+        return io.BufferedReader(self.seekable(), BUFFER)
+
+    def seekable(self) -> StoredStream:
+        return StoredStream(StoredFile(self._store, self._key, self.size, self._blocks))
+
+    def local(self) -> Path:
+        return local_copy(self._store, self._key, self._blocks)
 
 
 class StreamFile(Protocol):
@@ -33,8 +96,8 @@ class StreamFile(Protocol):
 class Parquet:
     """A chunk is a row group."""
 
-    def __init__(self, path: Path, key: str):
-        self._file, self._key = require("pyarrow.parquet", str(path)).ParquetFile(path), key
+    def __init__(self, source: Source, key: str):
+        self._file, self._key = require("pyarrow.parquet", source.name).ParquetFile(source.seekable()), key
         self.chunks = self._file.num_row_groups
 
     def texts(self, chunk: int) -> Sequence[str | bytes]:
@@ -44,13 +107,13 @@ class Parquet:
 class Arrow:
     """A stream or file of Arrow, as Hugging Face datasets writes it. A chunk is a record batch."""
 
-    def __init__(self, path: Path, key: str):
-        arrow = require("pyarrow", str(path))
-        source = arrow.memory_map(str(path))
+    def __init__(self, source: Source, key: str):
+        arrow = require("pyarrow", source.name)
+        content = arrow.memory_map(str(source.local()))
         try:
-            self._batches = list(arrow.ipc.open_stream(source))
+            self._batches = list(arrow.ipc.open_stream(content))
         except arrow.ArrowInvalid:
-            file = arrow.ipc.open_file(source)
+            file = arrow.ipc.open_file(content)
             self._batches = [file.get_batch(number) for number in range(file.num_record_batches)]
         self._key, self.chunks = key, len(self._batches)
 
@@ -61,16 +124,16 @@ class Arrow:
 class JsonLines:
     """A chunk is the lines that begin in LINES_BYTES; the whole of a compressed file."""
 
-    def __init__(self, path: Path, key: str):
-        self._path, self._key, self._plain = path, key, path.suffix == ".jsonl"
-        self.chunks = max(1, -(-path.stat().st_size // LINES_BYTES)) if self._plain else 1
+    def __init__(self, source: Source, key: str):
+        self._source, self._key, self._plain = source, key, source.name.endswith(".jsonl")
+        self.chunks = max(1, -(-source.size // LINES_BYTES)) if self._plain else 1
 
     def texts(self, chunk: int) -> Sequence[str | bytes]:
-        if not self._plain:
-            with open_text(str(self._path)) as (stream, _):
-                return [self._text(line) for line in io.BufferedReader(stream) if line.strip()]
-        lines, start, stop = [], chunk * LINES_BYTES, (chunk + 1) * LINES_BYTES
-        with self._path.open("rb") as file:
+        with self._source.open() as file:
+            if not self._plain:
+                with unpacked(file, self._source.name) as stream:
+                    return [self._text(line) for line in io.BufferedReader(stream) if line.strip()]
+            lines, start, stop = [], chunk * LINES_BYTES, (chunk + 1) * LINES_BYTES
             if start:
                 file.seek(start - 1)
                 file.readline()  # the line before, or its end
@@ -87,12 +150,12 @@ class WebDataset:
 
     chunks = 1
 
-    def __init__(self, path: Path, key: str):
-        self._path, self._key = path, key
+    def __init__(self, source: Source, key: str):
+        self._source, self._key = source, key
 
     def texts(self, chunk: int) -> Sequence[str | bytes]:
         texts = []
-        with tarfile.open(self._path, "r:") as tar:
+        with self._source.open() as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 if member.isfile() and member.name.endswith((".txt", ".json")):
                     content: Any = tar.extractfile(member)
@@ -104,8 +167,9 @@ class WebDataset:
 class ArrayRecord:
     """A chunk is RECORDS records."""
 
-    def __init__(self, path: Path, key: str):
-        self._reader = require("array_record.python.array_record_module", str(path)).ArrayRecordReader(str(path))
+    def __init__(self, source: Source, key: str):
+        module = require("array_record.python.array_record_module", source.name)
+        self._reader = module.ArrayRecordReader(str(source.local()))
         self._count, self._key = self._reader.num_records(), key
         self.chunks = -(-self._count // RECORDS)
 
@@ -114,7 +178,7 @@ class ArrayRecord:
         return [parse_json(record)[self._key] for record in records] if self._key else records
 
 
-READERS: Mapping[str, Callable[[Path, str], StreamFile]] = MappingProxyType(
+READERS: Mapping[str, Callable[[Source, str], StreamFile]] = MappingProxyType(
     {
         ".parquet": Parquet,
         ".arrow": Arrow,
@@ -129,43 +193,69 @@ READERS: Mapping[str, Callable[[Path, str], StreamFile]] = MappingProxyType(
 """Suffix -> reader."""
 
 
+def open_file(source: Source, key: str) -> StreamFile:
+    """Raises UserError for an unknown suffix or a malformed file, OSError."""
+    suffix = next((suffix for suffix in READERS if source.name.endswith(suffix)), None)
+    if suffix is None:
+        raise UserError(f"{source.name}: the suffix is none of {', '.join(READERS)}")
+    return guarded(source.name, lambda: READERS[suffix](source, key))
+
+
+def guarded[T](name: str, read: Callable[[], T]) -> T:
+    """The result of a read. Raises UserError for a malformed file, OSError."""
+    try:
+        return read()
+    except (UserError, OSError):
+        raise
+    except KeyError as error:
+        raise UserError(f"{name}: there is no {error} in it: set data.text to the column or key of the text") from error
+    except Exception as error:  # of the library of its format
+        raise UserError(f"{name} can't be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
+
+
+def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
+    """The files that match a pattern, and the number of chunks of each."""
+    paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
+    return [(file := DiskFile(path), open_file(file, key).chunks) for path in paths]
+
+
+def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, int]]:
+    """The same of a store: process 0 looks, and tells the others. A collective. Raises UserError, StoreError."""
+
+    store = open_pattern(pattern)
+
+    def facts() -> list[tuple[str, int, str, int]]:
+        def look(name: str) -> tuple[str, int, str, int]:
+            generation, size = store.stamp(name), store.size(name)
+            blocks.generations[f"{store.url}/{name}"] = generation
+            return name, size, generation.hex(), open_file(StoreFile(store, name, size, blocks), key).chunks
+
+        return in_parallel(look, matching(store, pattern))
+
+    found = list[tuple[Source, int]]()
+    for name, size, generation, chunks in read_by_first(facts):
+        blocks.generations[f"{store.url}/{name}"] = bytes.fromhex(generation)
+        found.append((StoreFile(store, name, size, blocks), chunks))
+    return found
+
+
 class Documents:
     """The files of a pattern as one list of chunks. Raises UserError if there are none, or for an unknown suffix."""
 
-    def __init__(self, pattern: str, key: str):
-        self.paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
-        if not self.paths:
-            raise UserError(f"data: no files match {pattern} (looked for in {Path.cwd()})")
-        self._key, self._files = key, dict[int, StreamFile]()
-        self.places = [
-            (number, chunk)
-            for number, path in enumerate(self.paths)
-            for chunk in range(self._guarded(path, lambda number=number: self._file(number).chunks))
-        ]
+    def __init__(self, pattern: str, key: str, blocks: BlockCache):
+        url = store_url(pattern)
+        found = on_disk(pattern, key) if url is None else in_store(url, key, blocks)
+        if not found:
+            place = f" (looked for in {Path.cwd()})" * (url is None)
+            raise UserError(f"data: no files match {pattern}{place}")
+        self.sources, self._key, self._files = [source for source, _ in found], key, dict[int, StreamFile]()
+        self.places = [(number, chunk) for number, (_, chunks) in enumerate(found) for chunk in range(chunks)]
         """File and chunk of each chunk of the list."""
 
     def texts(self, place: int) -> Sequence[str | bytes]:
         """The documents of a chunk. Raises UserError for a malformed file, OSError."""
         number, chunk = self.places[place]
-        return self._guarded(self.paths[number], lambda: self._file(number).texts(chunk))
-
-    def _file(self, number: int) -> StreamFile:
+        source = self.sources[number]
         if number not in self._files:
-            path = self.paths[number]
-            suffix = next((suffix for suffix in READERS if path.name.endswith(suffix)), None)
-            if suffix is None:
-                raise UserError(f"{path}: the suffix is none of {', '.join(READERS)}")
-            self._files[number] = READERS[suffix](path, self._key)
-        return self._files[number]
-
-    def _guarded[T](self, path: Path, read: Callable[[], T]) -> T:
-        try:
-            return read()
-        except (UserError, OSError):
-            raise
-        except KeyError as error:
-            raise UserError(
-                f"{path}: there is no {error} in it: set data.text to the column or key of the text"
-            ) from error
-        except Exception as error:  # of the library of its format
-            raise UserError(f"{path} can't be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
+            self._files[number] = open_file(source, self._key)
+        return guarded(source.name, lambda: self._files[number].texts(chunk))

@@ -27,6 +27,7 @@ from megajax.data.rows.splits import Rows, Splits, parse_paths
 from megajax.data.streams.config import StreamConfig
 from megajax.data.streams.files import Documents
 from megajax.storage.index_cache import content_key, user_cache
+from megajax.storage.ranged_files import BlockCache
 from megajax.tokenizers.base import Tokenizer
 
 PATTERN = 1000
@@ -65,20 +66,18 @@ class Counts:
                 print(f"{self._folder} can't be written ({error.strerror}): a resume is slow", file=sys.stderr)
 
 
-class Source:
+class TextPart:
     """A part of the mixture: documents in units, which are chunks or, if there are fewer than lanes, shares of them."""
 
-    def __init__(self, pattern: str, config: StreamConfig, tokenizer: Tokenizer, number: int, seed: int):
-        self.documents, self._tokenizer, self._number, self._seed = (
-            Documents(pattern, config.text),
-            tokenizer,
-            number,
-            seed,
-        )
+    def __init__(
+        self, pattern: str, config: StreamConfig, tokenizer: Tokenizer, blocks: BlockCache, number: int, seed: int
+    ):
+        self.documents = Documents(pattern, config.text, blocks)
+        self._tokenizer, self._number, self._seed = tokenizer, number, seed
         self._shuffle, self.pattern = config.shuffle, pattern
         self._shares = -(-config.lanes // max(1, len(self.documents.places)))
         self.units = len(self.documents.places) * self._shares
-        facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.documents.paths]
+        facts = [source.version for source in self.documents.sources]
         key = content_key(
             {"files": facts, "text": config.text, "tokenizer": tokenizer.identity, "shares": self._shares}
         )
@@ -114,7 +113,7 @@ class Source:
 class Lane:
     """The text of a source in a lane."""
 
-    def __init__(self, source: Source, lane: int, lanes: int):
+    def __init__(self, source: TextPart, lane: int, lanes: int):
         self._source, self._lane, self._lanes, self._lock = source, lane, lanes, threading.Lock()
         self._units, self._ends = list[tuple[int, int]](), [0]
         """Unit and pass of each part of the text, and the place of its end, after 0."""
@@ -169,7 +168,8 @@ class StreamRows:
         self, config: StreamConfig, patterns: Sequence[str], *, tokenizer: Tokenizer, length: int, rows: int, seed: int
     ):
         paths, weights = parse_paths(patterns)
-        self._sources = [Source(str(path), config, tokenizer, number, seed) for number, path in enumerate(paths)]
+        blocks = BlockCache(None if config.cache_dir is None else Path(config.cache_dir) / "blocks", config.cache_gib)
+        self._sources = [TextPart(path, config, tokenizer, blocks, number, seed) for number, path in enumerate(paths)]
         self._rows, self._length, self._seed, self._lanes = rows, length, seed, config.lanes
         self._isolated, self._eod = config.isolate_documents, tokenizer.eod
         shares = np.array(weights or [1.0] * len(paths), np.float64)
@@ -191,10 +191,10 @@ class StreamRows:
 
     def files(self) -> list[str]:
         """The files that are read."""
-        return [str(path) for source in self._sources for path in source.documents.paths]
+        return [file.name for source in self._sources for file in source.documents.sources]
 
     def place(self, row: int) -> tuple[int, int, int]:
-        """Source, lane and number of a row in the text of the source in the lane."""
+        """TextPart, lane and number of a row in the text of the source in the lane."""
         number, lane = divmod(row, self._lanes)
         period, place = divmod(number, len(self._pattern))
         pattern = np.random.RandomState([self._seed, lane]).permutation(self._pattern)

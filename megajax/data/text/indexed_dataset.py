@@ -31,7 +31,8 @@ from megajax.config.errors import UserError
 from megajax.config.file_paths import store_url
 from megajax.data.progress_line import Progress
 from megajax.storage.index_cache import content_digest
-from megajax.storage.ranged_files import BlockCache, StoredFile, local_copy
+from megajax.storage.local_copies import local_copy
+from megajax.storage.ranged_files import BlockCache, StoredFile
 from megajax.storage.reading import ReadFile, with_retries
 from megajax.storage.stores import open_store
 from megajax.storage.write_errors import write_fault
@@ -43,6 +44,9 @@ CODES = (None, "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 """Dtype code (the position in this tuple) -> numpy dtype name."""
 UINT16_VOCABULARY = 65500
 """Vocabularies below this size are stored as uint16, all others as int32."""
+PREFIX_HINT = (
+    "A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist (python -m megajax.preprocess writes them"
+)
 CHECK_ROWS = 1 << 22
 """Table entries that are checked at a time, to limit memory. A larger index is not checked whole when it is opened."""
 
@@ -182,10 +186,10 @@ class IndexedTokens:
         """All tokens of `.bin` [total], in `dtype`, read into memory at once."""
         return self.read(0, len(self))
 
-    def files(self) -> tuple[Path, ...]:
-        """The files that are read, of an object store the copy of the index."""
+    def files(self) -> tuple[Path | str, ...]:
+        """The files that are read, or the URLs of objects."""
         stored = isinstance(self.file, StoredFile)
-        return (self._index_path,) if stored else (self.file.path, self._index_path)
+        return self.file.path, f"{self.prefix}.idx" if stored else self._index_path
 
     def document_of(self, sequence: int) -> int:
         """Number of the document that contains a sequence."""
@@ -219,15 +223,12 @@ def _pair(prefix: Path | str, blocks: BlockCache | None) -> tuple[Path | str, Pa
     if (url := store_url(prefix)) is not None:
         blocks, (place, _, name) = blocks or BlockCache(), url.rpartition("/")
         store = open_store(place)
-        index = local_copy(store, f"{name}.idx", blocks)
+        index = local_copy(store, f"{name}.idx", blocks, f". {PREFIX_HINT}; copy both there)")
         return url, index, lambda size: StoredFile(store, f"{name}.bin", size, blocks)
     index, tokens = index_path(prefix), tokens_path(prefix)
     for path in (index, tokens):
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
-                "(python -m megajax.preprocess writes them)."
-            )
+            raise UserError(f"{path}: no such file. {PREFIX_HINT}).")
     return Path(prefix), index, lambda size: with_retries(lambda: ReadFile(tokens), str(tokens))
 
 

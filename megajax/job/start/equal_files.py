@@ -14,6 +14,7 @@ from typing import Any
 
 from megajax.checkpoint.config import WeightsConfig
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.data.checksum import FileSum, Group, sample_checksums
 from megajax.interop.formats import split_name
 from megajax.mesh.processes.peers import Peers
@@ -46,11 +47,15 @@ def _group(path: Path) -> Group:
 def demand_equal_files(peers: Peers, groups: Sequence[Group]) -> None:
     """Raises UserError on all processes if one of them sees other files, or cannot read them.
 
+    Objects of a store are left out: process 0 tells the others which generation they read.
+
     peers: a namespace for this call.
     """
     if peers.count == 1:
         return
     sums: list[FileSum] = []
+    local = [[file for file in group.files if store_url(file) is None] for group in groups]
+    groups = [replace(group, files=tuple(files)) for group, files in zip(groups, local, strict=True)]
     samples = [replace(group, blocks=BLOCKS, block=BLOCK, sampled=FILES) for group in groups]
     peers.check(lambda: sums.extend(sample_checksums(samples).values()))
     contents = [(s.names * (s.files > 1), s.files, s.bytes, s.sample) for s in sums]

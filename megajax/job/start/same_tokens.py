@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megajax.config.errors import UserError
-from megajax.interop.formats import split_name
+from megajax.interop.formats import local_name, split_name
 from megajax.interop.origin import run_config
 from megajax.interop.tokenizer_files import tokenizer_config
 from megajax.tokenizers.base import Tokenizer
@@ -13,8 +13,8 @@ from megajax.tokenizers.config import NullTokenizerConfig
 
 def stored_tokenizer(source: Path) -> Tokenizer | None:
     """The tokenizer of a run or of FORMAT:DIR; None where it is not stored, or its code is not of MegaJAX."""
-    format_name, folder = split_name(source)
     try:
+        format_name, folder = split_name(local_name(source))
         if format_name:
             config = tokenizer_config([path.name for path in folder.iterdir()], folder, None, folder)
         else:

@@ -1,0 +1,121 @@
+"""Rows of streamed text beside `datasets` and torch's DataLoader."""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.data.loading import loader_of
+from benchmarks.outcome import rounded
+from benchmarks.training.peers import demand_torch, run, torch_environment
+from megajax.config.optional_packages import require
+from megajax.data.configs import StreamConfig
+from megajax.data.rows.config import LoaderConfig
+from megajax.data.rows.splits import Rows
+from megajax.data.text.standard_library import library_root, select_files
+from megajax.models.decoder.config import text_schema
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+
+END = "<|endoftext|>"
+GROUP = 25
+"""Documents of a row group."""
+
+
+def streams(
+    *,
+    torch_python: Path = Path(sys.executable),
+    megabytes: float = 8.0,
+    sequence_length: int = 1024,
+    rows: int = 8,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Rows of streamed Parquet per processor second, beside datasets and torch's DataLoader in the same run.
+
+    The text is the source of Python's standard library in four Parquet files, and the tokenizer a byte-level BPE of
+    8,192 tokens trained on it, the same file for both. Each reads the text once, tokenizes it, packs it into rows of
+    `sequence_length` tokens without padding, and makes batches of `rows`: MegaJAX with data.type=Stream and its loader,
+    the other with load_dataset(streaming=True), a buffer of 1,000 documents to shuffle, map(batched=True) and a
+    DataLoader without workers. Both run on one core, by turns; processor seconds count, so other load matters little.
+    Without a shuffle their first rows must be equal; otherwise the exit code is 1.
+
+    --torch-python: the Python that has torch, datasets and tokenizers. --rounds: the median of their ratios counts.
+
+    Raises UserError if there is no torch.
+    """
+    demand_torch(torch_python)
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # processes inherit the core
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(folder, megabytes)
+        ours, theirs, equal = [], [], True
+        for turn in range(rounds):
+            own, first = measure_ours(folder, sequence_length, rows, turn)
+            out = folder / f"datasets-{turn}.json"
+            program = [str(torch_python), "-m", "benchmarks.data.datasets_baseline", str(folder), str(out)]
+            run([*program, str(sequence_length), str(rows)], "datasets", environment=torch_environment(), seconds=900)
+            peer = json.loads(out.read_text())
+            equal = equal and first == peer["first"]
+            ours.append(own)
+            theirs.append(peer["rows_per_second"])
+    ratios = [own / their for own, their in zip(ours, theirs, strict=True)]
+    figures = {"rows_per_processor_second": ours, "datasets_rows_per_processor_second": theirs}
+    return rounded(figures | {"ratio": statistics.median(ratios), "equal_work": equal}) | {"wrong": not equal}
+
+
+def write_text(folder: Path, megabytes: float) -> None:
+    """Parquet files, and the tokenizer."""
+    arrow, tokenizers = require("pyarrow", "This benchmark"), require("tokenizers", "This benchmark")
+    parquet = require("pyarrow.parquet", "This benchmark")
+    files = select_files(megabytes, 0)
+    texts = [(library_root() / name).read_bytes().decode("utf-8", "replace") for name, _ in files]
+    for part in range(4):
+        parquet.write_table(arrow.table({"text": texts[part::4]}), folder / f"{part}.parquet", row_group_size=GROUP)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=8192,
+        special_tokens=[END],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts[: len(texts) // 4], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def measure_ours(folder: Path, length: int, rows: int, turn: int) -> tuple[float, list[int]]:
+    """Rows per processor second of one pass; the first tokens without a shuffle."""
+    config = HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json"), eod=END, special_tokens_in_text=False)
+    tokenizer, schema = config.build(), text_schema(length, 2**31)
+    options: dict[str, Any] = {"paths": (str(folder / "*.parquet"),), "cache_dir": str(folder / f"cache-{turn}")}
+
+    def source(count: int, **settings: Any) -> Any:
+        data = StreamConfig(**options, **settings)
+        splits = data.build(tokenizer=tokenizer, schema=schema, rows=Rows(count), seed=1)
+        splits.train.sequence_length = length
+        return splits.train
+
+    first = source(1, lanes=1, shuffle=False)[0]["tokens"]
+    tokens = sum(map(len, map(config.build().encode, all_texts(folder))))  # each tokenizer has a cache of words
+    batches = tokens // length // rows - 2 * rows  # a lane may end before the others
+    with loader_of(source(batches * rows + rows, lanes=rows), rows, LoaderConfig()) as loader:
+        next(loader)
+        began = time.process_time()
+        for _ in range(batches):
+            np.asarray(next(loader)[0]["tokens"])
+        spent = time.process_time() - began
+    return batches * rows / spent, first.tolist()
+
+
+def all_texts(folder: Path) -> list[str]:
+    """The documents."""
+    parquet = require("pyarrow.parquet", "This benchmark")
+    files = sorted(folder.glob("*.parquet"))
+    return [text for file in files for text in parquet.read_table(file).column("text").to_pylist()]

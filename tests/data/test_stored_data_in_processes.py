@@ -1,0 +1,77 @@
+"""Two processes with caches of their own: process 0 asks the store about files, once, and the other learns it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from object_stores import SERVERS, FaultyProxy, environment, free_port
+from test_streams import TEXTS, write
+
+from megajax.data.text.indexed_dataset import IndexedWriter
+from megajax.storage import stores
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("stored_data_processes.py")
+ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
+
+
+def run(variables: dict[str, str], caches: list[Path], *urls: str) -> list[list[str]]:
+    """The lines of each process."""
+    port = str(free_port()) if len(caches) > 1 else "none"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(index), port, *urls], text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=environment(variables | {"XDG_CACHE_HOME": str(cache)}),
+        )
+        for index, cache in enumerate(caches)
+    ]  # fmt: skip
+    results = [process.communicate(timeout=300) for process in processes]
+    assert all(process.returncode == 0 for process in processes), results
+    lines = [output.splitlines() for output, _ in results]
+    return [[line for line in part if line.startswith(("rows", "error"))] for part in lines]  # gloo writes others
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypatch) -> None:
+    with SERVERS[kind]() as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        stores._objects.cache_clear()
+        store = stores.open_store(f"{kind}://bucket/data")
+        documents = np.arange(20000, dtype=np.uint16).reshape(400, 50)
+        with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+            for document in documents:
+                writer.add_document([document])
+        for suffix in (".bin", ".idx"):
+            store.write(f"text{suffix}", (tmp_path / f"text{suffix}").read_bytes())
+        for number in range(2):
+            write(tmp_path / f"{number}.parquet", TEXTS[number::2])
+            store.write(f"web/{number}.parquet", (tmp_path / f"{number}.parquet").read_bytes())
+        urls = (f"{kind}://bucket/data/text", f"{kind}://bucket/data/web/*.parquet", f"{kind}://bucket/data/none")
+        proxy = FaultyProxy(variables[ENDPOINT[kind]])
+        variables |= {ENDPOINT[kind]: proxy.url}
+        caches = [tmp_path / "cache-0", tmp_path / "cache-1"]
+        try:
+            (alone,) = run(variables, [tmp_path / "cache"], *urls)
+            proxy.log.clear()
+            first, second = run(variables, caches, *urls)
+            index = [entry for entry in proxy.log if "text.idx" in entry[1]]
+            proxy.log.clear()
+            assert run(variables, caches, *urls)[1] == second
+            again = [entry for entry in proxy.log if "text.idx" in entry[1]]
+            (tmp_path / "file").touch()
+            broken = run(variables, [caches[0], tmp_path / "file"], urls[0])
+        finally:
+            proxy.close()
+            stores._objects.cache_clear()
+    assert first[:2] == second[:2] == alone[:2] and all(line.startswith("rows") for line in alone[:2])
+    assert alone[2].startswith(f"error {urls[2]}.idx: no such object")
+    assert first[2] == second[2] == alone[2].replace("error ", "error process 0: ")
+    size = (tmp_path / "text.idx").stat().st_size
+    read = [tuple(map(int, bounds.removeprefix("bytes=").split("-"))) for _, _, bounds in index]
+    whole = [bounds for bounds in read if bounds[-1] - bounds[0] + 1 == size]
+    assert len(whole) == 1 and all(bounds[0] == bounds[-1] for bounds in read if bounds not in whole), read
+    assert len(again) == 1, again  # its generation
+    assert broken[0] == broken[1] and "Not a directory" in broken[0][0], broken
