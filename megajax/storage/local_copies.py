@@ -66,7 +66,7 @@ def local_file(path: str | Path) -> Path:
     if (url := store_url(path)) is None:
         return Path(path).expanduser()
     place, _, name = url.rpartition("/")
-    return local_copy(open_store(place), name, BlockCache(gib=SMALL_GIB))
+    return local_copy(open_store(place), name, BlockCache(user_cache() / "files", SMALL_GIB))
 
 
 def local_folder(path: str | Path) -> Path:

@@ -241,7 +241,9 @@ def _message(url: str, action: str, error: Exception) -> str:
     cause = cause or f"no answer within {REQUEST_SECONDS:g} s"
     cause = _without_secrets(cause)
     advice = (
-        "Check the credentials (AWS_ACCESS_KEY_ID or a profile; GOOGLE_APPLICATION_CREDENTIALS) and their rights"
+        "Set the clock of this machine"
+        if "Skew" in cause
+        else "Check the credentials (AWS_ACCESS_KEY_ID or a profile; GOOGLE_APPLICATION_CREDENTIALS) and their rights"
         if REFUSED.search(cause)
         else "Check the bucket's name and its region or endpoint (AWS_REGION, AWS_ENDPOINT_URL)"
         if cause.startswith("NOT_FOUND")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gangs
 import numpy as np
 import pytest
 from object_stores import SERVERS, FaultyProxy, environment, free_port
@@ -75,3 +76,34 @@ def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypa
     assert len(whole) == 1 and all(bounds[0] == bounds[-1] for bounds in read if bounds not in whole), read
     assert len(again) == 1, again  # its generation
     assert broken[0] == broken[1] and "Not a directory" in broken[0][0], broken
+
+
+def test_a_run_goes_on_where_the_same_data_is(tmp_path: Path, monkeypatch) -> None:
+    """From a disk to a store and back, without checkpoint.changed_data; other tokens of the same size are refused."""
+    with SERVERS["s3"]() as variables, gangs.started(tmp_path) as start:
+        for name, value in (variables | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
+        stores._objects.cache_clear()
+        store, draw = stores.open_store("s3://bucket/moved"), np.random.default_rng(0)
+        with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+            for _ in range(400):
+                writer.add_document([draw.integers(0, 60, 300).astype(np.uint16)])
+        for suffix in (".bin", ".idx"):
+            store.write(f"text{suffix}", (tmp_path / f"text{suffix}").read_bytes())
+        data = ["--data.type=BlendConfig", "--data.split=90,10,0", "--resilience.exit_after_steps=2"]
+
+        def train(place: str) -> tuple[int, str]:
+            gang = start(*gangs.TRAIN, *gangs.TINY, *data, f"--data.paths={place}/text", f"--run_dir={tmp_path}/run")
+            return gang.wait(300), gang.text
+
+        assert train(str(tmp_path))[0] == 0
+        code, text = train("s3://bucket/moved")
+        assert code == 0, text
+        changed = bytearray((tmp_path / "text.bin").read_bytes())
+        changed[1000] ^= 1
+        store.write("text.bin", bytes(changed))
+        code, text = train("s3://bucket/moved")
+        assert code == 2 and "s3://bucket/moved/text.bin: checksum of a sample of its content" in text, text
+        assert train(str(tmp_path))[0] == 0
+        assert max(gangs.losses(tmp_path / "run")) == 6
+    stores._objects.cache_clear()

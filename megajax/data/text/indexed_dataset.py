@@ -47,6 +47,7 @@ UINT16_VOCABULARY = 65500
 PREFIX_HINT = (
     "A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist (python -m megajax.preprocess writes them"
 )
+DAMAGED = "The file is damaged or not an index of tokens: write it again, or delete it if it is the copy of an object."
 CHECK_ROWS = 1 << 22
 """Table entries that are checked at a time, to limit memory. A larger index is not checked whole when it is opened."""
 
@@ -69,7 +70,7 @@ def tokens_path(prefix: Path | str) -> Path:
 
 def _fault(path: Path, field: str, offset: int, expected: object, actual: object, hint: str = "") -> UserError:
     text = f"{path}: {field} at byte {offset}: expected {expected}, found {actual}."
-    return UserError(f"{text} {hint or 'The file is damaged or not an index of tokens: write it again.'}")
+    return UserError(f"{text} {hint or DAMAGED}")
 
 
 type SequencePart = tuple[int, int, int | None]

@@ -17,6 +17,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.config import TeacherFilesConfig
 from megajax.data.text.gpt import DatasetBuilder, GPTDataset, RowOptions
@@ -55,7 +56,9 @@ class TeacherOrigin(NamedTuple):
 
 
 def teacher_path(prefix: Path | str, folder: str | None) -> Path:
-    """The file of records of a token file; folder None: beside it."""
+    """The file of records of a token file; folder None: beside it. Raises UserError for None and a file in a store."""
+    if folder is None and store_url(prefix) is not None:
+        raise UserError(f"{prefix} is in an object store, and a teacher's files are not: set data.teacher_dir")
     name = f"{Path(prefix).name}.teacher"
     return Path(folder).expanduser() / name if folder else Path(prefix).expanduser().with_name(name)
 
