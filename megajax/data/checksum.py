@@ -15,7 +15,7 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.config.file_paths import store_url
 from megajax.storage.reading import with_retries
-from megajax.storage.stores import open_store
+from megajax.storage.stores import open_object
 
 BLOCK = 1 << 16
 """Bytes of a block of a sample."""
@@ -156,8 +156,7 @@ def _opened(path: str) -> Generator[tuple[int, Callable[[int, int], bytes]]]:
         with open(path, "rb", buffering=0) as file:
             yield os.fstat(file.fileno()).st_size, lambda start, count: os.pread(file.fileno(), count, start)
         return
-    place, _, name = url.rpartition("/")
-    store = open_store(place)
+    store, name = open_object(url)
     size = store.size(name)
 
     def part(start: int, count: int) -> bytes:

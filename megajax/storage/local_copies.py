@@ -17,7 +17,7 @@ from megajax.storage.disk import demand_space
 from megajax.storage.index_cache import user_cache
 from megajax.storage.ranged_files import INDEX, BlockCache, replaced
 from megajax.storage.safe_paths import is_below
-from megajax.storage.stores import Store, in_parallel, open_store
+from megajax.storage.stores import Store, in_parallel, open_object, open_store
 from megajax.storage.write_errors import write_fault
 
 PART = 1 << 24
@@ -39,6 +39,7 @@ def local_copy(store: Store, name: str, blocks: BlockCache, hint: str = "") -> P
         try:
             blocks.generations[url] = store.stamp(name)
         except FileNotFoundError:
+            store.names(name)  # says so if there is no such bucket
             raise UserError(f"{url}: no such object{hint}") from None
     path = copy_path(url, blocks)
 
@@ -65,8 +66,7 @@ def local_file(path: str | Path) -> Path:
     """
     if (url := store_url(path)) is None:
         return Path(path).expanduser()
-    place, _, name = url.rpartition("/")
-    return local_copy(open_store(place), name, BlockCache(user_cache() / "files", SMALL_GIB))
+    return local_copy(*open_object(url), BlockCache(user_cache() / "files", SMALL_GIB))
 
 
 def local_folder(path: str | Path) -> Path:

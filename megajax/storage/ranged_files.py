@@ -98,7 +98,7 @@ class BlockCache:
             self.wrote(len(content))
         except OSError as error:
             self._works = False
-            line = f"{self.folder}: {error.strerror}: blocks of token files are not kept here, and are read again"
+            line = f"{self.folder}: {error.strerror}: blocks of objects are not kept here, and are read again"
             print(line, file=sys.stderr, flush=True)
 
     def demand_limit(self, url: str, size: int) -> None:

@@ -56,7 +56,7 @@ TOTAL = re.compile(r"total size (\d+)|ObjectSize>(\d+)<")
 """The size of an object in an answer about a range outside of it."""
 FAR = 1 << 43
 """A place that no object reaches."""
-NEAR = 1 << 20
+NEAR = 1 << 16
 """Bytes of an object that a request about its end may read."""
 REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Expired|AccessKeyId|Signature|Token|redential")
 
@@ -284,6 +284,14 @@ def open_store(path: Path | str) -> Store:
     return Store(url, objects, f"{prefix}/" if prefix else "")
 
 
+def open_object(url: str) -> tuple[Store, str]:
+    """The store of an object's folder, and its name there. Raises UserError for the URL of a bucket, StoreError."""
+    place, _, name = url.rpartition("/")
+    if store_url(place) is None:
+        raise UserError(f"{url} names a bucket, and nothing in it")
+    return open_store(place), name
+
+
 def open_pattern(pattern: str) -> Store:
     """The store of the folder that all names are in that match the URL of a pattern. Raises UserError, StoreError."""
     place = re.split(r"[*[]", pattern, maxsplit=1)[0].rpartition("/")[0]
@@ -299,7 +307,8 @@ def matching(store: Store, pattern: str) -> list[str]:
     forms = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
     texts = [re.sub(r"^\[!", "[^", part) if part[:1] == "[" and part[-1:] == "]" else re.escape(part) for part in parts]
     form = re.compile("".join(forms.get(part, text) for part, text in zip(parts, texts, strict=True)))
-    return [name for name in store.names(re.split(r"[*[]", wanted, maxsplit=1)[0]) if form.fullmatch(name)]
+    names = store.names(re.split(r"[*[]", wanted, maxsplit=1)[0])
+    return [name for name in names if form.fullmatch(name) and name[-1:] not in ("", "/")]  # those stand for folders
 
 
 def fetched(store: Store, wanted: Iterable[str]) -> Path:

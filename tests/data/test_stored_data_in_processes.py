@@ -73,7 +73,9 @@ def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypa
     size = (tmp_path / "text.idx").stat().st_size
     read = [tuple(map(int, bounds.removeprefix("bytes=").split("-"))) for _, _, bounds in index]
     whole = [bounds for bounds in read if bounds[-1] - bounds[0] + 1 == size]
-    assert len(whole) == 1 and all(bounds[0] == bounds[-1] for bounds in read if bounds not in whole), read
+    others = [bounds[-1] - bounds[0] + 1 for bounds in read if bounds not in whole]
+    # S3 says the size of an object; in the other store, the end of it is looked for.
+    assert len(whole) == 1 and (max(others) == 1 or (kind == "gs" and sum(others) < size)), read
     assert len(again) == 1, again  # its generation
     assert broken[0] == broken[1] and "Not a directory" in broken[0][0], broken
 

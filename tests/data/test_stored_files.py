@@ -67,8 +67,9 @@ def test_a_stream_has_the_rows_of_the_disk(bucket: str, kind: str, tmp_path: Pat
 
 
 def test_streams_that_are_missing_replaced_or_too_large(bucket: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no files match .*nothing/\*.parquet$"):
-        rows_of(f"{bucket}/nothing/*.parquet", cache=tmp_path)
+    open_store(bucket).write("nothing/", "a folder, as consoles make them")
+    with pytest.raises(UserError, match=r"no files match .*nothing/\*$"):
+        rows_of(f"{bucket}/nothing/*", cache=tmp_path)
     write(tmp_path / "a.parquet", TEXTS)
     put(tmp_path / "a.parquet", f"{bucket}/changing/a.parquet")
     rows = rows_of(f"{bucket}/changing/*.parquet", cache=tmp_path / "cache")
@@ -114,6 +115,8 @@ def test_small_files_and_model_folders_are_copied_once(bucket: str, tmp_path: Pa
     url = f"{bucket}/small/chats.jsonl"
     put(tmp_path / "chats.jsonl", url)
     assert [line for _, line in _lines(url)] == [(tmp_path / "chats.jsonl").read_bytes()]
+    with pytest.raises(UserError, match=r"^(s3|gs)://bucket names a bucket, and nothing in it"):
+        local_file(bucket)
     with pytest.raises(UserError, match=r"small/none.jsonl: no such object"):
         local_file(f"{bucket}/small/none.jsonl")
     store = open_store(f"{bucket}/model")

@@ -34,7 +34,7 @@ from megajax.storage.index_cache import content_digest
 from megajax.storage.local_copies import local_copy
 from megajax.storage.ranged_files import BlockCache, StoredFile
 from megajax.storage.reading import ReadFile, with_retries
-from megajax.storage.stores import open_store
+from megajax.storage.stores import open_object
 from megajax.storage.write_errors import write_fault
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -222,8 +222,7 @@ type _Opening = Callable[[int], ReadFile | StoredFile]
 def _pair(prefix: Path | str, blocks: BlockCache | None) -> tuple[Path | str, Path, _Opening]:
     """The prefix, the index and how to open the tokens."""
     if (url := store_url(prefix)) is not None:
-        blocks, (place, _, name) = blocks or BlockCache(), url.rpartition("/")
-        store = open_store(place)
+        blocks, (store, name) = blocks or BlockCache(), open_object(url)
         index = local_copy(store, f"{name}.idx", blocks, f". {PREFIX_HINT}; copy both there)")
         return url, index, lambda size: StoredFile(store, f"{name}.bin", size, blocks)
     index, tokens = index_path(prefix), tokens_path(prefix)
