@@ -1,6 +1,7 @@
 """The origin of a model for evaluation or text generation, and its settings; imports neither jax nor flax."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,9 +150,10 @@ def run_config(run: Path, root: str | type = ROOT, *, trusted: bool) -> Source:
 
 def _tokenizer(config: Any, run: Path) -> Any:
     """The tokenizer config of a run, which reads the run's own copies if the files are gone, as in a run that moved."""
-    files = resolve("megajax.interop.tokenizer_files:vocabulary_files")(getattr(config, "base", config))
-    if all(path.is_file() for path in files.values()):
-        return config
+    with suppress(UserError):  # of a store that does not answer
+        files = resolve("megajax.interop.tokenizer_files:vocabulary_files")(getattr(config, "base", config))
+        if all(path.is_file() for path in files.values()):
+            return config
     copies = run / TOKENIZER
     return resolve("megajax.interop.tokenizer_files:with_copies")(config, copies, copies)
 
