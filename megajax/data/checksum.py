@@ -147,8 +147,10 @@ def _sample(path: str, group: Group) -> tuple[int, bytes]:
 
 
 @contextmanager
-def _opened(path: str) -> Generator[tuple[int, Callable[[int, int], bytes]]]:
+def _opened(path: str, known: int | None = None) -> Generator[tuple[int, Callable[[int, int], bytes]]]:
     """The size of a file or an object of a store, and how to read bytes of it: first byte, number of bytes.
+
+    known: the size of an object, which takes requests to find.
 
     Raises OSError, UserError for an object that gets shorter, StoreError.
     """
@@ -157,7 +159,7 @@ def _opened(path: str) -> Generator[tuple[int, Callable[[int, int], bytes]]]:
             yield os.fstat(file.fileno()).st_size, lambda start, count: os.pread(file.fileno(), count, start)
         return
     store, name = open_object(url)
-    size = store.size(name)
+    size = store.size(name) if known is None else known
 
     def part(start: int, count: int) -> bytes:
         try:
@@ -185,10 +187,11 @@ def full_checksums(
         UserError: a file is missing or cannot be read.
     """
     parts = [
-        (number, place, file, start)
+        (number, place, file, start, size)
         for number, group in enumerate(groups)
         for place, file in enumerate(group.files)
-        for start in range(0, max(1, with_retries(lambda file=file: _size(file), file)), PART)
+        for size in [with_retries(lambda file=file: _size(file), file)]
+        for start in range(0, max(1, size), PART)
     ][process::processes]
     sums, read_bytes = [0] * len(groups), 0
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -200,13 +203,13 @@ def full_checksums(
     return sums
 
 
-def _part(place: int, path: str, start: int) -> tuple[int, int]:
+def _part(place: int, path: str, start: int, file_size: int) -> tuple[int, int]:
     """(bytes, SHA-256 as a number) of a part of a file. place: number of the file in its group."""
 
     def read() -> tuple[int, int]:
         digest = hashlib.sha256(place.to_bytes(8, "little") + start.to_bytes(8, "little"))
         size = 0
-        with _opened(path) as (_, part):
+        with _opened(path, file_size) as (_, part):
             while size < PART and (data := part(start + size, PART - size)):
                 digest.update(data)
                 size += len(data)

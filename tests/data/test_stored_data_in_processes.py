@@ -92,10 +92,16 @@ def test_a_run_goes_on_where_the_same_data_is(tmp_path: Path, monkeypatch) -> No
                 writer.add_document([draw.integers(0, 60, 300).astype(np.uint16)])
         for suffix in (".bin", ".idx"):
             store.write(f"text{suffix}", (tmp_path / f"text{suffix}").read_bytes())
-        data = ["--data.type=BlendConfig", "--data.split=90,10,0", "--resilience.exit_after_steps=2"]
+        data = [
+            f"--config={gangs.CONFIG}",
+            "--devices=cpu:1",
+            "--data.type=BlendConfig",
+            "--data.split=90,10,0",
+            "--resilience.exit_after_steps=2",
+        ]
 
         def train(place: str) -> tuple[int, str]:
-            gang = start(*gangs.TRAIN, *gangs.TINY, *data, f"--data.paths={place}/text", f"--run_dir={tmp_path}/run")
+            gang = start(*gangs.TRAIN, *data, f"--data.paths={place}/text", f"--run_dir={tmp_path}/run")
             return gang.wait(300), gang.text
 
         assert train(str(tmp_path))[0] == 0
