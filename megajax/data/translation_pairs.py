@@ -118,9 +118,9 @@ class PairsBuilder(BlendBuilder[Pairs]):
         super().__init__(config, seed=seed)
         self.lengths, self.tokenizer = lengths, tokenizer
 
-    def read(self, path: str) -> PairedTokens:
+    def read(self, path: str, *, prefetch: bool) -> PairedTokens:
         files = self.config.token_files(path)
-        return PairedTokens(path, tuple(integer_tokens(f, self.blocks, prefetch=self.config.prefetch) for f in files))
+        return PairedTokens(path, tuple(integer_tokens(f, self.blocks, prefetch=prefetch) for f in files))
 
     def units(self, tokens: Any) -> int:
         return tokens.documents

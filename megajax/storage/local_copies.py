@@ -92,7 +92,7 @@ def _copied(store: Store, name: str, generation: bytes, path: Path, size: Callab
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path):
+            with _copy_lock(path):
                 if not path.exists():  # another process of this machine has copied it
                     _copy(store, name, generation, path, size)
         with suppress(PermissionError):
@@ -105,7 +105,7 @@ def _copied(store: Store, name: str, generation: bytes, path: Path, size: Callab
 
 
 @contextmanager
-def _alone(path: Path) -> Generator[None]:
+def _copy_lock(path: Path) -> Generator[None]:
     """Waits for other processes of this machine that copy files here. What a killed one has left is deleted."""
     with (path.parent / ".lock").open("w") as lock:
         with suppress(OSError):  # a file system without locks

@@ -219,14 +219,14 @@ def _total(error: ValueError) -> int | None:
 
 def _secrets() -> set[str]:
     """The credentials in use, as far as they are in the environment or in files."""
-    found = {value for name in SECRETS if (value := os.environ.get(name))}
+    secrets = {value for name in SECRETS if (value := os.environ.get(name))}
     for name, usual in SECRET_FILES.items():
         try:
             text = Path(os.environ.get(name) or usual).expanduser().read_text(encoding="utf-8")
         except (OSError, RuntimeError, ValueError):
             continue
-        found.update(part for pair in SECRET_LINES.findall(text) for part in pair if part)
-    return found
+        secrets.update(part for pair in SECRET_LINES.findall(text) for part in pair if part)
+    return secrets
 
 
 def _without_secrets(text: str) -> str:

@@ -123,7 +123,7 @@ def test_both_sides_of_pairs_are_read_into_the_cache(bucket: str, tmp_path: Path
         written(tmp_path / "side")
         uploaded(tmp_path / "side", side)
     none: Any = None
-    tokens = PairsBuilder(data, lengths=(64, 64), tokenizer=none, seed=1).read(data.paths[0])
+    tokens = PairsBuilder(data, lengths=(64, 64), tokenizer=none, seed=1).read(data.paths[0], prefetch=True)
     assert str(tokens.prefix) == data.paths[0]
     np.testing.assert_array_equal(tokens.pair(2)[1], DOCUMENTS[2])
     assert len(list((tmp_path / "cache/blocks").glob("*/00000000"))) == 2

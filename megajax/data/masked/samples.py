@@ -236,8 +236,8 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
             longer=config.longer_ngrams,
         )
 
-    def read(self, path: str) -> IndexedTokens:
-        return integer_tokens(path, self.blocks, prefetch=self.config.prefetch)
+    def read(self, path: str, *, prefetch: bool) -> IndexedTokens:
+        return integer_tokens(path, self.blocks, prefetch=prefetch)
 
     def units(self, tokens: Any) -> int:
         return tokens.documents

@@ -13,7 +13,7 @@ from megajax.data.rows.balancing import lengths_of_row
 from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
-from megajax.data.text.stored_indices import share_indices
+from megajax.data.rows.stored_indices import share_indices
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build
 from megajax.storage.ranged_files import BlockCache
 
@@ -207,8 +207,8 @@ class BlendBuilder[Data: Dataset]:
         """At least `rows` rows, or one epoch (None), of the units [first, last) of a token file."""
         raise NotImplementedError
 
-    def read(self, path: str) -> Any:
-        """The token file of a path."""
+    def read(self, path: str, *, prefetch: bool) -> Any:
+        """The token file of a path. prefetch: read all of one in an object store first."""
         raise NotImplementedError
 
     def build(self, rows: Rows) -> Splits:
@@ -224,11 +224,11 @@ class BlendBuilder[Data: Dataset]:
         config = self.config
         requested = [name for name, count in rows._asdict().items() if count is None or count > 0]
         lists = [config.paths] if config.paths else [getattr(config, f"{name}_paths") for name in requested]
-        read = [prefix for items in lists if items for prefix in parse_paths(items)[0]]
-        share_indices([file for prefix in read for file in config.token_files(prefix)], self.blocks)
+        paths = [path for items in lists if items for path in parse_paths(items)[0]]
+        share_indices(paths, lambda path: self.read(path, prefetch=False), self.blocks)
         if config.paths:
             prefixes, weights = parse_paths(config.paths)
-            files = [self.read(prefix) for prefix in prefixes]
+            files = [self.read(prefix, prefetch=config.prefetch) for prefix in prefixes]
             return self.splits(
                 files, None if weights is None else normalize_weights(weights), parse_split(config.split), rows
             )
@@ -240,7 +240,9 @@ class BlendBuilder[Data: Dataset]:
             prefixes, weights = parse_paths(paths)
             # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
             scaled = None if weights is None or len(prefixes) == 1 else normalize_weights(weights)
-            return self.source([self.read(prefix) for prefix in prefixes], scaled, (0.0, 1.0), name, count)
+            return self.source(
+                [self.read(prefix, prefetch=config.prefetch) for prefix in prefixes], scaled, (0.0, 1.0), name, count
+            )
 
         return Splits.build(rows, separate_files)
 

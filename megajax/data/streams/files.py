@@ -232,11 +232,11 @@ def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, i
 
         return in_parallel(look, matching(store, pattern))
 
-    found = list[tuple[Source, int]]()
+    files = list[tuple[Source, int]]()
     for name, size, generation, chunks in read_by_first(facts):
         blocks.generations[f"{store.url}/{name}"] = bytes.fromhex(generation)
-        found.append((StoreFile(store, name, size, blocks), chunks))
-    return found
+        files.append((StoreFile(store, name, size, blocks), chunks))
+    return files
 
 
 class Documents:
@@ -244,12 +244,12 @@ class Documents:
 
     def __init__(self, pattern: str, key: str, blocks: BlockCache):
         url = store_url(pattern)
-        found = on_disk(pattern, key) if url is None else in_store(url, key, blocks)
-        if not found:
+        files = on_disk(pattern, key) if url is None else in_store(url, key, blocks)
+        if not files:
             place = f" (looked for in {Path.cwd()})" * (url is None)
             raise UserError(f"data: no files match {pattern}{place}")
-        self.sources, self._key, self._files = [source for source, _ in found], key, dict[int, StreamFile]()
-        self.places = [(number, chunk) for number, (_, chunks) in enumerate(found) for chunk in range(chunks)]
+        self.sources, self._key, self._files = [source for source, _ in files], key, dict[int, StreamFile]()
+        self.places = [(number, chunk) for number, (_, chunks) in enumerate(files) for chunk in range(chunks)]
         """File and chunk of each chunk of the list."""
 
     def texts(self, place: int) -> Sequence[str | bytes]:

@@ -237,8 +237,8 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
             isolate_documents=config.isolate_documents,
         )
 
-    def read(self, path: str) -> IndexedTokens:
-        return integer_tokens(path, self.blocks, prefetch=self.config.prefetch)
+    def read(self, path: str, *, prefetch: bool) -> IndexedTokens:
+        return integer_tokens(path, self.blocks, prefetch=prefetch)
 
     def units(self, tokens: TokenSource) -> int:
         return len(tokens.lengths)

@@ -86,9 +86,9 @@ class DataFiles:
     def _sums(self, groups: Sequence[Group]) -> list[FileSum]:
         peers, started = Peers("data"), time.monotonic()
         local_numbers = range(peers.index, len(groups), peers.count)
-        own = dict[int, FileSum]()
-        peers.check(lambda: own.update(sample_checksums(groups, local_numbers)))
-        shares = peers.gather([sample.plain() for sample in own.values()])
+        local_sums = dict[int, FileSum]()
+        peers.check(lambda: local_sums.update(sample_checksums(groups, local_numbers)))
+        shares = peers.gather([sample.plain() for sample in local_sums.values()])
         samples = [FileSum(**shares[number % peers.count][number // peers.count]) for number in range(len(groups))]
         if not self.verify:
             return samples
