@@ -27,7 +27,7 @@ SHORTER = {
 """Settings that make a command take seconds. The page's own settings win."""
 REPLACED = {
     "--schedule.anneal_steps=200": "--schedule.anneal_steps=1",
-    **dict.fromkeys(("--steps=60", "--steps=100", "--steps=150"), "--steps=3"),
+    **dict.fromkeys(("--steps=60", "--steps=100", "--steps=150", "--steps=600"), "--steps=3"),
 }
 """Settings that do not suit so few steps, or that ask for more."""
 FOLLOWED = (
