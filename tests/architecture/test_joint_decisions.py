@@ -1,4 +1,4 @@
-"""docs/joint_decisions.md lists every condition before which processes wait for each other, with its reason.
+"""docs/platforms.md lists every condition before which processes wait for each other, with its reason.
 
 A process that skips a joint call makes the others wait forever, so each such condition needs the reason why it is the
 same on all processes.
@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from source_tree import REPOSITORY, modules
 
-TABLE = REPOSITORY / "docs/joint_decisions.md"
+TABLE = REPOSITORY / "docs/platforms.md"
+JOINT = "## What processes decide together"
+"""Where the table begins."""
 EXCHANGES = frozenset({"agree", "gather", "broadcast", "check", "on_all", "barrier"})
 """Of `Peers` and `StepBoundary`."""
 COLLECTIVES = frozenset(
@@ -142,7 +144,7 @@ def places() -> frozenset[str]:
 def rows() -> dict[str, str]:
     """Place -> why the condition is the same on all processes."""
     actual = {}
-    for line in TABLE.read_text().splitlines():
+    for line in TABLE.read_text().partition(f"\n{JOINT}\n")[2].splitlines():
         if line.startswith("| `"):
             place, reason = line.strip("| ").split(" | ")
             file, *names = re.findall(r"`([^`]+)`", place)

@@ -8,6 +8,8 @@ from functools import cache
 from source_tree import REPOSITORY
 
 TABLE = REPOSITORY / "docs/platforms.md"
+JOINT = "## What processes decide together"
+"""The rest of the page: tests/architecture/test_joint_decisions.py."""
 SOURCES = REPOSITORY / "megajax"
 
 NAMES = frozenset(
@@ -64,7 +66,8 @@ def places_in_code() -> set[str]:
 @cache
 def rows() -> list[list[str]]:
     """Cells of the rows of the tables: place, what decides, tests."""
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    text = TABLE.read_text().partition(f"\n{JOINT}\n")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
