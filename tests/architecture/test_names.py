@@ -1,4 +1,4 @@
-"""Names of the package are nouns and verbs that say what is bound; see docs/development.md."""
+"""Names of the package are nouns and verbs that say what is bound; see docs/architecture.md."""
 
 import ast
 from collections.abc import Iterator

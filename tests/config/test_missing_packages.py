@@ -115,7 +115,7 @@ def test_users_install_no_development_packages() -> None:
     """Plain `uv sync` and `uv run` leave the group dev out; .ci/run and the page for developers name it."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["uv"]["default-groups"] == [] and "pytest" in project["dependency-groups"]["dev"]
-    for file in (".ci/run", "docs/development.md"):
+    for file in (".ci/run", "docs/architecture.md"):
         assert "uv sync --frozen --group dev" in (REPOSITORY / file).read_text(encoding="utf-8")
     names = re.findall(r"--extra (\w+)", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
     assert {"plot", "serve", "all"} <= set(names) <= extras().keys()
