@@ -105,7 +105,7 @@ class Device:
     """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
 
     def problems(self) -> list[Problem]:
-        numbers = [field.name for field in fields(Device) if field.name != "name"]
+        numbers = [field.name for field in fields(Device) if field.name not in ("name", "recurrences")]
         return above_zero(**{name: getattr(self, name) for name in numbers})
 
     def usable_gib(self, memory_fraction: float) -> float:
