@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from megajax.config.errors import UserError
+from megajax.config.overrides import short_type
 
 USER_FILE = "megajax_config_file "
 """Modules run from a path have this and the path as their name."""
@@ -36,6 +37,17 @@ def own_class(reference: str) -> Any | None:
     except (ImportError, AttributeError):
         return None
     return cls if isinstance(cls, type) and cls.__module__.startswith("megajax.") else None
+
+
+def public_class(name: str) -> type | None:
+    """The class of `import megajax` with this name, in the spellings of `type`; None if there is none."""
+    package, short = importlib.import_module(__name__.partition(".")[0]), short_type(name)
+    for public in (name, *dir(package)):
+        if public == name or short_type(public) == short:
+            value = getattr(package, public, None)
+            if isinstance(value, type):
+                return value
+    return None
 
 
 def reference(cls: type) -> str:

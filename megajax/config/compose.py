@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 from megajax.config import field_types
-from megajax.config.class_references import error_text, own_class, reference, resolve
+from megajax.config.class_references import error_text, own_class, public_class, reference, resolve
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
 from megajax.config.file_paths import holds_path, may_be_stored, names_store, url_problem
 from megajax.config.hints import did_you_mean, either
@@ -366,6 +366,10 @@ class _Builder:
                 return self.fault(join(where, "type"), message, "write module:Class or file.py:Class")
             wrong = field_types.misfit(cls, annotation)
             return self.fault(join(where, "type"), wrong) if wrong else cls
+        # One that fits a protocol of the annotation, but belongs to a package above that of the field.
+        public = public_class(name)
+        if public is not None and not field_types.misfit(public, annotation):
+            return public
         class_names = [cls.__name__ for cls in members]
         completions = [cls for cls in class_names if cls.lower().startswith(name.lower())]
         hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import megajax as mj
+from megajax.config import load
+from megajax.config.errors import ConfigError
 from megajax.config.files import SHIPPED
 from megajax.config.python_file import config_classes
 from megajax.inference.server.config import ServingConfig
@@ -86,3 +88,13 @@ def test_shipped_configs_have_one_import_of_megajax(file):
         line for line in file.read_text().splitlines() if line.startswith(("import ", "from ")) and "megajax" in line
     ]
     assert lines == ["import megajax as mj"]
+
+
+@pytest.mark.parametrize("name", ["RolloutsConfig", "Rollouts", "rollouts"])
+def test_types_of_packages_above_a_field_have_short_names(name):
+    """As the classes of its annotation; a public class of another kind is no match."""
+    words = ("data.paths=prompts.jsonl", "data.rewards=rewards.py:reward")
+    cfg = load("grpo.py:debug", f"data.type={name}", *words, devices=1)
+    assert type(cfg.data).__name__ == "RolloutsConfig" and cfg.data.rewards == ("rewards.py:reward",)
+    with pytest.raises(ConfigError, match=r"data.type: expected BlendConfig, .*, got 'AdamWConfig'"):
+        load("grpo.py:debug", "data.type=AdamWConfig", devices=1)
