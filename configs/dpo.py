@@ -15,6 +15,9 @@ from pathlib import Path
 
 import megajax as mj
 
+SCORE = mj.ChoiceHeadConfig(choices=2, pooling="last", pooler=False, dropout=0.0, bias=False)
+"""A score of each answer, as classifiers of decoders in transformers compute it."""
+
 
 def config() -> mj.RunConfig:
     """The Llama 3.1 8B."""
@@ -68,7 +71,7 @@ def reward_llama3_8b() -> mj.RunConfig:
     model = mj.llama3("8b", sequence_length=2048, llama3_scaling=True)
     weights = mj.WeightsConfig(run="hf:models/Llama-3.1-8B-Instruct", fresh=("head.*",))
     return base.but(
-        model=mj.with_text_head(model, mj.ChoiceHeadConfig(choices=2, pooling="last", pooler=False, dropout=0.0)),
+        model=mj.with_text_head(model, SCORE),
         data=replace(base.data, answers="choices"),
         schedule=mj.ScheduleConfig(lr=1e-5, min_lr=1e-6, warmup_fraction=0.1),
         checkpoint=mj.CheckpointConfig(weights=(weights,), every=250),
@@ -81,7 +84,7 @@ def reward_llama3_8b_debug() -> mj.RunConfig:
     model = mj.llama3("debug", sequence_length=64, vocabulary_size=257)
     return mj.debug_config(
         reward_llama3_8b(),
-        mj.with_text_head(model, mj.ChoiceHeadConfig(choices=2, pooling="last", pooler=False, dropout=0.0)),
+        mj.with_text_head(model, SCORE),
         data=mj.MockPreferencesConfig(answers="choices"),
         tokenizer=mj.ByteTokenizerConfig(),
         schedule=mj.ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),

@@ -52,9 +52,10 @@ class PromptSource:
         raise UserError("rows of rollouts are made while the run trains, and can't be read by number")
 
     def files(self) -> list[str]:
-        """The files of prompts, and of reward functions."""
+        """The files of prompts, of reward functions and of the reward model."""
         functions = [reference.rpartition(":")[0] for reference in self.cfg.rewards]
-        return [*self.cfg.paths, *(file for file in functions if file.endswith(".py") and Path(file).is_file())]
+        code = [file for file in functions if file.endswith(".py") and Path(file).is_file()]
+        return [*self.cfg.paths, *code, *(model_files(self.cfg.reward_model) if self.cfg.reward_model else ())]
 
     def line(self, number: int) -> PromptLine:
         """The prompt with this number, from 0 on, over all epochs."""
@@ -80,6 +81,15 @@ def build_digit_sums(cfg: DigitSumsConfig, *, tokenizer: Tokenizer, schema: Sche
     del schema
     lines = [prompt_line(cfg, tokenizer, row, "digit sums") for row in digit_sums.lines()]
     return Splits(PromptSource(cfg, lines, rows.train, seed), None, None)
+
+
+def model_files(source: str) -> list[str]:
+    """The files of hf:DIR; of a run, the manifest of its newest step, which has the checksums of the others."""
+    folder = Path(source.removeprefix("hf:")).expanduser()
+    if source.startswith("hf:"):
+        return sorted(str(path) for pattern in ("config.json", "*.safetensors") for path in folder.glob(pattern))
+    steps = ("checkpoints/*/manifest.json", "*/manifest.json", "manifest.json")
+    return [str(path) for pattern in steps for path in sorted(folder.glob(pattern))][-1:]
 
 
 def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:

@@ -4,11 +4,21 @@ Windows have older and newer spellings in config.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.weights.name_mapping import Row
-from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, linear, norm, tokens
+from megajax.interop.huggingface.family import (
+    Family,
+    Settings,
+    activation_name,
+    class_settings,
+    classes,
+    layers_of,
+    linear,
+    norm,
+    tokens,
+)
 from megajax.interop.huggingface.family import attention as attention_rows
 from megajax.interop.huggingface.rotary import FULL, SLIDING, rope, rope_settings
 from megajax.layers.attention.config import AttentionConfig
@@ -17,6 +27,7 @@ from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
 from megajax.layers.norm.config import FixedScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.stack.config import stack_of
+from megajax.models.classifier.config import ClassHeadConfig, DecoderClassifierConfig, RegressionHeadConfig
 from megajax.models.decoder.config import DecoderConfig
 
 LAYER = "model.layers.{layer}"
@@ -95,6 +106,28 @@ def decoder(
     )
 
 
+SCORES, TEXTS = "ForSequenceClassification", "ForCausalLM"
+"""Ends of the names of classes."""
+
+
+def with_scores(settings: Settings, model: DecoderConfig) -> DecoderConfig | DecoderClassifierConfig:
+    """A decoder with the head of the class that config.json names: scores of a whole text, or of the next token."""
+    if not settings.architecture().endswith(SCORES):
+        return model
+    head: Any = {"pooling": "last", "pooler": False, "dropout": 0.0, "bias": False}
+    count = classes(settings)
+    head = RegressionHeadConfig(**head) if count == 1 else ClassHeadConfig(classes=count, **head)
+    return DecoderClassifierConfig(head=head, **{f.name: getattr(model, f.name) for f in fields(model)})
+
+
+def scores_settings(cfg: Any, architecture: str) -> dict[str, Any]:
+    """The reverse of `with_scores`; {} for a model without such a head. architecture: class of the family."""
+    if not isinstance(cfg, DecoderClassifierConfig):
+        return {}
+    architectures = {"architectures": [architecture.replace(TEXTS, SCORES)]}
+    return {**architectures, **class_settings(cfg.head.columns())}
+
+
 def attention_mixers(cfg: Any) -> list[AttentionConfig]:
     """The attention of the layers that have it. Raises ValueError for a model without such layers."""
     mixers = [block.mixer for block in layers_of(cfg) if isinstance(block.mixer, AttentionConfig)]
@@ -163,7 +196,8 @@ def _router_settings(moe: MoEConfig) -> dict[str, Any]:
 def outer_rows(cfg: DecoderConfig) -> list[Row]:
     """The embedding table, the head and the last norm."""
     bias = Row("lm_head.bias", "head_bias", index=(slice(0, cfg.vocabulary_size),))
-    return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), bias, *norm("model.norm", "norm")]
+    scores = Row("score.weight", "head.linear.matrix", "o i -> i o")
+    return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), bias, scores, *norm("model.norm", "norm")]
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")

@@ -374,3 +374,15 @@ def tokens(cfg: Any, table: str, head: str) -> list[Row]:
 def patches(tensor: str, path: str, side: int) -> Row:
     """A convolution whose stride is its size, `side`: (channels out, channels in, rows, columns)."""
     return Row(tensor, path, "d c y x -> (y x c) d", sizes={"y": side, "x": side})
+
+
+def classes(settings: Settings) -> int:
+    """Number of classes of a classifier: the number of names in id2label, or else num_labels (default 2)."""
+    count, names = settings.take("num_labels", 2), settings.remaining.get("id2label")
+    return len(names) if names else count
+
+
+def class_settings(count: int) -> dict[str, Any]:
+    """The reverse of `classes`."""
+    names = {str(number): f"LABEL_{number}" for number in range(count)}
+    return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}

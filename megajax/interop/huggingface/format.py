@@ -35,6 +35,7 @@ from megajax.interop.stored.model import SHARD_BYTES, Advance, Options, StoredMo
 from megajax.interop.stored.model_differences import differences
 from megajax.interop.stored.weights_config import special_tokens
 from megajax.interop.tokenizer_files import copy_files
+from megajax.models.classifier.config import scoring
 from megajax.storage.atomic_folders import new_folder
 
 LONGEST = 60
@@ -48,8 +49,8 @@ def read(name: str, reading: Reading) -> StoredModel:
 
 def write(stored: StoredModel, target: Path, options: Options, advance: Advance) -> list[str]:
     """Writes a folder of the family that the weights came from, or of the first that loses no setting."""
-    origin = stored.origin
-    family = family_for(stored.model, options.family, origin.family)
+    origin, model = stored.origin, scoring(stored.model)
+    family = family_for(model, options.family, origin.family)
     usual = jnp.dtype(origin.dtype or "float32")
 
     special = origin.special_tokens
@@ -62,7 +63,7 @@ def write(stored: StoredModel, target: Path, options: Options, advance: Advance)
     with new_folder(target, stored.elements() * (options.dtype or usual).itemsize) as folder:
         table = write_model(
             folder,
-            stored.model,
+            model,
             stored.weights,
             family,
             dtype=options.dtype,

@@ -332,7 +332,7 @@ class Decoder(NamedTuple):
     parts: Mapping[str, Any] = {}
     """Further fields of Family."""
 
-    def read(self, settings: Settings) -> DecoderConfig:
+    def read(self, settings: Settings) -> Any:
         """config.json -> model config."""
         settings.rename(self.settings)
         settings.assume({"num_hidden_layers": 32, **self.defaults})
@@ -366,7 +366,7 @@ class Decoder(NamedTuple):
         feed_forward = self.experts.read(settings, mlp) if self.experts else lambda _: mlp
         every = self.mixers(settings, mixers)
         settings.take("rms_norm_eps")
-        return decoders.decoder(settings, every, feed_forward, **changes)
+        return decoders.with_scores(settings, decoders.decoder(settings, every, feed_forward, **changes))
 
     def _biases(self, settings: Settings) -> tuple[bool, bool, bool]:
         names = (self.bias, self.bias if self.qkv_bias is None else self.qkv_bias, self.mlp_bias)
@@ -387,7 +387,7 @@ class Decoder(NamedTuple):
         settings |= {name: value for name, value in biases.items() if isinstance(name, str)}
         settings = {name: value for name, value in settings.items() if name not in ROPE} | self.positions.write(cfg)
         settings |= self.experts.write(cfg) if self.experts else {}
-        settings |= self.written(cfg)
+        settings |= self.written(cfg) | decoders.scores_settings(cfg, self.architecture)
         theirs = {name: theirs for theirs, name in self.settings.items()}
         return {theirs.get(name, name): value for name, value in settings.items()}
 

@@ -20,6 +20,8 @@ class TextHeadConfig(Builds):
 
     dropout: float = 0.1
     """Dropout rate of the states that the head reads."""
+    bias: bool = True
+    """Biases of the outputs. Classifiers of decoders in transformers have none."""
 
     def problems(self) -> list[Problem]:
         return below_one(dropout=self.dropout)
@@ -234,7 +236,7 @@ class TextClassifierConfig:
             positions=self.head.sequences() if self.head.pools() else self.sequence_length,
             chunk=LARGEST,
             replicated=True,
-            weights=(*dense("head.linear", hidden, columns), *pooler),
+            weights=(*dense("head.linear", hidden, columns)[: 1 + self.head.bias], *pooler),
         )
 
     def allows_context(self) -> bool:
@@ -264,6 +266,15 @@ class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
     target: ClassVar[str] = "megajax.models.classifier.module:DecoderClassifier"
     head: TextHead
     """What is predicted."""
+
+
+def scoring(model: Any) -> Any:
+    """The model with the same score of one sequence where it compares several; other models as they are."""
+    head = getattr(model, "head", None)
+    if not isinstance(head, ChoiceHeadConfig):
+        return model
+    alone = RegressionHeadConfig(pooling=head.pooling, pooler=head.pooler, dropout=head.dropout, bias=head.bias)
+    return replace(model, head=alone)
 
 
 def with_text_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:

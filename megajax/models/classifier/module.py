@@ -138,7 +138,7 @@ class ClassHead(nnx.Module):
     labels = ("labels",)
 
     def __init__(self, cfg: ClassHeadConfig, settings: LayerSettings):
-        self.smoothing, self.linear = cfg.label_smoothing, Linear(settings, cfg.columns())
+        self.smoothing, self.linear = cfg.label_smoothing, Linear(settings, cfg.columns(), bias=cfg.bias)
 
     def __call__(self, x: Array, segments: Array) -> Array:
         """Pooled states [N, 1, D] -> logits [B, C]."""
@@ -160,7 +160,7 @@ class RegressionHead(nnx.Module):
     labels = ("labels",)
 
     def __init__(self, cfg: RegressionHeadConfig, settings: LayerSettings):
-        self.linear = Linear(settings, cfg.columns())
+        self.linear = Linear(settings, cfg.columns(), bias=cfg.bias)
 
     def __call__(self, x: Array, segments: Array) -> Array:
         """Pooled states [N, 1, D] -> numbers [B]."""
@@ -181,7 +181,7 @@ class ChoiceHead(ClassHead):
 
     def __init__(self, cfg: ChoiceHeadConfig, settings: LayerSettings):
         self.choices, self.smoothing = cfg.choices, 0.0
-        self.linear = Linear(settings, cfg.columns())
+        self.linear = Linear(settings, cfg.columns(), bias=cfg.bias)
 
     def __call__(self, x: Array, segments: Array) -> Array:
         """Pooled states [N, 1, D] -> scores of the choices [B, K]."""
@@ -195,7 +195,7 @@ class SpanHead(nnx.Module):
     labels = ("starts", "ends")
 
     def __init__(self, cfg: SpanHeadConfig, settings: LayerSettings):
-        self.linear = Linear(settings, cfg.columns())
+        self.linear = Linear(settings, cfg.columns(), bias=cfg.bias)
 
     def __call__(self, x: Array, segments: Array) -> Array:
         """States [B, S, D] -> scores [B, S, 2]."""

@@ -108,12 +108,14 @@ class AttentionPooling(nnx.Module):
 class Linear(nnx.Module):
     """x matrix + bias, [..., D] -> [..., C] in float32, replicated on every device."""
 
-    def __init__(self, settings: LayerSettings, classes: int):
+    def __init__(self, settings: LayerSettings, classes: int, *, bias: bool = True):
         self.matrix = param((settings.hidden, classes), ("embed", None), init=Normal(settings.std))
-        self.bias = param((classes,), (None,), init=ZEROS, role="bias")
+        self.bias = param((classes,), (None,), init=ZEROS, role="bias") if bias else None
 
     def __call__(self, x: Array) -> Array:
         product = jnp.einsum("...d,dc->...c", x, self.matrix[...], preferred_element_type=jnp.float32)
+        if self.bias is None:
+            return product
         return product + self.bias[...].astype(jnp.float32).reshape(*[1] * (x.ndim - 1), -1)
 
 

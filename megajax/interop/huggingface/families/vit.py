@@ -11,6 +11,8 @@ from megajax.interop.huggingface.family import (
     Settings,
     activation_name,
     attention,
+    class_settings,
+    classes,
     dense,
     linear,
     norm,
@@ -127,18 +129,6 @@ def tower_rows(side: int, tensor: str = "vision_model", path: str = "") -> list[
         *norm(f"{layer}.layer_norm2", f"{block}.mlp_norm"),
         *norm(f"{tensor}.post_layernorm", f"{path}norm"),
     ]
-
-
-def classes(settings: Settings) -> int:
-    """Number of classes of a classifier: the number of names in id2label, or else num_labels (default 2)."""
-    count, names = settings.take("num_labels", 2), settings.remaining.get("id2label")
-    return len(names) if names else count
-
-
-def class_settings(count: int) -> dict[str, Any]:
-    """The reverse of `classes`."""
-    names = {str(number): f"LABEL_{number}" for number in range(count)}
-    return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
 
 
 def inner_tower(settings: Settings) -> Settings:
